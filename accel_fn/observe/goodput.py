@@ -54,33 +54,33 @@ class Goodput:
         return self.microseconds["updates"] / self.wall if self.wall else float("nan")
 
 
-class _Mark(NamedTuple):
+class _Entry(NamedTuple):
     """A moment of which the log has time and step."""
 
     time: int
     step: int
-    entry: Mapping[str, Any]
-    """The event, or the values of a line."""
+    values: Mapping[str, Any]
+    """Those of the event, or of the line."""
 
     @property
     def kind(self) -> str:
         """The kind of the event; `line` for a line of values, `lost` for one that was cut off."""
-        return str(self.entry["event"])
+        return str(self.values["event"])
 
     @property
     def spent(self) -> int:
         """Microseconds that the event took. They end at its time."""
-        return max(_microseconds(self.entry.get("seconds")) or 0, 0)
+        return max(_microseconds(self.values.get("seconds")) or 0, 0)
 
 
 class _Process(NamedTuple):
     """When a process began, began its first step, ended its last step, and made its last entry."""
 
     began: int
-    stepped: int
-    rested: int
+    steps_began: int
+    steps_ended: int
     ended: int
-    marks: list[_Mark]
+    entries: list[_Entry]
 
 
 class _Claim(NamedTuple):
@@ -104,10 +104,10 @@ class _Window(NamedTuple):
 
 def goodput(run: Run) -> Goodput:
     """Divide the wall time of a run, over all of its processes, by its log."""
-    marks = sorted(_marks(run), key=lambda mark: mark.time)
-    processes = list(_processes(marks))
+    entries = sorted(_entries(run), key=lambda entry: entry.time)
+    processes = list(_processes(entries))
     windows = [window for process in processes for window in _windows(process)]
-    claims = [*_claims(processes, _usual_step(processes)), *_lost(marks, processes)]
+    claims = [*_claims(processes, _usual_step(processes)), *_lost(entries, processes)]
     parts = Counter(dict.fromkeys(CATEGORIES, 0))
     running: Counter[_Window] = Counter()
     for begin, end, category in _stretches(claims, windows, processes):
@@ -128,7 +128,7 @@ def _microseconds(seconds: object) -> int | None:
     return None
 
 
-def _marks(run: Run) -> Iterator[_Mark]:
+def _entries(run: Run) -> Iterator[_Entry]:
     """Lines, events, and the last lines that loads have cut off."""
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
@@ -136,13 +136,13 @@ def _marks(run: Run) -> Iterator[_Mark]:
             # To a plan, the steps of another one are time between its own steps.
             in_steps = sum(1 - min(wait, 1.0) for wait in waits[step])
             wait = max(1 - in_steps, 0.0) if waits[step] else 0.0
-            entry = {"data_wait": wait, "skipped": sum(skips[step])}
-            yield _Mark(time, step, {"event": "line", **entry})
+            values = {"event": "line", "data_wait": wait, "skipped": sum(skips[step])}
+            yield _Entry(time, step, values)
     for event in run.events:
         lost_time, lost_step = _microseconds(event.get("lost_time")), event.get("lost_step")
         if lost_time is not None and isinstance(lost_step, int):
-            yield _Mark(lost_time, lost_step, {"event": "lost"})
-        yield _Mark(round(event["time"] * 1e6), event["step"], event)
+            yield _Entry(lost_time, lost_step, {"event": "lost"})
+        yield _Entry(round(event["time"] * 1e6), event["step"], event)
 
 
 def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
@@ -153,50 +153,52 @@ def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
     return found
 
 
-def _processes(marks: list[_Mark]) -> Iterator[_Process]:
+def _processes(entries: list[_Entry]) -> Iterator[_Process]:
     begins: list[int] = []
     started = -1
-    for mark in marks:
-        if mark.kind == "start":
-            began = _microseconds(mark.entry.get("process_began")) or mark.time
+    for entry in entries:
+        if entry.kind == "start":
+            began = _microseconds(entry.values.get("process_began")) or entry.time
             # Of several plans of one process, only the first begins it.
             if began > started:
                 begins.append(began)
-            started = mark.time
-    if marks:
-        begins[:1] = [min([marks[0].time, *begins[:1]])]
-    places = [bisect_left(marks, began, key=lambda mark: mark.time) for began in begins]
-    for began, (first, last) in zip(begins, itertools.pairwise([*places, len(marks)]), strict=True):
-        yield _process(began, marks[first:last])
+            started = entry.time
+    if entries:
+        begins[:1] = [min([entries[0].time, *begins[:1]])]
+    places = [bisect_left(entries, began, key=lambda entry: entry.time) for began in begins]
+    for began, (first, last) in zip(
+        begins, itertools.pairwise([*places, len(entries)]), strict=True
+    ):
+        yield _process(began, entries[first:last])
 
 
-def _process(began: int, marks: list[_Mark]) -> _Process:
-    ended = marks[-1].time if marks else began
-    firsts = [mark.time - mark.spent for mark in marks if mark.kind == "first_step"]
-    lines = [mark.time for mark in marks if mark.kind == "line"]
-    stepped = max(began, min(firsts or lines[:1], default=ended))
-    rises = [after.time for mark, after in itertools.pairwise(marks) if after.step > mark.step]
-    return _Process(began, stepped, max([stepped, *rises[-1:]]), ended, marks)
+def _process(began: int, entries: list[_Entry]) -> _Process:
+    ended = entries[-1].time if entries else began
+    firsts = [entry.time - entry.spent for entry in entries if entry.kind == "first_step"]
+    lines = [entry.time for entry in entries if entry.kind == "line"]
+    steps_began = max(began, min(firsts or lines[:1], default=ended))
+    rises = [after.time for entry, after in itertools.pairwise(entries) if after.step > entry.step]
+    return _Process(began, steps_began, max([steps_began, *rises[-1:]]), ended, entries)
 
 
 def _windows(process: _Process) -> Iterator[_Window]:
-    begin, step = process.stepped, 0
-    for mark in process.marks:
-        if mark.kind == "load":
-            begin, step = max(begin, mark.time), mark.step
-        if mark.kind == "line" and mark.time > begin:
-            num_steps = mark.step - step
-            skipped = min(mark.entry["skipped"] / max(num_steps, 1), 1.0)
-            yield _Window(begin, mark.time, num_steps, mark.entry["data_wait"], skipped)
-            begin, step = mark.time, mark.step
+    begin, step = process.steps_began, 0
+    for entry in process.entries:
+        if entry.kind == "load":
+            begin, step = max(begin, entry.time), entry.step
+        if entry.kind == "line" and entry.time > begin:
+            num_steps = entry.step - step
+            skipped = min(entry.values["skipped"] / max(num_steps, 1), 1.0)
+            yield _Window(begin, entry.time, num_steps, entry.values["data_wait"], skipped)
+            begin, step = entry.time, entry.step
 
 
 def _usual_step(processes: list[_Process]) -> int:
     """The median time of a step, without waits for data and without events."""
     found = []
     for process in processes:
-        times = [mark.time for mark in process.marks]
-        events = [0, *itertools.accumulate(mark.spent for mark in process.marks)]
+        times = [entry.time for entry in process.entries]
+        events = [0, *itertools.accumulate(entry.spent for entry in process.entries)]
         # The first window has the first step.
         for window in itertools.islice(_windows(process), 1, None):
             first, last = bisect_right(times, window.begin), bisect_right(times, window.end)
@@ -209,30 +211,30 @@ def _usual_step(processes: list[_Process]) -> int:
 def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
     """What a process does beside its steps, and the time between processes."""
     for process in processes:
-        yield _Claim(process.began, process.stepped, "start")
-        yield _Claim(process.rested, process.ended, "other")
-        for mark in process.marks:
-            begin = max(mark.time - mark.spent, process.began)
-            if mark.kind == "first_step":
-                yield _Claim(begin, mark.time - min(usual_step, mark.time - begin), "compile")
-            elif mark.kind in _SPENT_IN:
-                yield _Claim(begin, mark.time, _SPENT_IN[mark.kind])
+        yield _Claim(process.began, process.steps_began, "start")
+        yield _Claim(process.steps_ended, process.ended, "other")
+        for entry in process.entries:
+            begin = max(entry.time - entry.spent, process.began)
+            if entry.kind == "first_step":
+                yield _Claim(begin, entry.time - min(usual_step, entry.time - begin), "compile")
+            elif entry.kind in _SPENT_IN:
+                yield _Claim(begin, entry.time, _SPENT_IN[entry.kind])
     for before, after in itertools.pairwise(processes):
         yield _Claim(before.ended, after.began, "down")
 
 
-def _lost(marks: list[_Mark], processes: list[_Process]) -> Iterator[_Claim]:
+def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
     """The time of steps that a later process did again, or the same one after a load."""
-    kept: list[_Mark] = []
-    for mark in marks:
-        if mark.kind in ("load", "start"):
-            end = kept[-1].time if kept else mark.time
-            while kept and kept[-1].step > mark.step:
+    kept: list[_Entry] = []
+    for entry in entries:
+        if entry.kind in ("load", "start"):
+            end = kept[-1].time if kept else entry.time
+            while kept and kept[-1].step > entry.step:
                 kept.pop()
             begin = kept[-1].time if kept else processes[0].began
             for each in processes:
-                yield _Claim(max(begin, each.stepped), min(end, each.ended), "repeated")
-        kept.append(mark)
+                yield _Claim(max(begin, each.steps_began), min(end, each.ended), "repeated")
+        kept.append(entry)
 
 
 def _stretches(

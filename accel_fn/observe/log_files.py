@@ -71,11 +71,11 @@ class LogFile:
         """Add the text of a plan whose values this log will have."""
         self._events.plans.append(plan)
 
-    def start(self, step: int, process: Mapping[str, object]) -> None:
+    def note_process(self, step: int, process: Mapping[str, object]) -> None:
         """Note, once, that a process begins to log."""
         self._try(lambda: self._events.start(step, process))
 
-    def begin(self, step: int) -> None:
+    def begin_run(self, step: int) -> None:
         """Cut the log back to where a run begins that loaded nothing; of what it loses it keeps a copy."""
         # Another plan of the run may have logged the batch that this one begins with.
         newest = step + 1 if self._has_begun else step
@@ -86,25 +86,21 @@ class LogFile:
                 *(self._path, self._last_step, step, old.name),
             )
             self._try(lambda: shutil.copyfile(self._path, old))
-            self.go_on(step, 0.0, None)
+            self.resume(step, 0.0, None)
         self._has_begun = True
 
-    def go_on(self, step: int, seconds: float, folder: Path | None) -> None:
-        """Cut the log back to the step from which a run goes on."""
+    def resume(self, step: int, seconds: float, folder: Path | None) -> None:
+        """Cut the log back to the step at which a run resumes."""
         self._has_begun = True
         last = self._table.last
-        self.cut(step)
+        self._try(lambda: self._table.cut(step))
         lost = {f"lost_{name}": last.get(name) for name in ("step", "time")}
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Remove the line of a step that is run again, and later ones, unless another plan has."""
         if self._last_step > step:
-            self.cut(step - 1)
-
-    def cut(self, step: int) -> None:
-        """Remove the lines of later steps."""
-        self._try(lambda: self._table.cut(step))
+            self._try(lambda: self._table.cut(step - 1))
 
     def event(self, event: str, step: int, **facts: object) -> None:
         """Add an event, unless another plan of the process has just added it."""
@@ -180,11 +176,8 @@ class _JsonLines:
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         return False
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: float) -> None:
         """Remove the lines of later steps."""
-        self._keep_lines(step)
-
-    def _keep_lines(self, step: float) -> None:
         self._start, self._end = 0, 0
         self.last: Line = {}
         for start, end, line in placed_lines(self._path):
@@ -197,7 +190,7 @@ class _JsonLines:
         """Open the file and drop a last line that was cut in its middle."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         self._close = finalize(self, os.close, self._file)
-        self._keep_lines(math.inf)
+        self.cut(math.inf)
 
     def _put_at(self, start: int, line: Line) -> None:
         data = self._encoded(line, is_first=start == 0)

@@ -120,7 +120,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
         raise ArgumentTypeError(message("log_to", "prefix", "be text of one line", prefix))
     to = " and ".join(map(_name_of, writers))
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
-    slot = LogSlot(log_of, writers=writers, every=every, prefix=prefix)
+    slot = LogSlot(build_log, writers=writers, every=every, prefix=prefix)
     # Before schedules, which set the rates of the next step.
     made = named(fill(after_update=slot, first=("after_update",)), f"log_to({', '.join(settings)})")
     slot.source = f"to {to}"
@@ -172,12 +172,12 @@ def log_values(
 
 
 class LogSlot(Stateful):
-    """`log_of` with its settings."""
+    """`build_log` with its settings."""
 
     traits = frozenset({"observes"})
 
 
-def log_of(
+def build_log(
     state: DistState, plan: Plan, *, writers: Sequence[object], every: int, prefix: str
 ) -> Log:
     """Make the log of one step; `build` raises on every rank if the main rank cannot."""
@@ -195,7 +195,7 @@ class Log(Observer):
         self._has_checked = False
 
     def __call__(self, state: DistState, report: Report) -> DistState:
-        self._newest = number_of(state)
+        self._newest = _batch_number(state)
         if not self._has_checked:
             self._has_checked = True
             self.check_names("log_to", "metrics", report.metrics, "rename them")
@@ -203,7 +203,7 @@ class Log(Observer):
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
-        self._newest = number_of(state)
+        self._newest = _batch_number(state)
 
     def check_names(self, function: str, parameter: str, names: Iterable[str], repair: str) -> None:
         """Refuse names that stand for something else in a line, or that break it."""
@@ -214,9 +214,9 @@ class Log(Observer):
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
         """Log values of the newest step."""
-        if number_of(state) < self._newest:
+        if _batch_number(state) < self._newest:
             raise StateError(
-                f"log_values: state must be of the newest step, got step {number_of(state)} after step "
+                f"log_values: state must be of the newest step, got step {_batch_number(state)} after step "
                 f"{self._newest}"
             )
 
@@ -248,8 +248,8 @@ class LogOnMain(Log):
         self._throughput.count(batch)
 
     def __call__(self, state: DistState, report: Report) -> DistState:
-        if number_of(state) < self._newest:
-            self._recorder.go_back(number_of(state))
+        if _batch_number(state) < self._newest:
+            self._recorder.rewind(_batch_number(state))
         super().__call__(state, report)
         self._recorder.step = self._newest
         self._recorder.flush()
@@ -271,20 +271,20 @@ class LogOnMain(Log):
         """Note a checkpoint."""
         self._waiting.pause(seconds)
         self._recorder.flush()
-        self._recorder.event("save", number_of(state), seconds=seconds, folder=str(folder))
+        self._recorder.event("save", _batch_number(state), seconds=seconds, folder=str(folder))
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Go on from the step of a checkpoint."""
         super().loaded(state, seconds, folder)
         self._waiting.pause(seconds)
         self._logged = -1
-        self._recorder.go_on(state, seconds, folder)
+        self._recorder.resume(state, seconds, folder)
 
     def evaluated(self, state: DistState, seconds: float) -> None:
         """Note an evaluation."""
         self._waiting.pause(seconds)
         self._recorder.flush()
-        self._recorder.event("evaluate", number_of(state), seconds=seconds)
+        self._recorder.event("evaluate", _batch_number(state), seconds=seconds)
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
         """Log values of the newest step."""
@@ -292,7 +292,7 @@ class LogOnMain(Log):
         self._recorder.begin(state)
         self._recorder.flush()
         found = {name: float(value) for name, value in values.items()}
-        self._recorder.write(number_of(state), time.time(), found)
+        self._recorder.write(_batch_number(state), time.time(), found)
 
     def _log(self, state: DistState, report: Report) -> None:
         self._logged = self._newest
@@ -393,7 +393,7 @@ class Throughput:
         return found
 
 
-def number_of(state: DistState) -> int:
+def _batch_number(state: DistState) -> int:
     """Return the number of the newest batch, from 1; `state.step` counts it once no step uses it again."""
     return state.step + bool(state.call)
 

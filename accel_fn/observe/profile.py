@@ -119,10 +119,10 @@ class Profile(Observer):
     def __init__(self, state: DistState, plan: Plan, *, folder: Path, steps: range) -> None:
         _check_writable(folder)
         self._steps = steps
-        self._recorder = Recorder(state, folder, steps)
+        self._trace = RankTrace(state, folder, steps)
         self._phases: list[tuple[Any, str, str]] = []
         self._is_over = False
-        self._at_program_end = weakref.finalize(self, self._recorder.abandon)
+        self._at_program_end = weakref.finalize(self, self._trace.abandon)
 
     def built(self, step: Step) -> None:
         """Note the methods that run the phases of a step."""
@@ -139,8 +139,8 @@ class Profile(Observer):
         """Begin in the middle of the steps, where a run resumes there; end if the run has left them."""
         if self._is_over:
             return
-        recorder, number = self._recorder, state.step + 1
-        if recorder.is_running and number not in self._steps:
+        trace, number = self._trace, state.step + 1
+        if trace.is_running and number not in self._steps:
             self._finish(state)
         elif number > self._steps[-1]:
             self._end()
@@ -150,21 +150,21 @@ class Profile(Observer):
                     "profiled"
                 )
         else:
-            if number in self._steps and not recorder.is_running:
+            if number in self._steps and not trace.is_running:
                 self._start(state)
-            recorder.begin_step(number)
+            trace.begin_step(number)
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         """End a step: begin after the one that precedes the first, write after the last."""
         if self._is_over:
             return state
-        if self._recorder.is_running and state.step >= self._steps[-1]:
+        if self._trace.is_running and state.step >= self._steps[-1]:
             self._finish(state)
             return state
-        if state.step + 1 in self._steps and not self._recorder.is_running:
+        if state.step + 1 in self._steps and not self._trace.is_running:
             self._start(state)
-        if self._recorder.is_running:
-            self._recorder.end_step()
+        if self._trace.is_running:
+            self._trace.end_step()
         return state
 
     def _end(self) -> None:
@@ -176,21 +176,21 @@ class Profile(Observer):
         process = socket.gethostname(), os.getpid(), id(profile)  # ranks of simulate share one
         every = primitives.exchange(process, state, "profile")
         leads = every.index(process) == state.rank
-        all_or_none(lambda: self._recorder.start(self._phases if leads else ()), state, "profile")
+        all_or_none(lambda: self._trace.start(self._phases if leads else ()), state, "profile")
 
     def _finish(self, state: DistState) -> None:
         """Write traces and table, on all ranks."""
         self._end()
-        every = agreed(self._recorder.stop, state, "profile")
+        every = agreed(self._trace.stop, state, "profile")
         ranks = {rank: times for rank, times in enumerate(every) if times is not None}
-        first, last = self._recorder.first, self._recorder.last
+        first, last = self._trace.first, self._trace.last
         heading = f"profile of steps {first} to {last}, milliseconds a step"
         text = table(ranks, heading)
-        on_main(lambda: (self._recorder.folder / "phases.txt").write_text(f"{text}\n"), state)
+        on_main(lambda: (self._trace.folder / "phases.txt").write_text(f"{text}\n"), state)
         print_on_main(text, state=state)
 
 
-class Recorder:
+class RankTrace:
     """Torch's profiler of one rank, and the ranges of phases while it runs."""
 
     def __init__(self, state: DistState, folder: Path, steps: range) -> None:
@@ -277,9 +277,8 @@ class Recorder:
         plain = self._path.with_suffix("")
         profiler.export_chrome_trace(str(plain))
         trace = plain.read_bytes()
-        self._path.write_bytes(
-            gzip.compress(trace, _COMPRESSION)
-        )  # torch's own takes most of the time
+        # Torch's own compression takes most of the time of an export.
+        self._path.write_bytes(gzip.compress(trace, _COMPRESSION))
         plain.unlink()
         return phase_times(json.loads(trace))
 

@@ -55,21 +55,21 @@ class Recorder:
         if self.step is None:
             self._start(state)
             for file in self._files:
-                file.begin(state.step)
+                file.begin_run(state.step)
 
-    def go_on(self, state: DistState, seconds: float, folder: Path) -> None:
+    def resume(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue from the step of a checkpoint."""
         self._delayed.last()
         self._line = None
         self._start(state)
         for file in self._files:
-            file.go_on(state.step, seconds, folder)
+            file.resume(state.step, seconds, folder)
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Cut the log back to where it was before an earlier step, which the program runs again."""
         self.flush()
         for file in self._files:
-            file.go_back(step)
+            file.rewind(step)
 
     def _start(self, state: DistState) -> None:
         if self.step is None:
@@ -81,7 +81,7 @@ class Recorder:
                 "launch": launch,
             }
             for file in self._files:
-                file.start(state.step, process)
+                file.note_process(state.step, process)
             for tracker in self._trackers:
                 write_settings(tracker, self._plan, launch)
         self.step = state.step

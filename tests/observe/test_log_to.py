@@ -127,10 +127,8 @@ def test_the_log_of_sharded_parameters_is_that_of_one_rank():
             state, _ = step(state, af.part(batch, state))
         return without_times(lines)
 
-    expected, (found, nothing) = (
-        run(af.DistState()),
-        simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2),
-    )
+    expected = run(af.DistState())
+    found, nothing = simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2)
     assert nothing == []
     for line, expected_line in zip(found, expected, strict=True):
         # wrap_fsdp reduces gradients in float32.

@@ -83,7 +83,7 @@ def test_any_values_fit_the_width_and_the_height(values, width, height):
 
 
 @pytest.mark.parametrize(("width", "charts"), [(40, 1), (80, 2), (130, 3)])
-def test_a_wide_terminal_has_charts_side_by_side(tmp_path, width, charts):
+def test_a_wide_terminal_has_charts_side_by_side(width, charts):
     run = run_of(1.0, 2.0, accuracy=[0.0, 1.0], learning_rate=[1.0, 1.0])
     assert lines_of([run], width)[1].count("┤") == charts
 
@@ -95,7 +95,7 @@ def test_a_low_terminal_shows_the_first_charts():
     assert [line.split()[0] for line in lines if line[0].isalpha()] == ["loss", "accuracy"]
 
 
-def test_the_title_has_the_last_value_of_each_name_of_one_run(tmp_path):
+def test_the_title_has_the_last_value_of_each_name_of_one_run():
     run = run_of(1.0, 0.5, **{"validation/loss": [2.0, 1.5]})
     assert lines_of([run])[0].rstrip() == "loss 0.5  validation/loss 1.5"
     assert lines_of([run, run])[0].rstrip() == "loss"

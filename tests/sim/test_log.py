@@ -13,7 +13,7 @@ COMPARED = ("loss", "grad_norm", "learning_rate", "skipped_updates", "mae")
 
 
 def lines_of(device, *, every):
-    """Return the lines of a run that skips an update, and how many came while it ran."""
+    """Return the lines of a run that skips an update, with the last one, which the end of a step writes."""
     lines = []
     recipe = [
         af.skip_nonfinite(),
