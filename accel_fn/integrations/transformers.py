@@ -201,7 +201,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Keep a micro-batch; with the last of an update, run the step and return the mean loss."""
         assert self._step is not None
         model.train()
-        if not inputs.pop(_IS_STAND_IN, False):
+        if inputs.pop(_IS_STAND_IN, False):
+            # The Trainer counts tokens and operations of the batch: of a stand-in, there are none.
+            inputs.update(pytree.tree_map_only(Tensor, lambda each: each[:0], dict(inputs)))
+        else:
             self._parts.append(dict(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

@@ -203,37 +203,20 @@ def test_generation_of_a_seq2seq_trainer_is_left_alone(tmp_path: Path) -> None:
     class Generating(Trainer, transformers.Seq2SeqTrainer):
         """Ours in front of that which generates in evaluation."""
 
-    config = transformers.T5Config(
-        vocab_size=40,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, 40, (20, 6), generator=generator)
-    data = [{"input_ids": each, "labels": each.flip(0)} for each in tokens]
-    found = []
+    given: dict[str, Any] = {
+        "make_model": tiny.t5,
+        "train_dataset": tiny.translations(),
+        "data_collator": tiny.padded,
+        "max_steps": 2,
+        "eval_strategy": "no",
+        "predict_with_generate": True,
+        "generation_max_length": 5,
+    }
+    rows = []
     for kind in (Generating, transformers.Seq2SeqTrainer):
-        torch.manual_seed(0)
-        made = kind(
-            model=transformers.T5ForConditionalGeneration(config),
-            args=transformers.Seq2SeqTrainingArguments(
-                str(tmp_path),
-                max_steps=2,
-                predict_with_generate=True,
-                generation_max_length=5,
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-            ),
-            train_dataset=data,
-        )
-        made.train()
-        found.append(made.predict(data[:7]).predictions)
-    np.testing.assert_array_equal(*found)
+        made, _ = tiny.trained(kind, tmp_path / kind.__name__, **given)
+        rows.append(made.predict(tiny.translations(7)).predictions)
+    np.testing.assert_array_equal(*rows)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

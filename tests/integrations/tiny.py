@@ -1,4 +1,4 @@
-"""A small BERT, its data, and one training of it: by transformers' Trainer or by ours."""
+"""Small models, their data, and one training of them: by transformers' Trainer or by ours."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-NUM_PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
-LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
 BATCH_SIZE = 16
 _TRAINER = (
     "recipe",
@@ -18,6 +25,7 @@ _TRAINER = (
     "compute_loss_func",
     "compute_metrics",
     "callbacks",
+    "data_collator",
     "eval_dataset",
 )
 
@@ -45,13 +53,52 @@ def model(dropout: float = 0.0) -> BertForSequenceClassification:
     return BertForSequenceClassification(config)
 
 
+def translations(number: int = 20) -> list[dict[str, Any]]:
+    """Up to seven tokens, and the same ones backwards."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, 40, (number, 7), generator=generator)
+    lengths = torch.randint(1, 8, (number,), generator=generator).tolist()
+    rows = [each[:length] for each, length in zip(tokens, lengths, strict=True)]
+    return [{"input_ids": each, "labels": each.flip(0)} for each in rows]
+
+
+def t5() -> T5ForConditionalGeneration:
+    """A T5 of 4,000 parameters."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32}
+    own = {"num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = T5Config(**sizes, **own)
+    return T5ForConditionalGeneration(config)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A GPT-2 of 3,000 parameters."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=1))
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad tokens by 0 and labels by -100 to the longest of the batch."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    tokens = pad([row["input_ids"] for row in rows], batch_first=True)
+    labels = pad([row["labels"] for row in rows], batch_first=True, padding_value=-100)
+    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
+
+
 def trainer(kind: Any, folder: Path, *, dropout: float = 0.0, **given: Any) -> Any:
-    """A Trainer of this class on the small BERT; what is given goes to it or to its arguments."""
+    """A Trainer of this class; what is given goes to it or to its arguments.
+
+    `make_model` makes another model than the small BERT.
+    """
+    made = given.pop("make_model", lambda: model(dropout))()
     own = {name: given.pop(name) for name in _TRAINER if name in given}
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     defaults = {
         "num_train_epochs": 2,
-        "per_device_train_batch_size": BATCH_SIZE // NUM_PROCESSES,
-        "per_device_eval_batch_size": BATCH_SIZE // NUM_PROCESSES,
+        "per_device_train_batch_size": BATCH_SIZE // num_processes,
+        "per_device_eval_batch_size": BATCH_SIZE // num_processes,
         "logging_steps": 1,
         "save_strategy": "no",
         "eval_strategy": "epoch",
@@ -64,8 +111,8 @@ def trainer(kind: Any, folder: Path, *, dropout: float = 0.0, **given: Any) -> A
     data = samples()
     return kind(
         **{"train_dataset": data, "eval_dataset": data[:37], **own},
-        model=model(dropout),
-        args=TrainingArguments(str(folder), **{**defaults, **given}),
+        model=made,
+        args=Seq2SeqTrainingArguments(str(folder), **{**defaults, **given}),
     )
 
 

@@ -77,15 +77,17 @@ def run_worlds(
     num_processes: int = 2,
     num_at_once: int = 4,
     timeout_s: float = 500,
+    imports: tuple[str, ...] = (),
 ) -> dict[str, list[Ended]]:
     """Run each script on its ranks, several at once; return how each rank ended, by name.
 
-    A script may `say` a line and `mark` the time. Ranks that run for longer are killed.
+    A script may `say` a line and `mark` the time. Ranks that run for longer are killed. `imports`
+    are modules that ranks find imported.
     """
     for name, script in scripts.items():
         (folder / f"{name}.py").write_text(_HELPERS + textwrap.dedent(script))
     request = Request(str(folder), list(scripts), num_processes, num_at_once, timeout_s)
-    server = _server()
+    server = _server(imports)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(asdict(request)) + "\n")
@@ -102,10 +104,10 @@ def line_of(script: str, text: str) -> int:
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(imports: tuple[str, ...]) -> subprocess.Popen[str]:
     """Start the process that forks; it ends with this one."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forked_ranks"],
+        [sys.executable, "-m", "tests.support.forked_ranks", *imports],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -137,7 +139,7 @@ def _is_number(line: str) -> bool:
 
 def _serve() -> None:
     """Run the requests that arrive on stdin, one a line, until it closes or the parent ends."""
-    for name in _IMPORTS:
+    for name in (*_IMPORTS, *sys.argv[1:]):
         importlib.import_module(name)
     gc.freeze()  # else the end of each rank would collect all that was imported
     parent = os.getppid()

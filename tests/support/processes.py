@@ -21,13 +21,22 @@ def free_port() -> int:
 
 
 def launch(
-    script: str, *, num_processes: int = 2, expect: Sequence[str] = (), timeout_s: float = 500
+    script: str,
+    *,
+    num_processes: int = 2,
+    expect: Sequence[str] = (),
+    timeout_s: float = 500,
+    imports: tuple[str, ...] = (),
 ) -> str:
     """Run a script on several processes; the lines that they `say` must be exactly these, in any
     order."""
     with tempfile.TemporaryDirectory() as folder:
         (ranks,) = run_worlds(
-            {"script": script}, Path(folder), num_processes=num_processes, timeout_s=timeout_s
+            {"script": script},
+            Path(folder),
+            num_processes=num_processes,
+            timeout_s=timeout_s,
+            imports=imports,
         ).values()
     said = "".join(rank.stdout for rank in ranks)
     all_said = said + "".join(rank.stderr for rank in ranks)
