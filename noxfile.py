@@ -116,6 +116,13 @@ def trackers(session: nox.Session, library: str) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """An example on workers of Ray: one, two, and one that is killed."""
+    install(session, "testing", "examples", groups=("ray",))
+    session.run("pytest", "tests/ray", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Ten programs on this machine's accelerator, and a report to send: `-- --only NAME` for one."""
     install(session, *EVERYTHING, groups=("tests",))

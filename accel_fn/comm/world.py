@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,10 +57,10 @@ def init(
     Calling it again gives a second state over a group of its own.
 
     Args:
-        device: default: the launch's, else this rank's accelerator (CUDA,
-            MPS, XPU, ...), or the CPU where there is none. An accelerator without an index is that
-            of the local rank, the only one that the process sees, or, in a world that the script
-            joined by itself, the current one.
+        device: default: the launch's, else the one that Ray Train gave to this worker, else this
+            rank's accelerator (CUDA, MPS, XPU, ...), or the CPU where there is none. An accelerator
+            without an index is that of the local rank, the only one that the process sees, or, in a
+            world that the script joined by itself, the current one.
         backend: of torch.distributed, for that device; default: the usual one.
             Gloo is always there too, for tensors on the host.
         timeout_s: how long to wait for the world, and for any collective later; after that, each rank
@@ -139,7 +140,7 @@ def _join(
     backends.check_backend("init", backend)
     joined = _joined_world(os.environ)
     launch = joined or read_launch(os.environ)
-    device = device or os.environ.get("ACCEL_FN_DEVICE") or None
+    device = device or os.environ.get("ACCEL_FN_DEVICE") or ray_device(os.environ)
     if launch is None:
         return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
     local_rank = None if joined else launch.local_rank
@@ -263,6 +264,16 @@ def _check_launch(launch: Launch) -> None:
             raise WorldError(f"init: {name} must {rule} {of}={bound}, got {shown}")
     if not 0 < launch.port < 2**16:
         raise WorldError(f"init: MASTER_PORT must be in 1 .. 65535, got {launch.port}")
+
+
+def ray_device(environment: Mapping[str, str]) -> str | None:
+    """Return the device that Ray Train gave to this worker; None in any other process."""
+    ray, device = sys.modules.get("ray"), environment.get("ACCELERATE_TORCH_DEVICE")
+    if device is None or ray is None or not ray.is_initialized():
+        return None
+    # Ray hides no GPU from a worker that it gave none, and names the first in the variable.
+    given = ray.get_runtime_context().get_accelerator_ids()
+    return device if any(given.values()) else "cpu"
 
 
 def pick_device(

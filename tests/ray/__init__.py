@@ -1,0 +1,1 @@
+"""Training on workers of Ray, with the real library: `nox -s ray`."""
