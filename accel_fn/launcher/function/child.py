@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import cloudpickle
 
 from accel_fn.errors import ArgumentTypeError, RankError, message
+from accel_fn.launcher.function import notebook
 from accel_fn.launcher.processes import worker
 
 CALL, VALUE, RAISED = "call", "value", "raised"
@@ -49,8 +50,11 @@ class Raised:
     time: float
 
 
-def main(caller: str, cpus: str, place: str) -> None:
-    """Run one rank of a caller, on some of the processors, and exit."""
+def main(caller: str, cpus: str, place: str, displays: str) -> None:
+    """Run one rank of a caller, on some of the processors, and exit.
+
+    In a notebook, `displays` is the pipe for what the rank displays.
+    """
     worker.die_with(int(caller))
     if cpus:
         worker.bind(cpus)
@@ -58,7 +62,10 @@ def main(caller: str, cpus: str, place: str) -> None:
     own, pid = folder / os.environ["RANK"], os.getpid()
     worker.record_stacks(own / worker.STACK)
     try:
+        finish = notebook.send_displays(int(displays)) if displays else None
         value = _run((folder / CALL).read_bytes())
+        if finish is not None:
+            finish()
     except BaseException as error:
         # A process that `fn` forks is not the rank, and writes no result.
         if os.getpid() != pid:

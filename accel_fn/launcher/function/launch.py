@@ -21,6 +21,11 @@ from typing import Any, Never, TypeVar
 
 from accel_fn.errors import ArgumentTypeError, WorldError, message
 from accel_fn.launcher.function.child import Call, dumps
+from accel_fn.launcher.function.notebook import (
+    check_unused_accelerator,
+    shell_of_kernel,
+    shown_displays,
+)
 from accel_fn.launcher.function.ranks import run_ranks
 from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
 from accel_fn.launcher.machines.detect import Machine, detect
@@ -52,10 +57,13 @@ def launch(
 
     Each rank is a new interpreter, with the variables that torchrun would set, so
     `af.init()` in `fn` needs no argument. Nothing is forked and no script is imported
-    again, so `launch` works after CUDA has started, and for functions of a notebook's
-    cell or of a script without `if __name__ == "__main__"`. They are sent by cloudpickle;
-    ranks import what comes from a module. Files of settings are not read. Ranks inherit
+    again, so `launch` works for functions of a notebook's cell, or of a script without
+    `if __name__ == "__main__"`, also after CUDA has started in the script. They are sent by
+    cloudpickle; ranks import what comes from a module. Files of settings are not read. Ranks inherit
     variables such as ACCEL_FN_WRAP, unless an argument replaces them.
+
+    A notebook's cell shows what rank 0 displays: pictures and progress bars. What ranks print appears
+    there, too.
 
     When a rank fails, the others are stopped, and its exception is raised here.
     Ctrl-C stops all ranks. No rank outlives this process.
@@ -80,7 +88,8 @@ def launch(
     Raises:
         Exception: the first exception of `fn` on any rank, with the rank as a note and the
             rank's traceback as the cause.
-        RuntimeError: a rank was killed or exited, or this process is itself a rank.
+        RuntimeError: a rank was killed or exited, this process is itself a rank, or it is a notebook's
+            that has used an accelerator, without `cpu`.
         ValueError: an argument is outside its range.
         TypeError: `fn` is no function, an argument cannot be pickled, or is none of these.
 
@@ -105,6 +114,9 @@ def launch(
             f"launch: caller must not be a rank of a world itself, got rank {rank} of {size}; "
             "call fn, and take the state from af.init()"
         )
+    shell = shell_of_kernel()
+    if shell is not None and not cpu:
+        check_unused_accelerator(shell)
     given = {
         "num_processes": num_processes,
         "cpu": cpu,
@@ -125,7 +137,8 @@ def launch(
     # The port is taken before a rank starts, so no other program can take it in between.
     with socket.create_server((_HOST, 0)) as listener:
         variables = _variables(settings, listener.getsockname()[1])
-        return run_ranks(call, variables, _processors(settings, machine), listener)
+        with shown_displays(shell) as displays:
+            return run_ranks(call, variables, _processors(settings, machine), listener, displays)
 
 
 def _pickle(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any
 
 from accel_fn.errors import RankError
 from accel_fn.launcher.function.child import CALL, RAISED, VALUE, Raised
+from accel_fn.launcher.function.notebook import NO_PIPE
 from accel_fn.launcher.processes.failures import Failure, cause, read_crash
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
@@ -65,11 +66,12 @@ def run_ranks(
     variables: Sequence[Mapping[str, str]],
     cpus: Sequence[str],
     listener: socket.socket,
+    displays: int | None = None,
 ) -> list[Any]:
     """Run a pickled call on a rank for each set of variables; return the results in rank order.
 
     If ranks fail, raise the error of the rank that caused it, once all have ended. The socket is
-    that of the rendezvous.
+    that of the rendezvous. In a notebook, rank 0 sends what it displays to `displays`.
     """
     reaper = Reaper(variables[0]["TORCHELASTIC_RUN_ID"])
     folder = reaper.make_folder(tempfile.gettempdir())
@@ -77,7 +79,7 @@ def run_ranks(
     try:
         (folder / CALL).write_bytes(call)
         for number, own in enumerate(variables):
-            ranks.append(_start(number, own, cpus[number], folder))
+            ranks.append(_start(number, own, cpus[number], folder, displays))
             # One at a time: if this process is killed here, no started rank is left behind.
             reaper.watch([ranks[-1].process.pid])
         failed_at = _wait(ranks, listener)
@@ -91,17 +93,21 @@ def run_ranks(
         reaper.finish()
 
 
-def _start(number: int, variables: Mapping[str, str], cpus: str, folder: Path) -> Rank:
+def _start(
+    number: int, variables: Mapping[str, str], cpus: str, folder: Path, displays: int | None
+) -> Rank:
     own = folder / str(number)
     own.mkdir()
     code = (
         f"import sys; sys.path[:] = {[str(each) for each in sys.path]!r}; "
         "from accel_fn.launcher.function.child import main; main(*sys.argv[1:])"
     )
+    pipe = "" if displays is None else str(NO_PIPE if number else displays)
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, str(os.getpid()), cpus, str(folder)],
+        [sys.executable, "-u", "-c", code, str(os.getpid()), cpus, str(folder), pipe],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
+        pass_fds=[] if displays is None or number else [displays],
         # Ctrl-C on a terminal reaches the caller alone, which stops the ranks.
         start_new_session=True,
     )

@@ -1,0 +1,95 @@
+"""A notebook that launches ranks: its cell shows what rank 0 displays.
+
+IPython is imported where a notebook has imported it, and in its ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from accel_fn.errors import WorldError
+
+NO_PIPE = -1
+
+
+def shell_of_kernel() -> Any:
+    """Return the shell of the notebook that runs in this process; None outside of a notebook."""
+    ipython = sys.modules.get("IPython") if "ipykernel" in sys.modules else None
+    return ipython.get_ipython() if ipython else None
+
+
+def check_unused_accelerator(shell: Any) -> None:
+    """Refuse a notebook that has used an accelerator: its process keeps memory until it ends."""
+    torch = sys.modules.get("torch")
+    device = torch.accelerator.current_accelerator() if torch else None
+    if torch is None or device is None:
+        return
+    # MPS has no such function.
+    is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return
+    named = re.compile(rf"\b({device.type}|accelerator)\b|\.(to|init|distributed)\(")
+    cells = [
+        f"In [{number}]" for number, cell in enumerate(shell.user_ns["In"]) if named.search(cell)
+    ]
+    raise WorldError(
+        f"launch: the process of the notebook must not have used {device.type}, whose memory it "
+        f"keeps from the ranks; cells that may have used it: {', '.join(cells) or 'none found'}; "
+        f"restart the kernel and use {device.type} in fn alone, or pass cpu=True"
+    )
+
+
+@contextmanager
+def shown_displays(shell: Any) -> Iterator[int | None]:
+    """Show in the running cell what rank 0 sends; yield its end of the pipe, None outside of notebooks."""
+    if shell is None:
+        yield None
+        return
+    reader, writer = Pipe(duplex=False)
+    thread = threading.Thread(target=_show, args=(reader, shell.display_pub))
+    thread.start()
+    try:
+        yield writer.fileno()
+    finally:
+        # Not only the end of the pipe: a process that outlives rank 0 may hold it open.
+        with writer, suppress(OSError):
+            writer.send(None)
+        thread.join()
+
+
+def _show(reader: Connection, publisher: Any) -> None:
+    # EOFError, OSError: rank 0 was killed while it sent. If a display cannot be shown, the pipe is
+    # closed, so that rank 0 fails and does not wait.
+    with reader, suppress(EOFError, OSError):
+        for method, args, kwargs in iter(reader.recv, None):
+            getattr(publisher, method)(*args, **kwargs)
+
+
+def send_displays(pipe: int) -> Callable[[], None]:
+    """Let this rank display as a notebook does, into a pipe; without one, nothing is shown.
+
+    Return a function that sends the figures that are still open, as at the end of a cell.
+    """
+    import ipykernel  # noqa: F401 - bars look for it
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    connection = None if pipe == NO_PIPE else Connection(pipe, readable=False)
+    lock = threading.Lock()
+
+    def send(method: str, *args: Any, **kwargs: Any) -> None:
+        if connection is not None:
+            with lock:
+                connection.send((method, args, kwargs))
+
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    for method in ("publish", "clear_output"):
+        setattr(shell.display_pub, method, partial(send, method))
+    return lambda: shell.events.trigger("post_execute")
