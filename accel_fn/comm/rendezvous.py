@@ -7,12 +7,13 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.base.state import Watchdog
 from accel_fn.comm.backends import current_world, device_backend, nccl_of
+from accel_fn.comm.meeting import Place, meet
 from accel_fn.comm.watchdog.store_log import StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog, ending_error
 from accel_fn.errors import WorldError, WorldTimeoutError
@@ -27,6 +29,8 @@ from accel_fn.errors import WorldError, WorldTimeoutError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 _SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
 _NCCL_AFTER_WATCHDOG_S = 60.0
@@ -47,33 +51,128 @@ def join_world(
 
     A process that is in a world already gets a second group over it.
     """
-    timeout = timedelta(seconds=timeout_s)
-    if dist.is_initialized():
+    in_world = dist.is_initialized()
+    if in_world:
         _check_world(rank, world_size)
-        group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
-    else:
-        deadline = time.monotonic() + timeout_s
-        store = _reach_store(rank, world_size, host, port, serves, timeout_s, deadline)
-        store = _wait_for_all(store, rank, world_size, f"{host}:{port}", timeout_s, deadline)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-        group = dist.group.WORLD
-    assert group is not None
-    nccl = nccl_of(group)
-    if nccl is not None:
-        # NCCL ends a process without a report, so the watchdog must come first.
-        nccl._set_default_timeout(timedelta(seconds=timeout_s + _NCCL_AFTER_WATCHDOG_S))
-    watchdog = StoreWatchdog(
-        _store_log(group),
+    place = Place(
         rank=rank,
         world_size=world_size,
         timeout_s=timeout_s,
+        deadline=time.monotonic() + timeout_s,
+        task="call it again" if in_world else f"come to {host}:{port}",
+    )
+
+    def meet_in(store: Store) -> tuple[ProcessGroup, StoreWatchdog]:
+        make = partial(_make_group, backend, place)
+        met = meet(store, place, _num_groups(), make, _leave_made)
+        atexit.register(_keep, store)  # peers may still use it: it ends with this process
+        return met
+
+    try:
+        if in_world:
+            group, watchdog = _meet_in_world(place, meet_in)
+        else:
+            reach = partial(_reach_store, place, host, port, serves)
+            group, watchdog = meet_at(reach, place, meet_in, serves=serves)
+    except BaseException as error:
+        _clear_frames(error)
+        raise
+    watchdog.start()
+    return group, watchdog
+
+
+def _meet_in_world(place: Place, meet_in: Callable[[Store], T]) -> T:
+    """Meet in the store of the world that this process is in."""
+    group = dist.distributed_c10d._get_default_group()
+    try:
+        return meet_in(dist.distributed_c10d._world.pg_map[group][1])
+    except dist.DistNetworkError as error:
+        raise _lost_store(place) from error
+
+
+def meet_at(
+    reach: Callable[[], Store], place: Place, meet_in: Callable[[Store], T], *, serves: bool
+) -> T:
+    """Meet in a store, and in the next one when rank 0 has given it up, until the deadline."""
+    store: Store | None = None
+    problem: WorldTimeoutError | None = None
+    while True:
+        try:
+            # A server must outlive its first failure: the others come back to it.
+            store = store if serves and store is not None else reach()
+        except WorldTimeoutError as error:
+            if problem is None:
+                raise
+            raise problem from error
+        try:
+            return meet_in(store)
+        except WorldTimeoutError as error:
+            problem = error
+        except dist.DistNetworkError:
+            problem = _lost_store(place)
+        _clear_frames(problem)
+        if time.monotonic() > place.deadline:
+            raise problem
+
+
+def _make_group(
+    backend: str, place: Place, store: Store, num_groups: int
+) -> tuple[ProcessGroup, StoreWatchdog]:
+    timeout = timedelta(seconds=place.timeout_s)
+    # Torch names groups by this count, which a failed try leaves behind.
+    dist.distributed_c10d._world.group_count = num_groups
+    if dist.is_initialized():
+        group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
+        group = dist.group.WORLD
+    assert group is not None
+    try:
+        return group, _watchdog(group, place)
+    except BaseException:
+        leave_world(group, None)
+        raise
+
+
+def _watchdog(group: ProcessGroup, place: Place) -> StoreWatchdog:
+    nccl = nccl_of(group)
+    if nccl is not None:
+        # NCCL ends a process without a report, so the watchdog must come first.
+        nccl._set_default_timeout(timedelta(seconds=place.timeout_s + _NCCL_AFTER_WATCHDOG_S))
+    return StoreWatchdog(
+        _store_log(group),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout_s=place.timeout_s,
         libraries=_LIBRARIES,
         times_steps=device_backend(group) is not None,
     )
-    watchdog.start()
-    return group, watchdog
+
+
+def _num_groups() -> int:
+    """Return how many groups torch has named in this process."""
+    return dist.distributed_c10d._world.group_count
+
+
+def _leave_made(made: tuple[ProcessGroup, StoreWatchdog]) -> None:
+    leave_world(made[0], None)
+
+
+def _lost_store(place: Place) -> WorldTimeoutError:
+    return WorldTimeoutError(
+        f"init: all {place.world_size} ranks must {place.task} within {place.timeout_s:g} s, "
+        f"rank {place.rank} did not see rank 0 any more; did it end?"
+    )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the store of a failed try: its server ends, though the caller may keep the error."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
 
 
 def _store_log(group: ProcessGroup) -> StoreLog:
@@ -115,15 +214,7 @@ def _check_world(rank: int, world_size: int) -> None:
         )
 
 
-def _reach_store(
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    serves: bool,
-    timeout_s: float,
-    deadline: float,
-) -> Store:
+def _reach_store(place: Place, host: str, port: int, serves: bool) -> Store:
     """Connect to the key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -135,25 +226,23 @@ def _reach_store(
         TCPStore,
         host,
         port,
-        world_size,
+        place.world_size,
         is_master=serves,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=place.timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
     )
     try:
         if not serves:
-            _wait_for_server(host, port, len(addresses), deadline)
-        store = _made_in_time(make, deadline)
+            _wait_for_server(host, port, len(addresses), place.deadline)
+        return _made_in_time(make, place.deadline)
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         verb = "serve" if serves else "reach"
         raise WorldTimeoutError(
-            f"init: rank {rank} of {world_size} could not {verb} MASTER_ADDR={host} MASTER_PORT={port} "
-            f"within {timeout_s:g} s; is rank 0 running there, and is the port free and open? "
-            f"({str(error).splitlines()[0]})"
+            f"init: rank {place.rank} of {place.world_size} could not {verb} MASTER_ADDR={host} "
+            f"MASTER_PORT={port} within {place.timeout_s:g} s; is rank 0 running there, and is the "
+            f"port free and open? ({str(error).splitlines()[0]})"
         ) from error
-    atexit.register(_keep, store)  # peers may still use it: it ends with this process
-    return store
 
 
 def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) -> None:
@@ -192,31 +281,3 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
 
 def _keep(_store: Store) -> None:
     """Keep the store until the process exits."""
-
-
-def _wait_for_all(
-    store: Store, rank: int, world_size: int, address: str, timeout_s: float, deadline: float
-) -> Store:
-    """Return a store of this world's own once every rank has connected to it."""
-    joined = store.add(f"accel_fn/joined/{rank}", 1)  # the n-th join of every rank is one world
-    own = PrefixStore(f"accel_fn/world/{joined}", store)
-    own.set(f"here/{rank}", "")
-    keys = {peer: f"here/{peer}" for peer in range(world_size)}
-    left_s = max(deadline - time.monotonic(), 0.001)
-    try:
-        own.wait(list(keys.values()), timedelta(seconds=left_s))
-    except (dist.DistError, RuntimeError) as error:
-        missing = _missing(own, keys)
-        raise WorldTimeoutError(
-            f"init: all {world_size} ranks must come to {address} within {timeout_s:g} s, "
-            f"rank {rank} did not see {missing}; is WORLD_SIZE right, and did they start?"
-        ) from error
-    return own
-
-
-def _missing(store: Store, keys: dict[int, str]) -> str:
-    try:
-        absent = [str(peer) for peer, key in keys.items() if not store.check([key])]
-    except (dist.DistError, RuntimeError):
-        return "rank 0 any more"
-    return f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}"

@@ -75,7 +75,9 @@ def init(
         RuntimeError: the variables are incomplete or contradict each other, the
             address does not resolve, a machine has fewer devices than processes, or a cluster has
             given several machines without a world.
-        TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`.
+        TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`; the
+            message names who is missing. Calling `init` again is a new try, also if the other
+            ranks have tried more or fewer times.
         ValueError: an argument is outside its range.
 
     Cost: one rendezvous of all processes.

@@ -1,0 +1,255 @@
+"""The meeting of ranks: however often each of them has tried, they meet, or learn who is missing."""
+
+import re
+import threading
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from accel_fn.comm import meeting
+from accel_fn.comm.meeting import Place, meet
+from accel_fn.comm.rendezvous import meet_at
+from accel_fn.errors import WorldTimeoutError
+from tests.support.processes import free_port, launch
+
+TRY = """
+from pathlib import Path
+import accel_fn as af
+
+folder, rank = Path(__file__).parent, int(os.environ["RANK"])
+
+def attempt(timeout_s):
+    try:
+        af.init(device="cpu", timeout_s=timeout_s)
+    except af.errors.WorldTimeoutError as error:
+        return str(error)
+    raise AssertionError("the other rank came")
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+def meet(timeout_s=30):
+    state = af.init(device="cpu", timeout_s=timeout_s)
+    say("met", af.reduce_sum(state.rank + 1, state))
+"""
+
+
+def test_a_late_rank_meets_rank_0_at_the_second_try_of_rank_0():
+    launch(
+        TRY
+        + """
+if rank == 0:
+    assert "rank 0 did not see rank 1; is WORLD_SIZE right" in attempt(0.3)
+    (folder / "failed").touch()
+else:
+    wait_for("failed")
+meet()
+""",
+        expect=["met 3", "met 3"],
+        timeout_s=60,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("patient", "text"), [(1, "rank 0 did not see rank 1"), (0, "could not reach MASTER_ADDR")]
+)
+def test_a_rank_that_has_tried_five_times_meets_one_that_tries_once(patient, text):
+    launch(
+        TRY
+        + f"""
+if rank == {patient}:
+    wait_for("failed")
+else:
+    for _ in range(5):
+        assert {text!r} in attempt(0.2)
+    (folder / "failed").touch()
+meet()
+""",
+        expect=["met 3", "met 3"],
+        timeout_s=60,
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_the_meeting_is_named_and_meets_when_it_is_started_again():
+    launch(
+        TRY
+        + """
+import signal
+import torch.distributed as dist
+
+if rank == 0:
+    assert "but rank 1 did not answer (DistStoreError: wait timeout" in attempt(2)
+    (folder / "failed").touch()
+elif os.fork() == 0:
+    dist.init_process_group = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    af.init(device="cpu", timeout_s=30)
+else:
+    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
+    wait_for("failed")
+meet()
+""",
+        expect=["met 3", "met 3"],
+        timeout_s=60,
+    )
+
+
+LIVES_ON = float("inf")
+
+
+class Killed(BaseException):
+    """A rank ends here, without a word to anybody."""
+
+
+class Mortal(PrefixStore):
+    """The store of a rank that dies at its n-th use, or never."""
+
+    def __init__(self, store, uses_left):
+        super().__init__("", store)
+        self.uses_left = uses_left
+
+    def use(self):
+        self.uses_left -= 1
+        if self.uses_left < 0:
+            raise Killed
+
+    def set(self, *args):
+        self.use()
+        super().set(*args)
+
+    def get(self, *args):
+        self.use()
+        return super().get(*args)
+
+    def multi_get(self, *args):
+        self.use()
+        return super().multi_get(*args)
+
+    def check(self, *args):
+        self.use()
+        return super().check(*args)
+
+    def wait(self, *args):
+        self.use()
+        super().wait(*args)
+
+    def compare_set(self, *args):
+        self.use()
+        return super().compare_set(*args)
+
+    def add(self, key, amount):
+        self.use()
+        if key.endswith("made"):
+            self.uses_left = LIVES_ON  # its death from here on is that of a rank in a world
+        return super().add(key, amount)
+
+
+@dataclass
+class Rank:
+    """A rank that tries until it meets the others."""
+
+    place: Place
+    tries: list[tuple[float, float]]
+    """The time-out of each, and the uses of the store that it lives for."""
+    num_groups: int
+    port: int
+    serves: bool
+    errors: list[str]
+    sum_of_ranks: float = 0.0
+    group: ProcessGroupGloo | None = None
+
+    def run(self):
+        for timeout_s, uses in [*self.tries, *((0.5 * 2**n, LIVES_ON) for n in range(6))]:
+            try:
+                self.attempt(timeout_s, uses)
+                return
+            except WorldTimeoutError as error:
+                self.errors.append(str(error))
+            except Killed:
+                self.num_groups = 0  # as in a new process
+
+    def attempt(self, timeout_s, uses):
+        place = replace(self.place, timeout_s=timeout_s, deadline=time.monotonic() + timeout_s)
+        met = meet_at(
+            partial(self.reach, timeout_s, uses),
+            place,
+            lambda store: meet(
+                store, place, self.num_groups, partial(self.make, place, store), self.leave
+            ),
+            serves=self.serves,
+        )
+        self.group, self.num_groups = met
+        value = torch.tensor([self.place.rank + 1.0])
+        self.group.allreduce(value).wait()
+        self.sum_of_ranks = value.item()
+
+    def reach(self, timeout_s, uses):
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                store = TCPStore(
+                    "127.0.0.1",
+                    self.port,
+                    is_master=self.serves,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    timeout=timedelta(seconds=timeout_s),
+                )
+                return Mortal(store, uses)
+            except dist.DistError as error:
+                if time.monotonic() > deadline:
+                    raise WorldTimeoutError("could not reach rank 0") from error
+
+    def make(self, place, mortal, store, num_groups):
+        self.num_groups = num_groups + 1  # as torch counts, also if it fails
+        mortal.use()
+        group = ProcessGroupGloo(
+            store, place.rank, place.world_size, timedelta(seconds=place.timeout_s)
+        )
+        return group, self.num_groups
+
+    def leave(self, made):
+        pass
+
+
+TRIES = st.lists(
+    st.tuples(st.sampled_from([0.01, 0.1, 0.3]), st.sampled_from([*range(16), LIVES_ON])),
+    max_size=2,
+)
+
+
+@given(
+    ranks=st.lists(st.tuples(TRIES, st.integers(0, 3)), min_size=2, max_size=3),
+    serves=st.booleans(),
+)
+@example(ranks=[([], 0), ([(0.01, 10)], 0)], serves=False)  # it was not named
+def test_ranks_meet_in_any_order_of_arrivals_departures_and_deaths(ranks, serves):
+    agent = None if serves else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = free_port() if agent is None else agent.port
+    place = Place(0, len(ranks), 0.0, 0.0, "come")
+    running = [
+        Rank(replace(place, rank=rank), tries, num_groups, port, serves and rank == 0, [])
+        for rank, (tries, num_groups) in enumerate(ranks)
+    ]
+    threads = [threading.Thread(target=rank.run) for rank in running]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_LINGER_S", 0.2)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    total = sum(range(len(ranks) + 1))
+    assert [rank.sum_of_ranks for rank in running] == [total] * len(ranks), running
+    assert len({rank.num_groups for rank in running}) == 1
+    texts = [text for rank in running for text in rank.errors]
+    assert all(re.search("(did not see|did not answer|could not)", text) for text in texts), texts
