@@ -1,11 +1,13 @@
 """Files of accelerate: the entries that are used, ignored with a warning, or refused."""
 
+import dataclasses
 import re
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config.config_args import SageMakerConfig
 
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings import accelerate_config
@@ -48,7 +50,9 @@ USED = {
     "megatron_lm": {**TWO, "num_processes": 4, "mixed_precision": "bf16", "num_microbatches": 2},
     "xla": {**TWO, "num_processes": 8, "mixed_precision": "no"},
     "fp8_dynamo": {**TWO, "mixed_precision": "fp8"},
+    "sagemaker": {"num_machines": 2, "mixed_precision": "bf16"},
 }
+IN_SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 IN_SCRIPT = {
     "fsdp": "fsdp_transformer_layer_cls_to_wrap is wrap_fsdp(blocks=[BertLayer])",
     "deepspeed": "gradient_clipping is clip(1.0), "
@@ -104,7 +108,48 @@ def test_there_is_a_case_for_every_file():
 def test_a_file_that_maps_is_used_without_a_warning(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert used(name, machine=EIGHT) == USED[name]
+        environment = IN_SAGEMAKER if name == "sagemaker" else {}
+        found = used(name, machine=EIGHT, environment=environment)
+    assert found == USED[name]
+
+
+def test_every_key_of_a_job_of_sagemaker_is_known():
+    fields = {each.name for each in dataclasses.fields(SageMakerConfig)}
+    assert fields <= {*accelerate_config._KNOWN, *accelerate_config._SAGEMAKER_JOB}
+
+
+def test_a_file_for_sagemaker_is_refused_outside_of_its_jobs():
+    file = WRITTEN / "sagemaker.yaml"
+    assert refused(config=file, machine=EIGHT) == (
+        f"{file}:2: compute_environment must be LOCAL_MACHINE outside of a job of SageMaker, got "
+        "'AMAZON_SAGEMAKER'; accel_fn starts no job: give its estimator an entry point that calls "
+        "accel-fn launch, which reads this file there"
+    )
+
+
+def test_a_file_for_sagemaker_without_machines_takes_those_of_the_job(tmp_path):
+    file = written(
+        tmp_path, "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
+    )
+    found = resolved(config=file, machine=EIGHT, environment=IN_SAGEMAKER)
+    assert (found.settings.num_machines, found.settings.num_processes) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (
+            "MODEL_PARALLEL",
+            ":2: distributed_type must be one of NO, DATA_PARALLEL, got 'MODEL_PARALLEL'",
+        ),
+        ("NO\nnum_machines: 2", ":2: num_processes must be a multiple of num_machines=2, got 1"),
+        ("NO\nregions: x", ":3: key must be a setting, got regions: did you mean region?"),
+    ],
+)
+def test_a_file_for_sagemaker_that_does_not_fit_is_refused(tmp_path, lines, shown):
+    text = f"compute_environment: AMAZON_SAGEMAKER\ndistributed_type: {lines}\n"
+    file = written(tmp_path, text)
+    assert f"{file}{shown}" in refused(config=file, machine=EIGHT, environment=IN_SAGEMAKER)
 
 
 @pytest.mark.parametrize("name", sorted(LEFT_OUT))
@@ -259,8 +304,8 @@ def test_an_unquoted_no_is_a_type(tmp_path):
     [
         ("compute_environment: LOCAL_MACHINE\n", ": distributed_type must be given"),
         (
-            "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nregion: x\n",
-            ":1: compute_environment must be LOCAL_MACHINE, got 'AMAZON_SAGEMAKER'",
+            "compute_environment: MARS\ndistributed_type: NO\n",
+            ":1: compute_environment must be LOCAL_MACHINE or AMAZON_SAGEMAKER, got 'MARS'",
         ),
         ("distributed_type: MULTI_GPUS\n", "did you mean MULTI_GPU?"),
         ("distributed_type: 3\n", ":1: distributed_type must be one of NO, MULTI_CPU, MULTI_GPU,"),

@@ -123,6 +123,15 @@ _OTHER_TYPES = ("DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 """Types that need more than processes with replicas."""
 
 _TYPES = (*_PLAIN, "FSDP", *_OTHER_TYPES)
+_SAGEMAKER = "AMAZON_SAGEMAKER"
+_SAGEMAKER_TYPES = ("NO", "DATA_PARALLEL")
+_SAGEMAKER_JOB = (
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name"),
+    *("pytorch_version", "transformers_version", "py_version", "additional_args"),
+    *("sagemaker_inputs_file", "sagemaker_metrics_file"),
+)
+"""Keys by which accelerate starts a job, and that say nothing to the processes inside of it."""
+
 _OTHERS = (
     *("main_training_function", "downcast_bf16", "dynamo_backend", "command_file", "commands"),
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
@@ -156,12 +165,14 @@ def translate(given: Mapping[str, Given]) -> Layer:
 
     A null is a question that accelerate's dialogue left open, also of a key that a later version has.
     """
-    kind = _distributed_type(given)
-    given = {name: each for name, each in given.items() if each.value is not None}
     environment = given.get("compute_environment")
-    if environment is not None and environment.value != "LOCAL_MACHINE":
-        environment.refuse("compute_environment", "be LOCAL_MACHINE")
-    check_names({name: each.where for name, each in given.items()}, _KNOWN)
+    sagemaker = environment if environment and environment.value == _SAGEMAKER else None
+    kind = _distributed_type(given, _SAGEMAKER_TYPES if sagemaker else _TYPES)
+    given = {name: each for name, each in given.items() if each.value is not None}
+    if environment and environment.value not in (None, "LOCAL_MACHINE", _SAGEMAKER):
+        environment.refuse("compute_environment", f"be LOCAL_MACHINE or {_SAGEMAKER}")
+    known = (*_KNOWN, *_SAGEMAKER_JOB) if sagemaker else _KNOWN
+    check_names({name: each.where for name, each in given.items()}, known)
     for name in _BOOLEANS:
         each = given.get(name)
         if each is not None and str(each.value).lower() not in ("true", "false", "yes", "no"):
@@ -178,7 +189,8 @@ def translate(given: Mapping[str, Given]) -> Layer:
     values = {name: each for name, each in translated.items() if each is not None}
     on_cpu = "cpu" in values and bool(values["cpu"].value)
     _warn(kind.source, [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)])
-    return Layer(values, accelerators=None if kind.value == "NO" or on_cpu else kind)
+    accelerators = None if kind.value == "NO" or on_cpu else kind
+    return Layer(values, accelerators=accelerators, sagemaker=sagemaker)
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
@@ -191,7 +203,7 @@ def _section(name: str, each: Given) -> Mapping[str, object]:
     return section
 
 
-def _distributed_type(given: Mapping[str, Given]) -> Given:
+def _distributed_type(given: Mapping[str, Given], types: tuple[str, ...]) -> Given:
     """Read the type; YAML reads an unquoted NO as false."""
     if "distributed_type" not in given:
         source = next(iter(given.values())).source
@@ -199,12 +211,12 @@ def _distributed_type(given: Mapping[str, Given]) -> Given:
     kind = given["distributed_type"]
     if kind.value is False:
         kind = kind.becomes("NO")
-    if kind.value not in _TYPES:
-        meant = nearest(str(kind.value), [each.lower() for each in _TYPES]).upper()
+    if kind.value not in types:
+        meant = nearest(str(kind.value), [each.lower() for each in types]).upper()
         # Accelerate's question calls it TPU, and its file XLA.
         meant = "XLA" if kind.value == "TPU" else meant
         repair = f"did you mean {meant}?" if meant else ""
-        kind.refuse("distributed_type", f"be one of {', '.join(_TYPES)}", repair)
+        kind.refuse("distributed_type", f"be one of {', '.join(types)}", repair)
     return kind
 
 

@@ -33,6 +33,17 @@ def check_machine(
         raise SettingsError("\n".join(lines))
 
 
+def check_place(environment: Mapping[str, str], sagemaker: Given | None) -> None:
+    """Refuse, anywhere else, a file by which accelerate starts a job of SageMaker."""
+    if sagemaker is not None and not environment.get("SM_HOSTS"):
+        sagemaker.refuse(
+            "compute_environment",
+            "be LOCAL_MACHINE outside of a job of SageMaker",
+            "accel_fn starts no job: give its estimator an entry point that calls accel-fn launch, "
+            "which reads this file there",
+        )
+
+
 def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mistake]:
     count = settings.num_machines or 1
     if count == 1 or settings.main_process_ip or environment.get("MASTER_ADDR"):

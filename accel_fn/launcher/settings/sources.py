@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from accel_fn.errors import SettingsError
 from accel_fn.launcher.machines.detect import Machine, detect
-from accel_fn.launcher.settings.setting_checks import check_machine
+from accel_fn.launcher.settings.setting_checks import check_machine, check_place
 from accel_fn.launcher.settings.settings import Settings, check_settings, is_on
 from accel_fn.launcher.settings.value import Given, Layer, check_names, nearest
 
@@ -63,6 +63,8 @@ def resolve(
     where = {name: each.where for name, each in given.items()}
     settings = check_settings({name: each.value for name, each in given.items()}, where)
     accelerators = next((layer.accelerators for layer in layers if layer.accelerators), None)
+    sagemaker = next((layer.sagemaker for layer in layers if layer.sagemaker), None)
+    check_place(environment, sagemaker)
     check_machine(settings, where, environment, machine, accelerators=accelerators)
     if settings.num_processes is None:
         count, source = default_processes(settings, machine)

@@ -38,6 +38,8 @@ class Layer:
     values: Mapping[str, Given]
     accelerators: Given | None = None
     """The value that needs accelerators, if the source does not name them."""
+    sagemaker: Given | None = None
+    """The value that is for jobs of SageMaker alone."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
