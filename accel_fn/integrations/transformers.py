@@ -177,6 +177,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             unused = bool(args.ddp_find_unused_parameters)
             plan = wrap_ddp(find_unused_parameters=unused)(plan)
         self._state, self._step = build(replace(self._state, step=0, call=0, scaler=None), plan)
+        if getattr(args, "predict_with_generate", False) and self._is_sharded():
+            raise ArgumentError(
+                "Trainer: args.predict_with_generate must not be set with shards, got True; generate from "
+                "what save_model wrote, since ranks that generate run unequal numbers of forwards"
+            )
         if self._checkpoint is not None:
             self._state = load(self._checkpoint, self._state, self._step)
         self._state = replace(self._state, step=self.state.global_step)
@@ -310,9 +315,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """This rank's sums of losses, items and samples of a batch, and its rows by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else num_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
-        loss, logits, labels = self.prediction_step(
-            model, batch, loss_only, ignore_keys=ignore_keys
-        )
+        with self.autocast_smart_context_manager():  # that of a prediction_step of the user's, too
+            loss, logits, labels = self.prediction_step(
+                model, batch, loss_only, ignore_keys=ignore_keys
+            )
         sums = torch.tensor([0.0, 0.0, num_rows], dtype=torch.float64)
         if loss is not None and items:
             sums[0], sums[1] = loss.double().item() * items, items
@@ -341,7 +347,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole weights, also of shards, for `from_pretrained`. Every rank calls it."""
-        if not any(map(is_sharded, self.model.parameters())):
+        if not self._is_sharded():
             super().save_model(output_dir, _internal_call)
             return
         self._save(output_dir, state_dict=whole_state_dict(self.model, self._state))
@@ -370,10 +376,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The loss scale is among what `load` reads."""
 
     def _load_best_model(self) -> None:
-        if any(map(is_sharded, self.model.parameters())):
+        if self._is_sharded():
             load_model(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
+
+    def _is_sharded(self) -> bool:
+        return any(map(is_sharded, self.model.parameters()))
 
 
 class RankBatches:

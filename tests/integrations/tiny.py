@@ -37,6 +37,18 @@ def samples(number: int = 206) -> list[dict[str, Any]]:
     return [{"input_ids": each, "labels": int(each[0] > 50)} for each in tokens]
 
 
+def with_outlier(rows: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """The rows with numbers for `squares` as labels, one of which is beyond float16 at any loss scale."""
+    labels = [float(row["labels"]) for row in rows]
+    labels[number] = 1e6
+    return [{**row, "labels": label} for row, label in zip(rows, labels, strict=True)]
+
+
+def squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """The mean square of what the first logit is off by."""
+    return (outputs.logits[:, 0].float() - labels).square().sum() / num_items_in_batch
+
+
 def model(dropout: float = 0.0) -> BertForSequenceClassification:
     """A BERT of 17,000 parameters."""
     torch.manual_seed(0)
