@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +35,8 @@ from accel_fn.errors import CheckpointError, PeerError
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.cases import pinned
-from tests.support.processes import ROOT, launch
+from tests.support.other_runs import other_run
+from tests.support.processes import launch
 
 FILES = ["manifest.json", "common.pt", "rank_00000.pt", "tensors_00000.bin"]
 BATCH = (torch.ones(4, 3), torch.zeros(4, 2))
@@ -705,25 +705,6 @@ def test_a_folder_may_be_a_link(tmp_path):
 
 
 # -- two runs in one folder
-
-
-@contextmanager
-def other_run(folder, script):
-    """Start another process that has printed `up`; it ends when the generator continues."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys\nfolder = sys.argv[1]\n{script}", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "up\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 import weakref
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,9 @@ from accel_fn.observe.goodput import goodput
 from accel_fn.observe.run_log import read_runs
 from accel_fn.testing import simulate
 from tests.observe.test_log_to import BATCHES, events_of, late, lines_of, small_plan, train
+from tests.support.forked_ranks import ROOT
+from tests.support.other_runs import other_run
 
-ROOT = Path(__file__).parents[2]
 SUFFIXES = [".jsonl", ".csv"]
 
 
@@ -178,42 +178,25 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_every_rank(
     assert all("build: failed on rank 0" in each for each in others)
 
 
-@contextmanager
-def other_run(path):
-    """Run another process that logs to this file."""
-    script = f"""
+LOGGING = """
 from tests.observe.test_log_files import *
-kept = af.build(af.DistState(), small_plan(af.log_to({str(path)!r})))
+kept = af.build(af.DistState(), small_plan(af.log_to(f"{folder}/log.jsonl")))
 print("up", flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "up\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_second_process_that_logs_to_a_file_is_refused_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(file_lock, "_TRIES", 1)
-    path = tmp_path / "log.jsonl"
 
     def run(state):
-        plan = af.compose(af.wrap_ddp(), af.log_to(path))(small_plan())
+        plan = af.compose(af.wrap_ddp(), af.log_to(tmp_path / "log.jsonl"))(small_plan())
         try:
             return af.build(state, plan)[0].step
         except RuntimeError as error:
             return str(error)
 
-    with other_run(path) as other:
+    with other_run(tmp_path, LOGGING) as other:
         first, second = simulate(run, world_size=2)
     assert re.fullmatch(
         rf"log_to: {tmp_path}/log must be the log of one run at a time, got a second one beside "
