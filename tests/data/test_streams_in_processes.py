@@ -5,12 +5,11 @@ import json
 import re
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.support import strategies as ours
 from tests.support.forked_ranks import run_worlds
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 from tests.support.streams import SelfSplitting, Sharded, global_batches, items_of, joined, samples
 
 pytestmark = pytest.mark.slow
@@ -67,10 +66,7 @@ def test_streams_are_shared_and_trained_on_as_by_one_process(num_processes):
     batches = [tuple(batch) for _ in range(2) for batch in rows]
     _, expected = ours.trained_by_hand(ours.regression_model(), batches, max_norm=0.5)
     for _, parameters in ranks:
-        found = {
-            name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()
-        }
-        ours.assert_close(found, expected)
+        ours.assert_close(from_lists(parameters), expected)
 
 
 FAILING = """

@@ -14,7 +14,7 @@ from tests.laws.law03_worlds import wrap_by_hand
 from tests.support import strategies as ours
 from tests.support.cases import pinned
 from tests.support.compilers import MARKS
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 
 
 def one_process(model, batch):
@@ -180,7 +180,4 @@ def test_a_loss_over_all_rows_trains_as_in_one_process_over_processes():
     lines = launch(SCRIPT).splitlines()
     assert len(lines) == 8
     for line in lines:
-        found = {
-            name: torch.tensor(each, dtype=torch.float64) for name, each in json.loads(line).items()
-        }
-        ours.assert_close(found, expected)
+        ours.assert_close(from_lists(json.loads(line)), expected)

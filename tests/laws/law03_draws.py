@@ -15,7 +15,7 @@ import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
 from tests.support.cases import pinned
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 
 POSITIONS = st.builds(
     af.DistState,
@@ -211,7 +211,4 @@ def test_it_is_the_loop_by_hand_over_processes_that_stop_between_two_steps_of_a_
     lines = launch(SCRIPT).splitlines()
     assert len(lines) == 2
     for line in lines:
-        found = {
-            name: torch.tensor(each, dtype=torch.float64) for name, each in json.loads(line).items()
-        }
-        ours.assert_close(found, expected)
+        ours.assert_close(from_lists(json.loads(line)), expected)

@@ -4,12 +4,11 @@ order."""
 import json
 
 import pytest
-import torch
 
 import accel_fn as af
 from tests.laws.law03_real_processes import batches
 from tests.support import strategies as ours
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 
 LIFE = """
 import json
@@ -75,9 +74,6 @@ def last_of(lives, folder):
     af.save_model(ours.regression_model(), start)
     for world_size, wrap, steps in lives:
         script = LIFE.format(wrap=wrap, folder=run, start=start, steps=steps)
-        told = launch(script, num_processes=world_size).splitlines()
-        assert len(told) == world_size
-    return [
-        {name: torch.tensor(value, dtype=torch.float64) for name, value in json.loads(line).items()}
-        for line in told
-    ]
+        lines = launch(script, num_processes=world_size).splitlines()
+        assert len(lines) == world_size
+    return [from_lists(json.loads(line)) for line in lines]

@@ -10,7 +10,7 @@ from accel_fn.testing import simulate
 from tests.laws.law03_real_processes import batches as fixed_batches
 from tests.laws.law03_several_optimizers import by_hand, halved, split, trained
 from tests.support import strategies as ours
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 
 EVEN = [
     (torch.linspace(-1, 1, 24).reshape(8, 3).double() * sign, torch.ones(8, 1).double())
@@ -195,6 +195,4 @@ def test_several_optimizers_over_processes_are_the_loop_by_hand(wrap):
     lines = launch(TRAIN.format(wrap=wrap), num_processes=2).splitlines()
     assert len(lines) == 2
     for line in lines:
-        for name, value in json.loads(line).items():
-            found = torch.tensor(value, dtype=torch.float64)
-            assert torch.allclose(found, expected[name], **ours.EXACT)
+        ours.assert_close(from_lists(json.loads(line)), expected)

@@ -13,7 +13,7 @@ from accel_fn.testing import simulate
 from tests import reference
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 from tests.support.several_terms import (
     FIXED,
     NUM_PLACES,
@@ -300,6 +300,5 @@ def test_processes_are_one_process(wrap):
     losses, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
     for line in launch(IN_PROCESSES.format(wrap=wrap), num_processes=2).splitlines():
         parameters, found = json.loads(line)
-        of = {name: torch.tensor(each, dtype=torch.float64) for name, each in parameters.items()}
-        ours.assert_close(of, expected)
+        ours.assert_close(from_lists(parameters), expected)
         assert found == pytest.approx(losses, rel=1e-12)

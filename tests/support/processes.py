@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.support.forked_ranks import ROOT, run_worlds
 
-__all__ = ["ROOT", "free_port", "launch"]
+__all__ = ["ROOT", "free_port", "from_lists", "launch"]
 
 
 def free_port() -> int:
@@ -44,3 +48,8 @@ def launch(
     if expect:
         assert sorted(said.splitlines()) == sorted(expect), all_said
     return said
+
+
+def from_lists(lists: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that a process printed as lists of numbers, by name, in float64."""
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in lists.items()}

@@ -2,11 +2,9 @@
 
 import json
 
-import torch
-
 from tests.support import strategies as ours
 from tests.support.local_sgd_by_hand import parts, trained_apart_by_hand
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 
 TRAIN = """
 import json
@@ -35,7 +33,5 @@ def test_processes_apart_and_their_means_are_those_by_hand():
     for trace in traces:
         assert [loss for _, loss, _ in trace] == [loss for _, loss, _ in traces[0]]
         for (_, _, parameters), by_hand in zip(trace, expected[trace[0][0]], strict=True):
-            actual = {
-                name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()
-            }
+            actual = from_lists(parameters)
             ours.assert_close(actual, {name: by_hand[name] for name in actual})

@@ -15,7 +15,7 @@ from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule, 
 from tests import reference
 from tests.laws.law10_schedule_of_batches import loader_of, sgd
 from tests.support import strategies as ours
-from tests.support.processes import launch
+from tests.support.processes import from_lists, launch
 
 
 def rates_of(step, state, batches):
@@ -210,8 +210,7 @@ def test_processes_that_resume_at_the_end_of_an_epoch_follow_a_longer_schedule(t
     output = launch(LEG.format(num_epochs=5, folder=str(tmp_path), choice="program"))
     assert len(output.splitlines()) == 2
     for line in output.splitlines():
-        found = {k: torch.tensor(v, dtype=torch.float64) for k, v in json.loads(line).items()}
-        ours.assert_close(found, model.state_dict())
+        ours.assert_close(from_lists(json.loads(line)), model.state_dict())
 
 
 class Endless(IterableDataset):
