@@ -16,21 +16,14 @@ from tests.observe.histories import History
 WAITS = {"a": 100, "b": 50, "c-with-a-longer-name": 0}
 
 
-def one_run(wait, *, kills=1):
+def one_run(wait, *, kills):
     """A run of 40 steps a process that saves at step 30 and is killed."""
     history = History(every=1)
-    history.begin(0, 2000, 0, 0)
-    for number in range(kills + 1):
-        history.first_step(1000)
-        history.log_line()
+    for _ in history.processes(kills):
         for _ in range(39):
             history.update(wait, skipped=history.step == 7)
             if history.step % 30 == 0:
                 history.save(500)
-        if number < kills:
-            history.kill(3000)
-            history.begin(5000, 2000, 250, 0)
-    history.end(100)
     for entry in history.lines:
         step = entry["step"]
         entry |= {"loss": wait + 1 / step, "samples_per_second": 600.0, "peak_memory": 2**30}

@@ -18,15 +18,11 @@ from tests.support.prefetch import (
     Counted,
     eventually,
     ids,
-    none_is_left,
     of,
     readers,
 )
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield from none_is_left()
+pytestmark = pytest.mark.usefixtures("no_reader_is_left")
 
 
 @pytest.mark.parametrize("depth", [1, 2, pytest.param(100, marks=pytest.mark.slow)])

@@ -25,16 +25,12 @@ from tests.support.prefetch import (
     Counted,
     eventually,
     ids,
-    none_is_left,
     of,
     readers,
 )
 from tests.support.processes import ROOT
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield from none_is_left()
+pytestmark = pytest.mark.usefixtures("no_reader_is_left")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

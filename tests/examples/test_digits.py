@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_forked
+from tests.examples.running import Run, run_forked, run_once
 from tests.reference import train
 from tests.support.optimizers import kinds
 
@@ -25,29 +25,8 @@ REFUSED = {*digits.UNFIT, "LBFGS"}
 TRAINING = {each.__name__ for each in kinds(torch.optim) | kinds(torch_optimizer)} - REFUSED
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)],
-    ids=["one process", "two processes"],
-)
-def any_run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue({1: "on_one", 2: "on_two"}[request.param])
-
-
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return trained(tmp_path_factory.mktemp("one"), 1)
-
-
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return trained(tmp_path_factory.mktemp("two"), 2)
-
-
-def trained(folder: Path, num_processes: int) -> Run:
-    return finished(
-        run_forked("digits", folder=folder, num_processes=num_processes, timeout_s=1200)
-    )
+on_one = run_once("digits", num_processes=1, timeout_s=1200)
+on_two = run_once("digits", num_processes=2, timeout_s=1200)
 
 
 def logged(folder: Path, name: str) -> list[float]:
@@ -100,7 +79,7 @@ def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None
 @pytest.mark.slow
 def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
     arguments = ("digits", "--precision", "no", "--epochs", "2")
-    two = finished(run_forked(*arguments, folder=tmp_path, num_processes=2))
+    two = run_forked(*arguments, folder=tmp_path, num_processes=2)
     torch.manual_seed(0)
     model = digits.build_model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,30 +11,13 @@ import torch
 from PIL import Image
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_forked
+from tests.examples.running import Run, run_once
 
 NUM_BATCHES = 141  # ten passes over 1,797 digits, 128 at a time
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)],
-    ids=["one process", "two processes"],
-)
-def any_run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue({1: "on_one", 2: "on_two"}[request.param])
-
-
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("one")
-    return finished(run_forked("gan", "--passes", "10", folder=folder))
-
-
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("two")
-    return finished(run_forked("gan", "--passes", "10", folder=folder, num_processes=2))
+on_one = run_once("gan", "--passes", "10", num_processes=1)
+on_two = run_once("gan", "--passes", "10", num_processes=2)
 
 
 @pytest.mark.slow

@@ -10,20 +10,10 @@ import pytest
 from tests.cli.commands import ROOT, run_command
 from tests.examples.running import EXAMPLES
 
-PROGRAMS = {
-    "mnist": (),
-    "nlp": (),
-    "gpt": (),
-    "vision": (),
-    "lora": (),
-    "contrastive": (),
-    "cross_validation": (),
-    "detection": (),
-    "diffusion": (),
-    "early_stopping": (),
-    "ppo": (),
-}
-"""Arguments of each program, by name."""
+PROGRAMS = (
+    *("mnist", "nlp", "gpt", "vision", "lora", "contrastive", "cross_validation", "detection"),
+    *("diffusion", "early_stopping", "ppo"),
+)
 RISES = {"cross_validation": ("accuracy", 0.9), "ppo": ("moves a game", 100)}
 """Of programs in which no loss falls: a figure, and the least that its last value is."""
 PAGE = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
@@ -35,7 +25,7 @@ def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What a program prints on one process and on two."""
     name = request.param
     folders = [tmp_path_factory.mktemp(name) for _ in range(2)]
-    return [output_of(name, *PROGRAMS[name], folder=folders[n - 1], size=n) for n in (1, 2)]
+    return [output_of(name, folder=folder, size=size) for size, folder in enumerate(folders, 1)]
 
 
 def output_of(name: str, *arguments: str, folder: Path, size: int = 1) -> str:

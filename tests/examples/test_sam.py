@@ -9,19 +9,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 import accel_fn as af
-from tests.examples.running import Run, finished, run_forked
+from tests.examples.running import Run, run_once
 
-
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("one")
-    return finished(run_forked("sam", "--epochs", "2", folder=folder))
-
-
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("two")
-    return finished(run_forked("sam", "--epochs", "2", folder=folder, num_processes=2))
+on_one = run_once("sam", "--epochs", "2", num_processes=1)
+on_two = run_once("sam", "--epochs", "2", num_processes=2)
 
 
 @pytest.mark.slow

@@ -111,6 +111,18 @@ class History:
         cut = [(begin, min(end, self.last_entry), *rest) for begin, end, *rest in self.spans]
         self.spans = [*cut, (self.last_entry, self.time, "down", 0)]
 
+    def processes(self, kills):
+        """Begin a run and its processes, one for each number that is yielded; kill all but the last."""
+        self.begin(0, 2000, 0, 0)
+        for number in range(kills + 1):
+            self.first_step(1000)
+            self.log_line()
+            yield number
+            if number < kills:
+                self.kill(3000)
+                self.begin(5000, 2000, 250, 0)
+        self.end(100)
+
     def truth(self):
         """Microseconds by category, from the first process to the last entry."""
         self.kill()
@@ -174,19 +186,12 @@ def with_values(seed, num_steps=300, kills=1) -> History:
     """A run with all kinds of values, that is killed and resumed."""
     random = Random(seed)
     history = History(every=1)
-    history.begin(0, 2000, 0, 0)
-    for number in range(kills + 1):
-        history.first_step(5000)
-        history.log_line()
+    for number in history.processes(kills):
         while history.step < num_steps * (number + 1) // (kills + 1):
             history.update(random.randint(0, 30), skipped=random.random() < 0.01)
             if history.step % 50 == 0:
                 history.evaluate(800)
                 history.save(300)
-        if number < kills:
-            history.kill(10_000)
-            history.begin(5000, 2000, 900, 0)
-    history.end(100)
     for line in history.lines:
         step = line["step"]
         loss = 2.3 * exp(-step / 60) + 0.1 + 0.04 * random.gauss(0, 1) * exp(-step / 200)

@@ -49,7 +49,7 @@ _IMPORTS = (
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRank:
     """Exit of a rank: output, errors and code."""
 
     exit_code: int
@@ -78,7 +78,7 @@ def run_worlds(
     num_at_once: int = 4,
     timeout_s: float = 500,
     imports: tuple[str, ...] = (),
-) -> dict[str, list[Ended]]:
+) -> dict[str, list[EndedRank]]:
     """Run each script on its ranks, several at once; return how each rank ended, by name.
 
     A script may `say` a line and `mark` the time. Ranks that run for longer are killed. `imports`
@@ -118,12 +118,12 @@ def _server(imports: tuple[str, ...]) -> subprocess.Popen[str]:
     return server
 
 
-def _collect(folder: Path, name: str, exit_codes: list[int]) -> list[Ended]:
+def _collect(folder: Path, name: str, exit_codes: list[int]) -> list[EndedRank]:
     ranks = range(len(exit_codes))
     files = [[folder / f"{name}.{rank}.{stream}" for stream in (1, 2)] for rank in ranks]
     start = max(map(_last_mark, [stdout for stdout, _ in files]))
     return [
-        Ended(code, stdout.read_text(), stderr.read_text(), stderr.stat().st_mtime - start)
+        EndedRank(code, stdout.read_text(), stderr.read_text(), stderr.stat().st_mtime - start)
         for code, (stdout, stderr) in zip(exit_codes, files, strict=True)
     ]
 

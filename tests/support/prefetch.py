@@ -1,4 +1,4 @@
-"""Data for the tests of prefetch, and checks that no thread is left."""
+"""Data for the tests of prefetch, and its threads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ TWO_WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
 def readers() -> list[Reader]:
     """List the living threads of prefetch."""
     return [thread for thread in threading.enumerate() if isinstance(thread, Reader)]
-
-
-def none_is_left() -> Iterator[None]:
-    """Fixture body: fail if a thread of prefetch is alive before or after a test."""
-    assert readers() == []
-    yield
-    assert readers() == []
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
