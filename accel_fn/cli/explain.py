@@ -16,6 +16,7 @@ from accel_fn.cli.output import (
     config_option,
     interruptible,
     json_option,
+    num_processes_option,
     one_line_errors,
     print_json,
     resolve_settings,
@@ -31,13 +32,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("target", type=SHELL_FILE)
-@click.option(
-    "-n",
-    "--num-processes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Ranks of the step.  [default: the launch's]",
-)
+@num_processes_option("Ranks of the step.  [default: the launch's]")
 @click.option("--device", help="Device of the ranks.  [default: this machine's]")
 @config_option()
 @json_option()

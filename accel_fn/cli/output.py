@@ -33,6 +33,11 @@ def config_option(text: str = "Settings to start from.") -> Callable[[Any], Any]
     return click.option("--config", "config_file", type=FILE, metavar="FILE", help=text)
 
 
+def num_processes_option(text: str) -> Callable[[Any], Any]:
+    kind = click.IntRange(min=1)
+    return click.option("-n", "--num-processes", type=kind, metavar="N", help=text)
+
+
 def runs_argument() -> Callable[[Any], Any]:
     kind = click.Path(exists=True, path_type=Path)
     return click.argument("paths", nargs=-1, required=True, metavar="RUN...", type=kind)

@@ -18,6 +18,7 @@ from accel_fn.cli.output import (
     config_option,
     interruptible,
     json_option,
+    num_processes_option,
     one_line_errors,
     print_json,
     resolve_settings,
@@ -33,13 +34,7 @@ _HANGING = " " * len("verdict   largest   bound  ")
 
 
 @click.command()
-@click.option(
-    "-n",
-    "--num-processes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Ranks.  [default: the accelerators here, else 2]",
-)
+@num_processes_option("Ranks.  [default: the accelerators here, else 2]")
 @click.option("--cpu", is_flag=True, default=None, help="Use the CPU.")
 @config_option()
 @json_option()

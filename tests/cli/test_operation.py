@@ -85,6 +85,12 @@ def test_two_runs_in_one_folder_keep_their_logs_apart(launchers, tmp_path):
     assert sorted(logs) == ["of one\n", "of two\n"]
 
 
+def shell(folder):
+    """A shell that a user types into."""
+    command = ["bash", "--norc", "--noprofile", "-i"]
+    return Terminal(command, folder, surroundings(folder, PS1="$ "))
+
+
 @pytest.mark.parametrize(("key", "after"), [("fg", "0"), ("kill -KILL %1", "")])
 def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, key, after):
     """In a shell with job control, ranks continue while the launcher is stopped, and end with
@@ -94,8 +100,7 @@ def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, k
         "while not os.path.exists('end'): time.sleep(0.02)\nos.write(1, b'over\\n')\n"
     )
     command = f"{sys.executable} -m accel_fn.cli launch -n 2 script.py"
-    shell = ["bash", "--norc", "--noprofile", "-i"]
-    with Terminal(shell, tmp_path, surroundings(tmp_path, PS1="$ ")) as screen:
+    with shell(tmp_path) as screen:
         screen.type(f"{command}\n")
         for _ in range(2):
             screen.read_until("up ").read_until("\n")
@@ -116,8 +121,7 @@ def test_ctrl_c_in_a_shell_ends_all_ranks(tmp_path):
         "import os, time\nos.write(1, f'up {os.getpid()}\\n'.encode())\ntime.sleep(600)\n"
     )
     command = f"{sys.executable} -m accel_fn.cli launch -n 8 script.py"
-    shell = ["bash", "--norc", "--noprofile", "-i"]
-    with Terminal(shell, tmp_path, surroundings(tmp_path, PS1="$ ")) as screen:
+    with shell(tmp_path) as screen:
         screen.type(f"{command}; echo code $?\n")
         for _ in range(8):
             screen.read_until("up ")
