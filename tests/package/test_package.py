@@ -81,6 +81,10 @@ DISTRIBUTED = {
     },  # worlds of processes
     # groups of simulated ranks
     "comm/thread_groups.py": {"torch.distributed", "torch._C._distributed_c10d"},
+    "comm/meeting.py": {
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+    },  # tries of ranks to meet
     "comm/mesh.py": {
         "torch.distributed",
         "torch._C._distributed_c10d",
@@ -144,8 +148,8 @@ def test_few_modules_use_torch_distributed_and_each_no_more_than_it_needs():
     assert found == DISTRIBUTED
 
 
-# Objects of the package, or generators, whose methods are named like collectives.
-OURS = ("primitives", "self", "channel", "mean")
+# Objects of the package, generators or pipes, whose methods are named like collectives.
+OURS = ("primitives", "self", "channel", "connection", "mean", "reader", "writer")
 
 
 def test_one_module_alone_calls_collectives():
@@ -206,6 +210,7 @@ FIXED_WHEN_MADE = {
     "ParamSpec",
     "Path",
     "TypeVar",
+    "attrgetter",
     "click.Path",
     "itemgetter",
     "logging.getLogger",
@@ -272,9 +277,11 @@ def test_modules_keep_nothing_of_a_run():
 
 
 HEAVY = (
+    "IPython",
     "torch",
     "click",
     "cloudpickle",
+    "ipykernel",
     "libcst",
     "matplotlib",
     "pydantic",
@@ -282,6 +289,7 @@ HEAVY = (
     "safetensors",
     "torchao",
     "tqdm",
+    "traitlets",
     "xxhash",
     "yaml",
 )
