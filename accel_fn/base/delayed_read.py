@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,40 @@ class DelayedRead:
                 return None
             time.sleep(_POLL_S)
         return value
+
+
+class DelayedFloats:
+    """Returns values by name as floats: at once from a CPU, else at the next call."""
+
+    def __init__(self) -> None:
+        self._delayed = DelayedRead()
+        self._values: dict[str, Any] = {}
+        self._copied: list[str] = []
+
+    def __call__(self, values: Mapping[str, Any], device: torch.device) -> dict[str, float] | None:
+        """Return the newest known values, or None; the tensors among `values` have one element."""
+        if device.type == "cpu":
+            return {name: float(each) for name, each in values.items()}
+        known = self.last()
+        copied = {
+            name: each
+            for name, each in values.items()
+            if isinstance(each, Tensor) and each.device == device
+        }
+        # A value on the host may be changed in place before this one is read.
+        self._values = {
+            name: each if name in copied else float(each) for name, each in values.items()
+        }
+        self._copied = [*copied]
+        self._delayed(torch.stack([*copied.values()]))
+        return known
+
+    def last(self, timeout_s: float | None = None) -> dict[str, float] | None:
+        """Wait for the last values, as `DelayedRead.last` does."""
+        known = self._delayed.last(timeout_s)
+        if known is None:
+            return None
+        return {**self._values, **dict(zip(self._copied, known.tolist(), strict=True))}
 
 
 class UpdateCount:

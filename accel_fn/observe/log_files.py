@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, finalize
@@ -115,13 +116,14 @@ class LogFile:
 
     def values(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Add values of the newest step."""
-        if step < self._last_step:
+        last_step = self._last_step
+        if step < last_step:
             warn_user(
                 f"log_values: state should be of the newest step in {self._path}, got step {step} after step "
-                f"{self._last_step}; the values are not written"
+                f"{last_step}; the values are not written"
             )
             return
-        if step == self._last_step and not self._has_warned_of_two:
+        if step == last_step and not self._has_warned_of_two:
             self._warn_of_two(step, values)
         self._try(lambda: self._table.put({"step": step, "time": at, **values}))
 
@@ -202,9 +204,13 @@ class _JsonLines:
         self._start, self._end, self.last = start, end, line
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
-        # JSON has no nan and no infinity, which only Python's readers take.
-        finite = {name: each if math.isfinite(each) else None for name, each in line.items()}
-        return f"{json.dumps(finite)}\n".encode()
+        # JSON has no nan and no infinity, which only Python's readers take. Numbers need no encoder,
+        # which takes twice as long.
+        pairs = [
+            f"{_quoted(name)}: {each if math.isfinite(each) else 'null'}"
+            for name, each in line.items()
+        ]
+        return f"{{{', '.join(pairs)}}}\n".encode()
 
 
 class _Csv(_JsonLines):
@@ -286,6 +292,7 @@ def _events_beside(path: Path) -> _Events:
     return events
 
 
+_quoted = lru_cache(json.dumps)
 _TABLES: dict[str, type[_JsonLines]] = {".jsonl": _JsonLines, ".csv": _Csv}
 _LOGS: WeakValueDictionary[Path, LogFile] = WeakValueDictionary()
 _EVENTS: WeakValueDictionary[Path, _Events] = WeakValueDictionary()

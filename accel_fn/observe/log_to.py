@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import numbers
 import os
 import resource
@@ -55,6 +56,8 @@ _NAMES = (
     "peak_memory",
 )
 """What a line has of a step itself."""
+_MEMORY_S = 1.0
+"""How old the peak of the memory in a line may be."""
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
@@ -68,7 +71,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     there are several), `grad_norm` if the report has one, `loss_scale`, `skipped_updates` since the line
     before if updates can be skipped, `samples_per_second`, `items_per_second` by `weight_fn`, `data_wait`
     (the share of the time that the loop spent between steps, less saves, loads and evaluations),
-    `peak_memory` in bytes (of the device, or of the process on a CPU), and the metrics of `loss_fn`.
+    `peak_memory` in bytes (of the device, or of the process on a CPU; at most a second old), and the metrics
+    of `loss_fn`.
 
     A path gets a line a step, and `load` and `resume` cut it back, so a resumed run continues in the same
     log and no step stands in it twice. Beside it, `<name>.events.jsonl` lists starts, saves, loads,
@@ -100,7 +104,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
             an evaluation or the end of the run finds a file removed, renamed or replaced; two plans log to
             one file under the same names.
 
-    Cost: two readings of the clock a step. For a line, one small kernel a value, one copy to the host and one
+    Cost: two readings of the clock a step. For a line, a few small kernels, one copy to the host and one
     write. Where only the device knows whether an update is skipped, one kernel a step.
 
     >>> import accel_fn as af
@@ -227,8 +231,9 @@ class LogOnMain(Log):
     def __init__(self, state: DistState, plan: Plan, recorder: Recorder, every: int) -> None:
         super().__init__()
         self._optimizers, self._every = plan.optimizers, every
-        self._throughput = Throughput(plan)
+        self._throughput = Throughput(state, plan)
         self._waiting = Waiting()
+        self._memory = Memory(state.device)
         self._recorder = recorder
         # The last line outlives the step, and nothing else of it does. Registered after the exit
         # handlers of trackers, so it runs before them.
@@ -253,7 +258,7 @@ class LogOnMain(Log):
         super().__call__(state, report)
         self._recorder.step = self._newest
         self._recorder.flush()
-        self._throughput.add(state, report)
+        self._throughput.add(report)
         if self._applied is not None:
             self._num_updates += 1
             verdict = verdict_of(report)
@@ -309,8 +314,7 @@ class LogOnMain(Log):
             self._num_updates, self._applied = 0, 0
         values |= self._throughput.per_second(elapsed)
         values["data_wait"] = wait / elapsed
-        with suppress(RuntimeError):  # of a device that does not count its memory
-            values["peak_memory"] = _peak_memory(state.device)
+        values |= self._memory.peak()
         values |= report.metrics
         self._recorder.read(self._newest, values)
 
@@ -352,7 +356,8 @@ class Waiting:
 class Throughput:
     """Numbers of samples and items since the last line."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, state: DistState, plan: Plan) -> None:
+        self._num_parts = state.data.world_size
         self._is_weight = plan.weight_fn is num_samples
         """Does the weight of a batch count its samples?"""
         self._counts = not self._is_weight
@@ -369,15 +374,14 @@ class Throughput:
             except BatchError:  # of data that only a weight_fn can count
                 self._counts = False
 
-    def add(self, state: DistState, report: Report) -> None:
+    def add(self, report: Report) -> None:
         """Add the weight of a global batch."""
-        if isinstance(report.weight, Mapping):
-            weights = {f"/{name}": weight for name, weight in report.weight.items()}
-        else:
+        if isinstance(report.weight, int | float):  # faster than to look for a Mapping
             weights = {"": report.weight}
+        else:
+            weights = {f"/{name}": weight for name, weight in report.weight.items()}
         for name, weight in weights.items():
             self._items[name] = self._items.get(name, 0.0) + float(weight)
-        self._num_parts = state.data.world_size
 
     def per_second(self, seconds: float) -> dict[str, float]:
         """Return rates, and count anew."""
@@ -393,6 +397,30 @@ class Throughput:
         return found
 
 
+class Memory:
+    """The peak of the memory in bytes, of the device, or of the process on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read_at = -math.inf
+        self._known: dict[str, int] = {}
+
+    def peak(self) -> dict[str, int]:
+        """Return the peak of at most a second ago: to read it costs as much as to write a line."""
+        now = perf_counter()
+        if now - self._read_at > _MEMORY_S:
+            self._read_at = now
+            with suppress(RuntimeError):  # of a device that does not count its memory
+                self._known = {"peak_memory": self._read()}
+        return self._known
+
+    def _read(self) -> int:
+        if self._device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self._device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
 def _batch_number(state: DistState) -> int:
     """Return the number of the newest batch, from 1; `state.step` counts it once no step uses it again."""
     return state.step + bool(state.call)
@@ -405,13 +433,6 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, 
         for index, group in enumerate(groups):
             if group.get("lr") is not None:  # Adafactor's may be None: it computes one of its own
                 yield f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer, group["lr"]
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _name_of(writer: object) -> str:

@@ -11,10 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from accel_fn.base.delayed_read import DelayedRead
+from accel_fn.base.delayed_read import DelayedFloats
 from accel_fn.base.launch_options import launch_options
 from accel_fn.base.state import DistState
 from accel_fn.observe.log_files import LogFile, open_log
@@ -44,9 +41,9 @@ class Recorder:
             file.add_plan(plan)
             file.recorders.add(self)
         self._prefix, self._plan = prefix, plan
-        self._delayed = DelayedRead()
-        self._line: tuple[int, float, dict[str, Any], list[str]] | None = None
-        """Step, time, values, and the names of those that are copied from the device."""
+        self._delayed = DelayedFloats()
+        self._line: tuple[int, float] | None = None
+        """Step and time of the line whose values are copied from the device."""
         self.step: int | None = None
         """The newest step; None before the run begins."""
 
@@ -92,46 +89,39 @@ class Recorder:
             for file in self._files:
                 file.event(event, step, **facts)
 
-    def read(self, step: int, values: dict[str, Any]) -> None:
+    def read(self, step: int, values: Mapping[str, Any]) -> None:
         """Copy the values of a line from the device; those of a CPU are written at once."""
-        device = values["loss"].device
-        copied = {
-            name: each
-            for name, each in values.items()
-            if isinstance(each, Tensor) and each.device == device
-        }
-        # A rate on the host may be changed in place before the line is written.
-        values = {name: each if name in copied else float(each) for name, each in values.items()}
-        self._line = step, time.time(), values, [*copied]
-        # MPS has no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        stacked = torch.stack([each.detach().to(dtype) for each in copied.values()])
-        self._write_line(self._delayed(stacked))
+        self._line = step, time.time()
+        self._write_line(self._delayed(values, values["loss"].device))
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Write the line whose values were copied."""
         if self._line is not None:
             self._write_line(self._delayed.last(timeout_s))
 
-    def _write_line(self, known: Tensor | None) -> None:
-        if self._line is None or known is None:
+    def _write_line(self, values: Mapping[str, float] | None) -> None:
+        if self._line is None or values is None:
             return
-        step, at, values, copied = self._line
+        step, at = self._line
         self._line = None
-        values.update(zip(copied, known.tolist(), strict=True))
         self.write(step, at, values)
 
     def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Write a line of this step."""
-        values = {f"{self._prefix}{name}": value for name, value in values.items()}
+        if self._prefix:
+            values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
-            # Lines of plans that run less often come first, so that steps rise; their values are older.
-            for other in file.recorders:
-                if other._line is not None and other._line[0] < step:
-                    other.flush()
+            if len(file.recorders) > 1:  # a walk over weak references would be a tenth of the line
+                self._write_earlier_lines(file, step)
             file.values(step, at, values)
         for write in self._writes:
             write(step, dict(values))
+
+    def _write_earlier_lines(self, file: LogFile, step: int) -> None:
+        """Write the lines of plans that run less often, so that steps rise; their values are older."""
+        for other in file.recorders:
+            if other._line is not None and other._line[0] < step:
+                other.flush()
 
     def end(self, process: int) -> None:
         """Write the last line, and that the run has ended in order."""

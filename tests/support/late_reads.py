@@ -1,6 +1,6 @@
 """Simulates on a CPU that the host reads an accelerator's results one step late."""
 
-from accel_fn.base.delayed_read import DelayedRead, UpdateCount
+from accel_fn.base.delayed_read import DelayedFloats, DelayedRead, UpdateCount
 
 
 class LateRead:
@@ -18,11 +18,21 @@ class LateRead:
         return known
 
 
+class LateFloats(LateRead):
+    """Returns values by name one step late, as on an accelerator."""
+
+    def __call__(self, values, device):
+        known, self.held = self.held, {name: float(each) for name, each in values.items()}
+        return known
+
+
 def read_late(*slot_functions):
     """Let slot functions read whether an update was made as from an accelerator."""
     for each in slot_functions:
         for name, value in [*getattr(each, "__dict__", {}).items()]:
             if isinstance(value, DelayedRead):
                 setattr(each, name, LateRead())
+            elif isinstance(value, DelayedFloats):
+                setattr(each, name, LateFloats())
             elif isinstance(value, UpdateCount):
                 read_late(value)

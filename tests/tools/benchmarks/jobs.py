@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter, time
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from tests.tools.benchmarks.loops import (
 from tests.tools.benchmarks.tasks import MIDDLE, TINY, Batch, Scenario, Task, Way, loss_fn
 
 DECAY, EVERY = 0.99, 8
+LOG = "log_to(every=1)"
 
 
 def falling(num_updates: int) -> float:
@@ -151,9 +154,34 @@ _FOLDER = TemporaryDirectory()
 _NUMBERS = count()
 
 
-def log_every_step() -> af.Transform:
-    """Log to a file of its own for each training; the loop by hand logs nothing."""
-    return af.log_to(Path(_FOLDER.name) / f"{next(_NUMBERS)}.jsonl", every=1)
+def new_log() -> Path:
+    """Return a file of its own for each training."""
+    return Path(_FOLDER.name) / f"{next(_NUMBERS)}.jsonl"
+
+
+def logged(task: Task) -> Update:
+    file, last, step = new_log().open("w"), perf_counter(), 0
+
+    def update(index: int) -> None:
+        nonlocal last, step
+        batch = task.batches[index]
+        loss = loss_fn(task.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        now, before, step = perf_counter(), last, step + 1
+        last = now
+        line = {
+            "step": step,
+            "time": time(),
+            "loss": loss.item(),
+            "learning_rate": task.optimizer.param_groups[0]["lr"],
+            "samples_per_second": len(batch[0]) / (now - before),
+        }
+        file.write(f"{json.dumps(line)}\n")
+        file.flush()
+
+    return update
 
 
 JOBS: dict[str, tuple[Loop, Loop]] = {
@@ -174,7 +202,7 @@ JOBS: dict[str, tuple[Loop, Loop]] = {
     'compiled("loss")': (compiled_loss, ours(partial(af.compiled, scope="loss"))),
     'compiled("blocks")': (compiled_blocks, ours(partial(af.compiled, scope="blocks"))),
     'accumulate("auto")': (by_hand, ours(partial(af.accumulate, "auto"))),
-    "log_to(every=1)": (by_hand, ours(log_every_step)),
+    LOG: (by_hand, ours(lambda: af.log_to(new_log(), every=1))),
 }
 JOBS_OF_TWO: dict[str, tuple[Loop, Loop]] = {
     "wrap_fsdp": (sharded, ours(owner=partial(af.wrap_fsdp, blocks=nn.Linear))),
@@ -188,4 +216,6 @@ SCENARIOS_OF_TWO = [Scenario(MIDDLE, True, Way(job, job=job), world_size=2) for 
 def loops_of(job: str) -> dict[str, Loop | None]:
     """Return the loops by name, the base of all ratios first."""
     hand, transform = {**JOBS, **JOBS_OF_TWO}[job]
+    if job == LOG:
+        return {"by hand, no log": hand, "by hand, log": logged, OURS: transform}
     return {"by hand": hand, OURS: transform}
