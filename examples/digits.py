@@ -57,17 +57,17 @@ def main(args: argparse.Namespace) -> None:
     loader = af.shard_loader(DataLoader(train_data, args.batch_size, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(test_data, args.batch_size), state)
 
-    found = accuracy(step, test_loader, state)
+    accuracy = log_accuracy(step, test_loader, state)
     for epoch in af.progress(loader.epochs(args.epochs, since=state), state):
         for batch in epoch:
             state, report = step(state, batch)
             epoch.show(report)
-        found = accuracy(step, test_loader, state)
-        epoch.show(accuracy=found["accuracy"])
+        accuracy = log_accuracy(step, test_loader, state)
+        epoch.show(accuracy=accuracy)
 
     if state.is_main:
         save_file(model.state_dict(), args.out / "model.safetensors")
-        print(f"test accuracy {found['accuracy']:.4f} on {len(test_data)} digits never trained on")
+        print(f"test accuracy {accuracy:.4f} on {len(test_data)} digits never trained on")
         print(f"written to {args.out}: model.safetensors, log.jsonl")
         print(f"accel-fn plot {args.out} draws the curves")
 
@@ -116,11 +116,11 @@ def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def accuracy(step: af.Step, loader: Any, state: af.DistState) -> Any:
-    """The share of right answers over all ranks, which goes into the log."""
+def log_accuracy(step: af.Step, loader: Any, state: af.DistState) -> Any:
+    """Log the share of right answers over all ranks, and return it."""
     found = af.evaluate(step, loader, state, is_right, progress=False)
     af.log_values(state, step, found, prefix="test/")
-    return found
+    return found["accuracy"]
 
 
 def is_right(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ With `--kill-at` the last rank kills itself with SIGKILL before these updates, o
 launcher restarts the world, and the run resumes from its newest checkpoint. The last line is
 the SHA-256 of the weights: on as many ranks, it is that of a run that was never killed.
 
-SIGTERM or SIGUSR1 to any rank: all finish the update, save, and leave with exit code 75, which
-the launcher takes for a wish to be started again.
+After SIGTERM or SIGUSR1 to any rank, all ranks finish the update, save, and exit with code 75, at
+which the launcher starts them again.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`17,40`."""
+    """Parse numbers such as `17,40`."""
     return tuple(map(int, text.split(",")))
 
 

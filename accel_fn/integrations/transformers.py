@@ -124,7 +124,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         accelerator: Any = self.accelerator
         accelerator.prepare_model = lambda model, **_: model.to(self.args.device)
         accelerator.prepare_data_loader = lambda loader, **_: self._part_of(loader)
-        accelerator.prepare_optimizer = self._made_elsewhere
+        accelerator.prepare_optimizer = self._wrap_optimizer
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         found: dict[str, Any] = super()._build_accelerator_args(**options)
@@ -155,7 +155,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             **options,
         )
 
-    def _made_elsewhere(self, optimizer: Any, **_: Any) -> AcceleratedOptimizer:
+    def _wrap_optimizer(self, optimizer: Any, **_: Any) -> AcceleratedOptimizer:
         found = optimizer if isinstance(optimizer, _Optimizer) else _Optimizer(optimizer)
         self.accelerator._optimizers.append(found)
         return found
@@ -413,11 +413,10 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         order = [*self.sampler]
-        if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
-            order = broadcast(
-                order, self._state
-            )  # a sampler may draw from the rank's own generator
         state = self._state
+        # Any other sampler may draw from the rank's own generator.
+        if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
+            order = broadcast(order, state)
         for number in range(len(self)):
             batch = order[number * self._batch_size :][: self._batch_size]
             begin, end = part_bounds(len(batch), state.world_size, state.rank)
@@ -505,16 +504,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _prediction(found: Mapping[str, Any], args: Any) -> EvalPrediction:
     """What `compute_metrics` gets."""
-    more = {name: found.get(name) for name in ("losses", "inputs")}
-    wanted = {"losses": "loss", "inputs": "inputs"}
-    return EvalPrediction(
-        predictions=found["predictions"],
-        label_ids=found["label_ids"],
-        **{
-            name: each if wanted[name] in args.include_for_metrics else None
-            for name, each in more.items()
-        },
-    )
+    included = {"losses": "loss", "inputs": "inputs"}
+    more = {
+        name: found.get(name) for name, kind in included.items() if kind in args.include_for_metrics
+    }
+    return EvalPrediction(found["predictions"], found["label_ids"], **more)
 
 
 _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {

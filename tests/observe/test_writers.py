@@ -108,6 +108,7 @@ def test_other_writers_are_refused(given, shown):
 
 def test_no_library_of_runs_is_imported():
     program = "import sys, accel_fn.observe.writers; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     libraries = {"tensorboard", "tensorboardX", "wandb", "mlflow", "trackio", "aim", "swanlab"}
     assert libraries.isdisjoint(done.stdout.split())
