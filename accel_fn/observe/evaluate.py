@@ -13,7 +13,7 @@ from accel_fn.base.weights import Weight, weigh
 from accel_fn.errors import ArgumentTypeError, LossError, message
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
 from accel_fn.observe.over_loader import (
-    Cut,
+    CutBatch,
     check_loader,
     check_step,
     num_rows,
@@ -108,7 +108,7 @@ def evaluate(
         if metric_fn is not None and not callable(metric_fn):
             rule = "be a function (model, batch) -> {name: values} or (loss, metrics)"
             raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
-        own = _Own(step, state, metric_fn)
+        own = _RankTotals(step, state, metric_fn)
         looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
         totals = {name: total.to_host() for name, total in own.totals.items()}
         return (totals, own.has_losses), looks
@@ -126,7 +126,7 @@ def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float
     return {**found, "loss": sum(counted) if counted else math.nan, **of_terms}
 
 
-class _Own:
+class _RankTotals:
     """Sums and counts of this rank's batches, of a loss or of metrics."""
 
     def __init__(self, step: Step, state: DistState, metric_fn: MetricFn | None) -> None:
@@ -140,7 +140,7 @@ class _Own:
         plan = self._step.plan
         return microbatches(plan, batch) if self._metric_fn is None else parts_of(plan, batch)
 
-    def add(self, each: Cut) -> None:
+    def add(self, each: CutBatch) -> None:
         """Add a batch."""
         self._add(NOTHING)  # a rank that has batches but no rows knows no names
         if self._metric_fn is None:

@@ -79,7 +79,7 @@ def over_loader(
     loader: Iterable[Any],
     state: DistState,
     cut_up: Callable[[Any], Any],
-    use: Callable[[Cut], None],
+    use: Callable[[CutBatch], None],
     progress: bool | None,
 ) -> Looks:
     """Call `use` on every batch of this rank, with what `cut_up` made of it.
@@ -99,7 +99,7 @@ def over_loader(
         shown: Any = nullcontext() if bar is None else bar
         module = step.strategy.module  # a loss_fn may be a module too
 
-        def use_and_show(each: Cut) -> None:
+        def use_and_show(each: CutBatch) -> None:
             nonlocal looks
             if looks is None and state.world_size > 1:
                 looks = looks_of(each.batch)
@@ -113,7 +113,7 @@ def over_loader(
                     _use_in_step(function, batches, state, cut_up, use_and_show)
                 else:
                     for numbers, batch in batches:
-                        use_and_show(Cut(numbers, batch, cut_up(batch)))
+                        use_and_show(CutBatch(numbers, batch, cut_up(batch)))
         except Exception:
             # A request of this rank may move items to other ranks. With shards all stop together.
             if state.world_size > 1 and not together:
@@ -127,7 +127,7 @@ def over_loader(
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutBatch:
     """A batch of this rank, with the numbers of its samples where it has such, and its cut."""
 
     numbers: list[Any] | None
@@ -140,7 +140,7 @@ def _use_in_step(
     batches: Iterator[Numbered[Any]],
     state: DistState,
     cut_up: Callable[[Any], Any],
-    use: Callable[[Cut], None],
+    use: Callable[[CutBatch], None],
 ) -> None:
     """Call `use` as often on every rank, with None where this rank has no more batches.
 
@@ -154,7 +154,7 @@ def _use_in_step(
             found = next(batches, None)
             signal = _ENDED if found is None else _READY
             numbers, batch = found or (None, None)
-            each = Cut(numbers, batch, cut_up(batch))
+            each = CutBatch(numbers, batch, cut_up(batch))
         except Exception as error:
             failure = failure or error
         signals = primitives.exchange_number(_FAILED if failure else signal, state, function)

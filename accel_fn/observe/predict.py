@@ -16,7 +16,7 @@ from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.gather import flat_rows, join_rows
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.observe.over_loader import (
-    Cut,
+    CutBatch,
     check_loader,
     check_step,
     num_rows,
@@ -101,7 +101,7 @@ def predict(
             rule = "be a function (model, batch) -> tree of rows"
             raise ArgumentTypeError(message("predict", "fn", rule, fn))
 
-        def use(each: Cut) -> None:
+        def use(each: CutBatch) -> None:
             over_parts(step, state, fn, each.parts, rows.add)
             rows.end_batch(each.numbers, _window(step.plan, each.batch))
 
