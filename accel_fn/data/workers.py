@@ -233,7 +233,7 @@ class IdlePools(Generic[Pool]):
             pool.close()
 
 
-class Progress:
+class WorkerProgress:
     """The batch and the sample that each worker reads, in shared memory; -1 is none."""
 
     def __init__(self, num_workers: int) -> None:

@@ -33,7 +33,7 @@ def bytes_bar(text: str, total: int, *, is_main: bool = True) -> Iterator[Callab
             yield bar.update
 
 
-def length_of(loader: Iterable[Any]) -> int | None:
+def loader_length(loader: Iterable[Any]) -> int | None:
     """Return the length of a loader, if it has one; an error in it must not end the loop."""
     try:
         return length_hint(loader) or None

@@ -19,7 +19,7 @@ from accel_fn.observe.over_loader import (
     num_rows,
     over_loader,
     over_parts,
-    parts_of,
+    parts_with_rows,
     read_on_all_ranks,
     settled,
 )
@@ -138,7 +138,9 @@ class _RankTotals:
     def cut_up(self, batch: Any) -> Any:
         """Cut a batch into micro-batches, those of the plan's loss with their weights."""
         plan = self._step.plan
-        return microbatches(plan, batch) if self._metric_fn is None else parts_of(plan, batch)
+        return (
+            microbatches(plan, batch) if self._metric_fn is None else parts_with_rows(plan, batch)
+        )
 
     def add(self, each: CutBatch) -> None:
         """Add a batch."""

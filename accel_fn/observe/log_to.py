@@ -232,7 +232,7 @@ class LogOnMain(Log):
         super().__init__()
         self._optimizers, self._every = plan.optimizers, every
         self._throughput = Throughput(state, plan)
-        self._waiting = Waiting()
+        self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
         # The last line outlives the step, and nothing else of it does. Registered after the exit
@@ -319,7 +319,7 @@ class LogOnMain(Log):
         self._recorder.read(self._newest, values)
 
 
-class Waiting:
+class LoopWait:
     """How long the loop was between steps, since the last line."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batche
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.data.window import Windowed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
-from accel_fn.observe.bar import length_of, open_bar
+from accel_fn.observe.bar import loader_length, open_bar
 from accel_fn.step import observers
 from accel_fn.step.checks.first_batches import Looks, looks_of, warn_of_equal_batches
 from accel_fn.step.loss_module import run_placed
@@ -95,7 +95,9 @@ def over_loader(
         batches = numbered_batches(loader)
         modes = in_eval_mode(step.plan.optimizers.values())
         options = {"desc": function, "unit": "batch", "leave": False}
-        bar = open_bar(is_main=state.is_main, wanted=progress, total=length_of(loader), **options)
+        bar = open_bar(
+            is_main=state.is_main, wanted=progress, total=loader_length(loader), **options
+        )
         shown: Any = nullcontext() if bar is None else bar
         module = step.strategy.module  # a loss_fn may be a module too
 
@@ -171,7 +173,7 @@ def _use_in_step(
             del failure  # an error that this frame holds would keep the frame, and it the error
 
 
-def parts_of(plan: Plan, batch: Any) -> list[Any]:
+def parts_with_rows(plan: Plan, batch: Any) -> list[Any]:
     """Return the micro-batches that may have rows."""
     return [part for part in cut(plan, batch) if num_rows(part) != 0]
 

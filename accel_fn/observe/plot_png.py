@@ -21,10 +21,10 @@ _COLUMNS = 3
 
 def write_png(runs: Sequence[Run], path: Path) -> None:
     """Write a picture of the charts of runs."""
-    draw(runs).savefig(path, format="png", dpi=130)
+    draw_figure(runs).savefig(path, format="png", dpi=130)
 
 
-def draw(runs: Sequence[Run]) -> Figure:
+def draw_figure(runs: Sequence[Run]) -> Figure:
     """Draw the charts of runs side by side, with restarts and skipped updates marked."""
     try:
         from matplotlib.figure import Figure

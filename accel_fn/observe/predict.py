@@ -22,7 +22,7 @@ from accel_fn.observe.over_loader import (
     num_rows,
     over_loader,
     over_parts,
-    parts_of,
+    parts_with_rows,
     read_on_all_ranks,
 )
 from accel_fn.step.checks.first_batches import Looks
@@ -106,7 +106,7 @@ def predict(
             rows.end_batch(each.numbers, _window(step.plan, each.batch))
 
         looks = over_loader(
-            "predict", step, loader, state, partial(parts_of, step.plan), use, progress
+            "predict", step, loader, state, partial(parts_with_rows, step.plan), use, progress
         )
         return (rows.count, rows.are_numbered, rows.form), looks
 

@@ -16,7 +16,7 @@ from accel_fn.base.state import DistState, check_state
 from accel_fn.data.loader import Batch, Epoch, Epochs
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentTypeError, message
-from accel_fn.observe.bar import length_of, open_bar
+from accel_fn.observe.bar import loader_length, open_bar
 from accel_fn.step.report import Report
 
 T = TypeVar("T", covariant=True)
@@ -120,12 +120,12 @@ class Progress(Shows, Generic[T]):
         if isinstance(self._loader, Epochs):
             return self._epochs(self._loader)
         items = iter(self._loader)
-        return sampled_with(items, self._bar.over(items, total=length_of(self._loader)))
+        return sampled_with(items, self._bar.over(items, total=loader_length(self._loader)))
 
     def _epochs(self, epochs: Epochs[Any]) -> Iterator[Any]:
         epoch, batch = epochs.start
         place, ends = epochs.step, [epochs.max_steps]
-        per_epoch = length_of(epochs.loader)
+        per_epoch = loader_length(epochs.loader)
         if per_epoch is not None:
             place = epoch * per_epoch + batch
             ends += [None if epochs.num_epochs is None else epochs.num_epochs * per_epoch]
@@ -180,12 +180,12 @@ class LoopBar:
         """Yield the batches of an epoch: alone, or within the bar of the whole run."""
         text, first = f"epoch {epoch.index}", epoch.first_batch
         if self._bar is None:
-            left = length_of(epoch)
+            left = loader_length(epoch)
             total = None if left is None else first + left
             yield from self.over(items, desc=text, initial=first, total=total)
             return
         self._bar.set_description_str(text, refresh=False)
-        per_epoch = length_of(epoch.loader)
+        per_epoch = loader_length(epoch.loader)
         if per_epoch is not None:  # the epoch before may have been left early
             self._bar.update(epoch.index * per_epoch + first - self._bar.n)
         yield from self._counted(items)

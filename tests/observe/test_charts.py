@@ -14,7 +14,7 @@ from PIL import Image
 
 from accel_fn.observe.charts import Marks, arrange, marks, thinned
 from accel_fn.observe.plot_page import write_page
-from accel_fn.observe.plot_png import draw, write_png
+from accel_fn.observe.plot_png import draw_figure, write_png
 from accel_fn.observe.run_log import Column, Run, read_runs
 from tests.observe import histories
 
@@ -114,7 +114,7 @@ def test_a_later_run_is_thinner_so_that_equal_curves_show():
 
 
 def test_the_picture_has_every_curve_and_mark(runs):
-    figure = draw(runs)
+    figure = draw_figure(runs)
     titles = [axes.get_title() for axes in figure.axes if axes.axison]
     assert titles == [chart.title for chart in arrange(runs)]
     loss = figure.axes[0]

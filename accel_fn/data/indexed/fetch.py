@@ -24,7 +24,7 @@ from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.random_generators import seed_process
 from accel_fn.data.seed_samples import SeededSamples, reading
 from accel_fn.data.set_epoch import InEpoch
-from accel_fn.data.workers import Progress
+from accel_fn.data.workers import WorkerProgress
 
 _SHOWN = 8  # samples that an error lists
 
@@ -62,7 +62,7 @@ class Fetcher(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
-        self.progress: Progress | None = None
+        self.progress: WorkerProgress | None = None
         self._collate = Collate(collate_fn)
         self._reads_rows = _stacks_plainly(collate_fn) and has_rows(dataset)
         self._reads_many = _gives_many(dataset)
@@ -73,7 +73,7 @@ class Fetcher(Dataset[Any]):
         """Make a copy that calls `set_epoch` anew: the loop may call it between two passes."""
         return copy.copy(self)
 
-    def recording(self, progress: Progress) -> Fetcher:
+    def recording(self, progress: WorkerProgress) -> Fetcher:
         """Make a copy for workers, which record what they read."""
         found = copy.copy(self)
         found.progress = progress

@@ -21,8 +21,8 @@ from accel_fn.data.order import mix
 from accel_fn.data.workers import (
     WORKER_OPTIONS,
     IdlePools,
-    Progress,
     WorkerPool,
+    WorkerProgress,
     make_loader,
     worker_error,
 )
@@ -127,7 +127,7 @@ class _PartWorkers(WorkerPool):
     """Worker processes that read the batch of each part."""
 
     def __init__(self, fetcher: Fetcher, options: dict[str, Any]) -> None:
-        progress = Progress(options["num_workers"])
+        progress = WorkerProgress(options["num_workers"])
         self._parts = _PartSampler(progress)
         self._generator = torch.Generator()
         loader = make_loader(
@@ -155,7 +155,7 @@ class _PartWorkers(WorkerPool):
 class _PartSampler(Sampler[Any]):
     """Gives the loader the parts of the current pass, once."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: WorkerProgress) -> None:
         self._progress = progress
         self.pending: dict[int | None, Part] = {}
         """Parts that were taken and not read yet, oldest first."""

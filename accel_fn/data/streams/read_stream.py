@@ -27,8 +27,8 @@ from accel_fn.data.set_epoch import InEpoch
 from accel_fn.data.workers import (
     WORKER_OPTIONS,
     IdlePools,
-    Progress,
     WorkerPool,
+    WorkerProgress,
     make_loader,
     worker_error,
 )
@@ -65,7 +65,7 @@ class WorkerStream(IterableDataset[Any]):
     data: Any
     rank: int
     seed: int
-    progress: Progress | None = field(default=None, init=False)
+    progress: WorkerProgress | None = field(default=None, init=False)
     """Memory that workers write their progress to."""
     reads: ClassVar[str]
     """Unit of the progress, with a gap for the number."""
@@ -196,7 +196,7 @@ class _StreamPool(WorkerPool):
             self.place.share_memory_()  # type: ignore[no-untyped-call]
         stream = stream_of(self.place)
         if options["num_workers"]:
-            stream.progress = Progress(options["num_workers"])
+            stream.progress = WorkerProgress(options["num_workers"])
         super().__init__(make_loader(stream, **options), stream.where)
 
 
