@@ -198,6 +198,7 @@ KEPT = {
     "testing/seed_turns.py _rank": "which simulated rank a thread is, while it is",
     "observe/log_files.py _LOGS": "the logs that are open, by path: plans that write to one share it",
     "observe/log_files.py _EVENTS": "the files of events that are open, by path",
+    "observe/log_files.py _quoted": "names as JSON has them",
     "observe/recorder.py _IMPORTED": "when this process imported the file",
     "step/checks/graph.py _BUILT": "the parameters of all steps, which a loss of another one may reach",
     "step/checks/warn.py _LIBRARIES": "where accel_fn and torch are",
