@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
 import pytest
 
+from accel_fn.launcher.function.notebook import shown_displays
 from tests.cli.notebooks import run_cells
 
 DRAW = """
@@ -63,3 +68,35 @@ def test_a_cell_shows_pictures_and_progress_of_rank_0_and_text_of_all(tmp_path):
     assert [each["text/plain"] for each in displays(cleared)] == [last["text/plain"]]
     assert failed[-1].evalue.startswith("after a picture")
     assert len(displays(failed)) == 2
+
+
+@pytest.fixture
+def shell():
+    """The part of a notebook's shell that shows displays, and what it has shown."""
+    shown = []
+    return SimpleNamespace(display_pub=SimpleNamespace(publish=shown.append), shown=shown)
+
+
+def test_a_process_that_outlives_rank_0_does_not_hold_the_cell(shell):
+    with shown_displays(shell) as pipe:
+        held = os.dup(pipe)
+    with Connection(held, readable=False) as connection, pytest.raises(BrokenPipeError):
+        connection.send(("publish", (1,), {}))
+    assert shell.shown == []
+
+
+def test_a_rank_that_is_killed_as_it_sends_does_not_hold_the_cell(shell):
+    with shown_displays(shell) as pipe:
+        with Connection(os.dup(pipe), readable=False) as connection:
+            connection.send(("publish", (1,), {}))
+        os.write(pipe, (1000).to_bytes(4, "big") + b"the begin")
+    assert shell.shown == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_display_that_cannot_be_shown_ends_the_pipe_so_rank_0_does_not_wait(shell):
+    del shell.display_pub.publish
+    with shown_displays(shell) as pipe, Connection(os.dup(pipe), readable=False) as connection:
+        connection.send(("publish", (1,), {}))
+        with pytest.raises(BrokenPipeError):
+            connection.send("more than a pipe holds" * 10_000)
