@@ -58,9 +58,10 @@ def work(folder: Path, given: dict[str, Any]) -> None:
     made = tiny.trainer(kind, folder, compute_metrics=partial(accuracy, seen), **given)
     made.train(resume_from_checkpoint=resume)
     made.save_model(str(folder / "whole"))
+    state = made.state
     found = {
         "log": tiny.logged(made),
-        "steps": (made.state.global_step, made.state.best_global_step),
+        "steps": (state.global_step, state.max_steps, state.best_global_step),
         "rows": seen[-1][0],
         "labels": seen[-1][1],
     }
@@ -114,22 +115,26 @@ RUNS: dict[str, dict[str, Any]] = {
         "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
     },
     "language model": {
-        "make_model": tiny.gpt2,
+        "make_model": tiny.llama,
         "train_dataset": tiny.translations(81),
-        "eval_dataset": tiny.translations(21),
+        "eval_dataset": tiny.translations(33),
         "data_collator": tiny.padded,
     },
     "generation": {
         "kind": Generating,
         "make_model": tiny.t5,
         "train_dataset": tiny.translations(81),
-        "eval_dataset": tiny.translations(21),
+        "eval_dataset": tiny.translations(33),
         "data_collator": tiny.padded,
         "learning_rate": 0.02,
         "predict_with_generate": True,
         "generation_max_length": 8,
         "generation_num_beams": 2,
     },
+}
+RUNS |= {
+    f"{name} and accumulation": {**RUNS[name], **RUNS["accumulation"]}
+    for name in ("loss function", "language model", "early stopping")
 }
 
 
@@ -148,6 +153,8 @@ def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
     one = found(tmp_path / "1", name, num_processes=1)
     two = found(tmp_path / "2", name, num_processes=2)
     assert_same(two, one)
+    last_step, max_steps, _ = two["steps"]
+    assert (last_step < max_steps) == name.startswith("early stopping")
 
 
 _EIGHT_SAMPLES = {"per_device_train_batch_size": 8}

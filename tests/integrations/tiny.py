@@ -10,8 +10,8 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
@@ -50,7 +50,7 @@ def squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) 
 
 
 def model(dropout: float = 0.0) -> BertForSequenceClassification:
-    """A BERT of 17,000 parameters."""
+    """A BERT of 4,400 parameters."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=16,
@@ -75,7 +75,7 @@ def translations(number: int = 20) -> list[dict[str, Any]]:
 
 
 def t5() -> T5ForConditionalGeneration:
-    """A T5 of 4,000 parameters."""
+    """A T5 of 6,000 parameters."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32}
     own = {"num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
@@ -83,12 +83,11 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(config)
 
 
-def gpt2() -> GPT2LMHeadModel:
-    """A GPT-2 of 3,000 parameters."""
+def llama() -> LlamaForCausalLM:
+    """A Llama of 3,900 parameters."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=1))
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
