@@ -394,6 +394,23 @@ def test_arguments_of_the_user_are_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_update_is_made_before_the_callback_of_the_optimizer(tmp_path: Path) -> None:
+    seen = []
+
+    class Looking(transformers.TrainerCallback):
+        """Compares the model with the new one."""
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            pairs = zip(model.parameters(), tiny.model().parameters(), strict=True)
+            seen.extend((new.grad is None, torch.equal(new, old)) for new, old in pairs)
+
+    given: dict[str, Any] = {"callbacks": [Looking()], "max_steps": 1, "warmup_steps": 0}
+    tiny.trained(Trainer, tmp_path, **given)
+    assert all(has_none for has_none, _ in seen)
+    assert not all(is_old for _, is_old in seen)
+
+
+@pytest.mark.slow
 def test_a_state_of_the_trainer_is_json(tmp_path: Path) -> None:
     tiny.trained(Trainer, tmp_path, save_strategy="epoch", num_train_epochs=1)
     state = json.loads((tmp_path / "checkpoint-13" / "trainer_state.json").read_text())
