@@ -199,8 +199,13 @@ def test_a_script_may_export_the_rank_that_the_cluster_has_set():
 
 @pytest.mark.parametrize(
     "environment",
-    [{}, SBATCH, {**SRUN, "SLURM_PTY_PORT": "42085"}],
-    ids=["no cluster", "the script of a job", "a shell by srun --pty"],
+    [
+        {},
+        SBATCH,
+        {**SRUN, "SLURM_PTY_PORT": "42085"},
+        {**SRUN, "SLURM_PTY_PORT": "42085", "PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+    ids=["no cluster", "the script of a job", "a shell by srun --pty", "with --mpi=pmi2"],
 )
 def test_a_process_by_itself_is_no_task(environment):
     assert read_task(environment) is None

@@ -83,6 +83,12 @@ def test_the_index_of_a_pod_may_be_passed_by_flags(tmp_path):
     assert seen(machines) == (2, 1, 1, "127.0.0.1")
 
 
+def test_two_jobs_of_pbs_with_a_machine_each_may_be_one_launch(tmp_path):
+    flags = {"num_processes": 2, "num_machines": 2, "machine_rank": 1}
+    machines = placed(tmp_path, pbs(tmp_path, "p1"), main_process_ip="127.0.0.2", **flags)
+    assert seen(machines) == (2, 1, 1, "127.0.0.2")
+
+
 def test_an_mpi_may_leave_machines_out_that_pbs_has_given(tmp_path):
     alone = {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
     alone |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

@@ -95,8 +95,8 @@ def _hydra(variables: Variables) -> Task | None:
     if not {"PMI_RANK", "PMI_SIZE"} & values.keys():
         return None
     local_rank = "MPI_LOCALRANKID", "PMI_LOCAL_RANK"
-    if _is_slurm(values) and not any(map(values.get, local_rank)):
-        return None  # srun --mpi=pmi2 sets the rank and the size for its own tasks
+    if "SLURM_PROCID" in values and not any(map(values.get, local_rank)):
+        return None  # srun --mpi=pmi2 sets the rank and the size for its tasks, and for a shell
     return _mpi(
         variables,
         rank=variables.number("PMI_RANK"),
