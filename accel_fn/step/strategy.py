@@ -46,6 +46,8 @@ class Strategy:
     """Does a rank with fewer micro-batches than others run some of theirs?"""
     settles: bool = False
     """Do ranks compare what they have run, before they add up losses?"""
+    hooks_parameters: bool = False
+    """Does it register hooks on parameters, beside which those of the user's are not found?"""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
 
     def __init__(
@@ -184,6 +186,10 @@ class Strategy:
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks, if the last backward has not done so."""
 
+    def take(self, state: DistState, weight: Weight) -> Grads:
+        """Take the averaged gradients off the parameters."""
+        return loop.take_gradients(self, state, weight)
+
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Global L2 norm of gradients, each element counted once over all ranks that hold a part."""
         return global_norm(tensors)
@@ -199,6 +205,9 @@ class Strategy:
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Stage two of an update: optimizers and loss scale. Local writes alone."""
         return apply(plan, state, prepared, self._optimizers, self._always)
+
+    def check_offers(self, function: str) -> None:
+        """Raise, on every rank, if a function of a step cannot be used: `step.grads`, `save`, ..."""
 
     def signature(self) -> Mapping[str, Any]:
         """Return the settings that decide the bits: a checkpoint refuses a step with others."""

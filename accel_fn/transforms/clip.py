@@ -42,7 +42,13 @@ def clip(max_norm: float) -> Transform:
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clip(1.0)])
     """
     bound = check_positive("clip", "max_norm", max_norm)
-    return fill(gradients=SlotFunction(clip_norm, max_norm=bound))
+    return fill(gradients=ClipSlot(clip_norm, max_norm=bound))
+
+
+class ClipSlot(SlotFunction):
+    """`clip_norm` with its bound."""
+
+    traits = frozenset({"clips_norm"})
 
 
 def clip_norm(state: DistState, grads: Grads, *, max_norm: float) -> Grads:

@@ -35,7 +35,7 @@ def test_versions_are_those_that_are_installed(report):
         name: metadata.version(name) for name in ("accel-fn", "torch", "numpy")
     }
     assert report["requirements"]["accel-fn"]["click"] == metadata.version("click")
-    extras = {"examples", "float8", "migrate", "plots", "testing", "transformers"}
+    extras = {"deepspeed", "examples", "float8", "migrate", "plots", "testing", "transformers"}
     assert set(report["requirements"]) == {"accel-fn", *extras}
 
 

@@ -13,7 +13,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 MAIN = ROOT / ".ci/constraints.txt"
 TRACKERS = sorted(ROOT.glob(".ci/trackers/*.txt"))
-FILES = [MAIN, *TRACKERS]
+DEEPSPEED = ROOT / ".ci/deepspeed.txt"
+FILES = [MAIN, *TRACKERS, DEEPSPEED]
 PINS = {
     path: [
         Requirement(line)
@@ -28,7 +29,9 @@ ASKED = sorted(
     {
         *PROJECT["project"]["dependencies"],
         *chain.from_iterable(
-            requirements for name, requirements in EXTRAS.items() if name != "all"
+            requirements
+            for name, requirements in EXTRAS.items()
+            if name not in ("all", "deepspeed")
         ),
         *chain.from_iterable(PROJECT["dependency-groups"].values()),
     }
@@ -85,11 +88,18 @@ def test_every_session_but_those_that_choose_their_releases_installs_under_the_c
         for name, text in ((re.search(r"^def (\w+)", each, re.M)[1], each) for each in sessions)
         if "session.install(" in text.replace('session.install("--constraint", CONSTRAINTS', "")
     }
-    assert free == {"lock", "minimums", "newest", "trackers"}
+    assert free == {"deepspeed", "lock", "minimums", "newest", "trackers"}
     assert 'session.install("--constraint", CONSTRAINTS, TORCH' in noxfile
 
 
-def test_the_extra_all_is_every_extra_but_that_of_the_examples():
+def test_deepspeed_has_one_release_that_fits():
+    [requirement] = map(Requirement, EXTRAS["deepspeed"])
+    [pin] = [pin for pin in PINS[DEEPSPEED] if pin.name == "deepspeed"]
+    [release] = pin.specifier
+    assert requirement.specifier.contains(release.version)
+
+
+def test_the_extra_all_is_every_extra_but_those_of_the_examples_and_of_deepspeed():
     [everything] = EXTRAS["all"]
     assert Requirement(everything).name == PROJECT["project"]["name"]
-    assert Requirement(everything).extras == set(EXTRAS) - {"all", "examples"}
+    assert Requirement(everything).extras == set(EXTRAS) - {"all", "deepspeed", "examples"}

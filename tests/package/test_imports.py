@@ -9,7 +9,7 @@ import inspect, pydoc, sys
 
 class NoExtras:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("hypothesis", "torchao"):
+        if name.partition(".")[0] in ("deepspeed", "hypothesis", "torchao"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, NoExtras())
@@ -27,7 +27,7 @@ print(*sorted({libraries} & sys.modules.keys()))
 """
 LIBRARIES = {
     *("torch", "numpy", "click", "cloudpickle", "pydantic", "yaml", "rich"),
-    *("safetensors", "tqdm", "xxhash", "torchao", "hypothesis"),
+    *("safetensors", "tqdm", "xxhash", "torchao", "hypothesis", "deepspeed"),
 }
 FSDP = {"torch.distributed.fsdp", "torch.distributed.tensor"}
 EVERY_NAME_BUT_FSDP = """

@@ -282,6 +282,7 @@ HEAVY = (
     "torch",
     "click",
     "cloudpickle",
+    "deepspeed",
     "ipykernel",
     "libcst",
     "matplotlib",

@@ -86,7 +86,7 @@ class FirstBatches:
         self._strategy.checks.is_due = True
 
     def _check_hooks(self, state: DistState) -> None:
-        if shares_gradients(state, self._plan):
+        if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
             check_hooks("step", self._plan)
 
     def _compare_buffers(self, state: DistState) -> None:

@@ -1,0 +1,213 @@
+"""DeepSpeed's engine as a strategy: it averages, clips and updates; the step's loop stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.base.state import DistState
+from accel_fn.base.weights import Weight
+from accel_fn.comm import primitives
+from accel_fn.comm.collectives import broadcast
+from accel_fn.errors import BatchError, PlanError, StateError
+from accel_fn.step.global_mean import GlobalMean
+from accel_fn.step.grads import Grads, global_norm
+from accel_fn.step.loss_module import Outcome
+from accel_fn.step.microbatches import Parts, Weights
+from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.update import Prepared
+from accel_fn.transforms.deepspeed.settings import autocast_dtype, bound_of, engine_config
+
+
+class OneRank(Strategy):
+    """A world of one, which has nothing to shard: the update of any plan, with its clipping."""
+
+    def __init__(
+        self, state: DistState, module: nn.Module, plan: Plan, *, clips: Sequence[Any]
+    ) -> None:
+        super().__init__(state, module, plan)
+        self._clips = clips
+
+    def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
+        """Run stage one; clip as the plan does, since the strategy has taken that over."""
+        for each in self._clips:
+            grads = each(state, grads)
+        return super().prepare(plan, state, grads, report)
+
+
+class ZeRO(Strategy):
+    """ZeRO's stages 0 to 3 by DeepSpeed's engine, which owns gradients and update."""
+
+    traits = frozenset()  # gradients are shards, which nobody compares
+    hooks_parameters = True
+
+    def __init__(
+        self,
+        state: DistState,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        settings: Mapping[str, Any],
+        clips: Sequence[Any],
+    ) -> None:
+        import deepspeed
+
+        super().__init__(state, module, plan)
+        zero = settings["zero_optimization"]
+        self._stage = zero["stage"]
+        # Every backward of stage 2 reduces gradients; every forward of stage 3 gathers parameters, too.
+        self.pads = self._stage >= 2 or bool(zero.get("overlap_comm"))
+        (self._optimizer,) = plan.optimizers.values()
+        self._has_failed = False
+        for buffer in plan.model.buffers():  # the engine sends the parameters
+            primitives.broadcast(buffer, state, 0, "build")
+        own = [group["params"] for group in self._optimizer.param_groups]
+        dtype = autocast_dtype(plan)
+        self._max_norm = bound_of(clips)
+        self._engine, *_ = deepspeed.initialize(
+            model=module if dtype is None else _UnderAutocast(module, state, dtype),
+            optimizer=self._optimizer,
+            config=engine_config(settings, self._max_norm),
+            dist_init_required=False,
+        )
+        self._engine.set_gradient_accumulation_boundary(True)
+        # The engine's optimizer holds flat shards. The plan's holds the model's parameters, also
+        # between updates, as the checks of a step, schedules and `explain` expect.
+        self._flat = [group["params"] for group in self._optimizer.param_groups]
+        self._own = own
+        self._put(own)
+        self.module = self.loss_module = self._engine
+
+    def _put(self, every: Sequence[Any]) -> None:
+        for group, parameters in zip(self._optimizer.param_groups, every, strict=True):
+            group["params"] = parameters
+
+    @contextmanager
+    def _engine_groups(self) -> Iterator[None]:
+        """Give the optimizer the engine's flat shards."""
+        self._put(self._flat)
+        try:
+            yield
+        finally:
+            self._flat = [group["params"] for group in self._optimizer.param_groups]
+            self._put(self._own)
+
+    def gradients(
+        self, plan: Plan, state: DistState, batch: Any
+    ) -> tuple[DistState, Grads, Report]:
+        """Refuse to go on after a failure: the engine cannot forget the gradients of a part of a batch."""
+        if self._has_failed:
+            raise StateError(
+                "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine "
+                "keeps, got another step; build again and load a checkpoint"
+            )
+        return super().gradients(plan, state, batch)
+
+    def pad(
+        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
+    ) -> tuple[Parts, Weights]:
+        """Run what weighs something; if the engine has collectives in between, as much on every rank.
+
+        A rank that has fewer micro-batches runs one of another rank's with weight 0: times zero, its
+        gradient is zero wherever that rank's is finite.
+
+        Cost: from stage 2 on one small collective; a broadcast of a micro-batch if a rank needs one.
+        """
+        counted = [each for each in zip(parts, weights, strict=True) if each[1]]
+        if self.pads and (self._stage == 3 or torch.is_grad_enabled()):
+            if mean is not None:
+                mean.total()  # if one rank could not count its batch, all raise here
+            counts = primitives.exchange_number(len(counted), state, "step")
+            if self._stage == 3 and mean is not None and not max(counts):
+                raise BatchError(
+                    "step: wrap_deepspeed(stage=3) must have a batch that weighs something on one rank, got "
+                    "none; skip such batches on all ranks"
+                )
+            if min(counts) < max(counts):
+                # A real one, since ranks reduce gradients in the order in which a backward gives them.
+                mine = counted[-1][0] if counted else None
+                spare = broadcast(mine, state, source=counts.index(max(counts)))
+                counted = [*[(spare, 0)] * (max(counts) - len(counted)), *counted]
+        return [part for part, _ in counted], [weight for _, weight in counted]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context whose backward is not the last one before the update."""
+        self._engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._engine.set_gradient_accumulation_boundary(True)
+
+    def backward(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Add the gradients of `seed * loss` to the engine's."""
+        self._engine.backward(loss if seed is None else (loss * seed).sum())
+
+    def zero_gradients(self) -> None:
+        """Do nothing: what weighs nothing is not run, and what stands for it is finite."""
+
+    def take(self, state: DistState, weight: Weight) -> Grads:
+        """Return no tensors: the engine has the gradients, and clips them."""
+        return Grads((None,) * len(self.trained))
+
+    def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
+        """Let the engine reduce what is left, clip and update: this stage has collectives."""
+        norm = self._norm_at_stage_0()
+        with self._engine_groups():
+            self._engine.step()
+        if self._stage:
+            found = self._engine.get_global_grad_norm()
+            # The engine reports -1 for a norm that is not finite.
+            norm = None if found is None else torch.as_tensor(float(found), device=state.device)
+            norm = norm if norm is None or norm >= 0 else torch.full_like(norm, torch.nan)
+        report = replace(prepared.report, grad_norm=norm, applied=self._always)
+        return state.advanced(None), report
+
+    def _norm_at_stage_0(self) -> Tensor | None:
+        """Return the norm that the engine clips by and does not report; None if it does not clip."""
+        if self._stage or self._max_norm is None:
+            return None
+        return global_norm([each.grad for each in self.trained if each.grad is not None])
+
+    def check_offers(self, function: str) -> None:
+        """Refuse what needs gradients or optimizer state that the engine keeps."""
+        repair = _REFUSED.get(function)
+        if repair is not None:
+            raise PlanError(
+                f"{function}: step must be of a plan without wrap_deepspeed, whose engine keeps gradients "
+                f"and optimizer state, got one with it; {repair}"
+            )
+
+    def reset(self) -> None:
+        """Remember that a step has failed."""
+        self._has_failed = True
+
+
+_REFUSED = {
+    "step.grads": "call the step, or use wrap_fsdp",
+    "step.update": "call the step, or use wrap_fsdp",
+    "save": "use wrap_fsdp",
+    "load": "use wrap_fsdp",
+}
+"""Functions that this strategy does not offer, and what to do instead."""
+
+
+class _UnderAutocast(nn.Module):
+    """The loss under the plan's autocast, which the engine's forward would switch off on an accelerator."""
+
+    def __init__(self, module: nn.Module, state: DistState, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self._device, self._dtype = state.device.type, dtype
+
+    def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
+        with torch.autocast(self._device, self._dtype):
+            outcome: Outcome = self.module(batch, left_out)
+            return outcome

@@ -1,0 +1,189 @@
+"""DeepSpeed's configuration: what the call gives, what the plan decides, and what the engine gets."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.step.plan import Plan
+
+_FUNCTION = "wrap_deepspeed"
+_DEFAULT_STAGE = 2
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_OWNED = ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16", "amp")
+"""The sections that the plan decides."""
+
+
+def read_settings(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    stage: int | None,
+    offload: str | None,
+    others: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Join a configuration with the arguments of the call; refuse two values of one setting."""
+    found = _read(config)
+    for key, value in others.items():
+        if found.setdefault(key, value) != value:
+            raise _differs(key, found[key], value)
+    found = _without_auto(found)
+    _set_stage(found, stage)
+    if offload is not None:
+        _set_offload(found["zero_optimization"], offload)
+    repairs = dict.fromkeys(_SIZES, "the loader decides how many samples a rank has")
+    repairs["scheduler"] = "add schedule(scheduler) to the plan"
+    for key in repairs.keys() & found.keys():
+        raise ArgumentError(message(_FUNCTION, key, "be left out", found[key], repairs[key]))
+    return found
+
+
+def _set_stage(found: dict[str, Any], stage: int | None) -> None:
+    zero = found.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        rule = "be a mapping of settings"
+        raise ArgumentTypeError(message(_FUNCTION, "zero_optimization", rule, zero))
+    if stage is not None and zero.setdefault("stage", stage) != stage:
+        raise _differs("stage", zero["stage"], stage)
+    stage = zero.setdefault("stage", _DEFAULT_STAGE)
+    rule = "be 0, 1, 2 or 3"
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise ArgumentTypeError(message(_FUNCTION, "stage", rule, stage))
+    if stage not in range(4):
+        raise ArgumentError(message(_FUNCTION, "stage", rule, stage))
+
+
+def _read(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, str | os.PathLike):
+        return _read_file(os.fspath(config))
+    if not isinstance(config, Mapping):
+        rule = "be a mapping, or the path of a JSON file"
+        raise ArgumentTypeError(message(_FUNCTION, "config", rule, config))
+    return copy.deepcopy(dict(config))
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    rule = "be the path of a file with a JSON object"
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(message(_FUNCTION, "config", rule, path, str(error))) from error
+    if not isinstance(found, dict):
+        raise ArgumentError(message(_FUNCTION, "config", rule, found))
+    return found
+
+
+def _differs(key: str, first: Any, second: Any) -> ArgumentError:
+    got = f"{first!r} in config and {second!r} as an argument"
+    return ArgumentError(f"{_FUNCTION}: {key} must be given once, got {got}; leave out one")
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out "auto", so that the plan decides, or DeepSpeed's own default."""
+    found = {key: value for key, value in section.items() if value != "auto"}
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in found.items()
+    }
+
+
+def _set_offload(zero: dict[str, Any], offload: str) -> None:
+    """Keep optimizer state, and at stage 3 parameters, in host memory."""
+    if offload != "cpu":
+        rule = 'be None or "cpu"'
+        repair = "give another place by zero_optimization={'offload_optimizer': ...}"
+        raise ArgumentError(message(_FUNCTION, "offload", rule, offload, repair))
+    stage = zero["stage"]
+    if stage == 0:
+        rule, repair = "be None at stage 0, which shards nothing", "use stage=1, 2 or 3"
+        raise ArgumentError(message(_FUNCTION, "offload", rule, offload, repair))
+    for key in ("offload_optimizer", *(["offload_param"] if stage == 3 else [])):
+        given = zero.setdefault(key, {"device": "cpu"})
+        if given.get("device") != "cpu":
+            raise _differs(f"offload ({key})", given.get("device"), offload)
+
+
+def offloads(settings: Mapping[str, Any]) -> bool:
+    """Does the engine keep something outside of the device?"""
+    zero = settings["zero_optimization"]
+    places = [
+        zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")
+    ]
+    return any(place != "none" for place in places)
+
+
+def autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """Return the dtype in which the plan's forwards compute, if they run under autocast."""
+    contexts = [getattr(each, "keywords", {}) for each in plan.forward_contexts]
+    return next((each["dtype"] for each in contexts if "dtype" in each), None)
+
+
+def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None) -> None:
+    """Refuse a configuration that differs from the plan, with both values."""
+    for key, theirs, ours, repair in _both(settings, plan, max_norm):
+        if theirs != ours:
+            raise PlanError(
+                f"build: wrap_deepspeed's {key} must be that of the plan, {ours!r}, got {theirs!r}; {repair}"
+            )
+
+
+def _both(
+    settings: Mapping[str, Any], plan: Plan, max_norm: float | None
+) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield what both decide: key, value in the configuration, value of the plan, repair."""
+    if "gradient_accumulation_steps" in settings:
+        num = [getattr(each, "keywords", {}).get("num_parts") for each in plan.split] or [1]
+        theirs = settings["gradient_accumulation_steps"]
+        yield "gradient_accumulation_steps", theirs, num[0], "leave it out, or use accumulate"
+    if "gradient_clipping" in settings:
+        theirs = float(settings["gradient_clipping"])
+        yield "gradient_clipping", theirs, max_norm or 0.0, "leave it out, or use clip"
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "amp": None}
+    for key in dtypes.keys() & settings.keys():
+        is_ours = dtypes[key] is not None and autocast_dtype(plan) == dtypes[key]
+        theirs = bool(settings[key].get("enabled", False))
+        yield f"{key}.enabled", theirs, is_ours, "leave it out, or use with_amp"
+    (optimizer,) = plan.optimizers.values()
+    section = settings.get("optimizer", {})
+    if "type" in section:
+        ours = type(optimizer).__name__
+        yield "optimizer.type", section["type"], ours, "leave it out, or make this optimizer"
+    for key, theirs in section.get("params", {}).items():
+        for group in optimizer.param_groups:
+            ours = _plain(group.get(key))
+            yield (
+                f"optimizer.params.{key}",
+                _plain(theirs),
+                ours,
+                "leave it out, or give it to yours",
+            )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def engine_config(settings: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:
+    """Return the configuration of the engine: batches, micro-batches and precision are the step's."""
+    given = {key: value for key, value in settings.items() if key not in _OWNED}
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        **given,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_norm or 0.0,
+    }
+
+
+def bound_of(clips: Sequence[Any]) -> float | None:
+    """Return the smallest bound of the functions that clip by norm."""
+    return min((each.keywords["max_norm"] for each in clips), default=None)

@@ -1,0 +1,228 @@
+"""What works beside wrap_deepspeed, and what it refuses, on two ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import accel_fn as af
+from tests.deepspeed.cases import (
+    OPTIMIZERS,
+    batches,
+    by_hand,
+    count,
+    distance,
+    loss_fn,
+    make_model,
+    relative,
+    rows_of,
+    train,
+    whole,
+)
+
+
+def cases(folder):
+    found = {}
+    for stage in range(4):
+
+        def add(name, case, stage=stage, **options):
+            found[f"{name} {stage}"] = lambda state: case(state, stage=stage, **options)
+
+        add("forward", forward)
+        add("evaluate", evaluates)
+        add("explain", explains)
+        add("schedule", schedules)
+        add("bf16", in_bf16)
+        add("activations", checkpoints_activations)
+        add("frozen", frozen)
+        add("weightless", weightless)
+        add("no weight", no_weight)
+        add("grads", refused, of=lambda state, step, part: step.grads(state, part))
+        add("failed", failed)
+        if stage:
+            add("offload", offloaded)
+    for stage in range(3):
+        found[f"average {stage}"] = lambda state, stage=stage: averages(state, stage)
+    found["replicas"] = replicas
+    found["lock"] = lock
+    return found
+
+
+def built(state, stage, *transforms, model=None):
+    model = make_model() if model is None else model
+    recipe = af.compose(af.wrap_deepspeed(stage=stage), *transforms)
+    optimizer = OPTIMIZERS["sgd"]([each for each in model.parameters() if each.requires_grad])
+    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer, count)))
+    return state, step, model
+
+
+def forward(state, *, stage):
+    _, step, _ = built(state, stage)
+    batch = batches(1)[0]
+    return relative(
+        [step.forward(state, rows_of(batch, state, 11)).item()],
+        [loss_fn(make_model(), batch).item()],
+    )
+
+
+def evaluates(state, *, stage):
+    _, step, _ = built(state, stage)
+    every = batches(3)
+    # Rank 1 has one batch less, which at stage 3 is one forward less.
+    mine = [rows_of(each, state, 11) for each in every]
+    mine[-1] = every[-1] if state.rank == 0 else None
+    found = af.evaluate(step, [each for each in mine if each is not None], state)
+    weights = [count(each) for each in every]
+    losses = [loss_fn(make_model(), each).item() for each in every]
+    mean = sum(w * each for w, each in zip(weights, losses, strict=True)) / sum(weights)
+    return relative([found["loss"]], [mean])
+
+
+def explains(state, *, stage):
+    *_, step = train(state, af.wrap_deepspeed(stage=stage), "sgd", "even", num=1)
+    return af.explain(step, state)
+
+
+def schedules(state, *, stage):
+    """Rates 0.1, 0.01, 0.001, as by hand."""
+
+    def transform(plan):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.1)
+        return af.compose(af.schedule(scheduler), af.wrap_deepspeed(stage=stage))(plan)
+
+    def alone(plan):
+        return af.schedule(torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.1))(plan)
+
+    ours, *_ = train(state, transform, "momentum", "uneven")
+    return distance(ours, train(af.DistState(), alone, "momentum")[0])
+
+
+def in_bf16(state, *, stage):
+    """Far from float32, and as near to one process as bf16 is."""
+    amp = af.with_amp("bf16")
+    ours, losses, *_ = train(
+        state, af.compose(amp, af.wrap_deepspeed(stage=stage)), "sgd", "uneven"
+    )
+    alone, losses_alone, *_ = train(af.DistState(), amp, "sgd")
+    _, losses_wide = by_hand("sgd")
+    return {
+        "one process": max(distance(ours, alone), relative(losses, losses_alone)),
+        "float32": relative(losses, losses_wide),
+    }
+
+
+def checkpoints_activations(state, *, stage):
+    recipe = af.compose(
+        af.wrap_deepspeed(stage=stage),
+        af.checkpoint_activations(blocks=nn.Linear),
+        af.accumulate(2),
+    )
+    ours, *_ = train(state, recipe, "sgd", "uneven")
+    return distance(ours, by_hand("sgd")[0])
+
+
+def frozen(state, *, stage):
+    """A frozen layer stays, and the others train as by hand."""
+
+    def model():
+        made = make_model()
+        made[2].requires_grad_(False)
+        return made
+
+    first = model()
+    ours, *_ = train(state, af.wrap_deepspeed(stage=stage), "sgd", "uneven", model=first)
+    other = model()
+    alone, *_ = train(af.DistState(), af.compose(), "sgd", model=other)
+    return distance(ours, alone)
+
+
+def weightless(state, *, stage):
+    """Row 3 alone has a mean over nothing, NaN: it is a micro-batch of rank 0."""
+    recipe = af.compose(af.wrap_deepspeed(stage=stage), af.accumulate(16))
+    ours, losses, *_ = train(state, recipe, "sgd", "uneven")
+    hand, losses_by_hand = by_hand("sgd")
+    return max(distance(ours, hand), relative(losses, losses_by_hand))
+
+
+def no_weight(state, *, stage):
+    """No rank has a label that counts: nothing moves, or stage 3 refuses."""
+    state, step, model = built(state, stage)
+    before = whole(model)
+    try:
+        step(state, None)
+    except ValueError as error:
+        return str(error)
+    return distance(whole(model), before)
+
+
+def refused(state, *, stage, of):
+    state, step, _ = built(state, stage)
+    try:
+        of(state, step, rows_of(batches(1)[0], state, 8))
+    except ValueError as error:
+        return str(error)
+    return "nothing is refused"
+
+
+def failed(state, *, stage):
+    """A second step after one whose loss has raised."""
+    state, step, _ = built(state, stage)
+    x, y, mask = rows_of(batches(1)[0], state, 8)
+    for width in (2, 6):
+        try:
+            step(state, (x[:, :width], y, mask))
+        except (RuntimeError, ValueError) as error:
+            found = str(error)
+    return found
+
+
+def offloaded(state, *, stage):
+    recipe = af.compose(
+        af.wrap_deepspeed(stage=stage, offload="cpu"), af.clip(0.5), af.accumulate(2)
+    )
+    ours, _, norms, *_ = train(state, recipe, "momentum", "uneven")
+    alone, _, norms_alone, *_ = train(af.DistState(), af.clip(0.5), "momentum")
+    return max(distance(ours, alone), relative(norms, norms_alone))
+
+
+def averages(state, stage):
+    recipe = af.compose(af.average(0.9), af.wrap_deepspeed(stage=stage))
+    *_, step = train(state, recipe, "sgd", "uneven")
+    *_, alone = train(af.DistState(), af.average(0.9), "sgd")
+    means = []
+    for each in (step, alone):
+        with af.use_average(each):
+            means.append([p.detach().clone() for p in each.plan.model.parameters()])
+    return distance(*means)
+
+
+def replicas(state):
+    """A parameter that one rank changes is named."""
+    state, step, model = built(state, 0, af.check_replicas(every=1))
+    part = rows_of(batches(1)[0], state, 8)
+    state, _ = step(state, part)
+    if state.rank == 1:
+        model[0].bias.data[0] += 1.0
+    try:
+        step(state, part)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing is found"
+
+
+def lock(state):
+    """A build that was killed leaves a lock, which is found on all ranks."""
+    from pathlib import Path
+
+    from torch.utils.cpp_extension import _get_build_directory
+
+    file = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
+    af.on_main(file.touch, state)
+    try:
+        built(state, 1)
+    except ValueError as error:
+        return str(error)
+    finally:
+        af.barrier(state)
+        af.on_main(file.unlink, state)
+    return "nothing is refused"

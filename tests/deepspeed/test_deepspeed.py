@@ -1,0 +1,121 @@
+"""wrap_deepspeed on two processes, with the real library."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN = Path(__file__).with_name("run.py")
+ROUNDING = 1e-6
+"""Of float32, over four updates: sums in another order."""
+STAGES = range(4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The results of all cases, from one launch."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    launch = ("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "--mixed-precision", "no")
+    command = [sys.executable, *launch, str(RUN), str(folder / "found.json"), str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "ACCEL_FN_TIMEOUT_S": "60"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("cut", ["even", "uneven", "empty"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_are_one(found, stage, cut, optimizer):
+    assert all(value <= ROUNDING for value in found[f"law {stage} {cut} {optimizer}"].values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adamw_on_two_ranks_is_that_of_one_in_a_program(found, stage):
+    # A gradient of 1e-9 of either sign would move a parameter by its learning rate.
+    assert all(value <= ROUNDING for value in found[f"adamw {stage}"].values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_smallest_bound_clips(found, stage):
+    assert found[f"bound {stage}"] <= ROUNDING
+
+
+WORKS = ["forward", "evaluate", "schedule", "activations", "frozen", "weightless"]
+
+
+@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_is_what_it_is_on_one_rank(found, name, stage):
+    assert found[f"{name} {stage}"] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloading_changes_nothing(found, stage):
+    assert found[f"offload {stage}"] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_is_autocast(found, stage):
+    bf16 = found[f"bf16 {stage}"]
+    assert bf16["one process"] <= 2**-8
+    assert bf16["float32"] >= 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_average_is_that_of_one_rank(found, stage):
+    assert found[f"average {stage}"] <= ROUNDING
+
+
+def test_check_replicas_names_the_parameter_and_the_rank(found):
+    rule = (
+        "check_replicas: parameters must be equal on all ranks at step 2, 0.bias differs on rank 1"
+    )
+    assert rule in found["replicas"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_explain_counts_parameters_and_names_the_stage(found, stage):
+    text = found[f"explain {stage}"]
+    assert "SGD(lr=0.1), 6 parameter tensors, 435 numbers" in text
+    assert f"by wrap_deepspeed(stage={stage})" in text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_batch_without_weight_changes_nothing(found, stage):
+    assert found[f"no weight {stage}"] == 0
+
+
+def test_a_batch_without_weight_is_refused_at_stage_3(found):
+    assert found["no weight 3"] == (
+        "step: wrap_deepspeed(stage=3) must have a batch that weighs something on one rank, got none; "
+        "skip such batches on all ranks"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_refused(found, stage):
+    assert found[f"grads {stage}"] == (
+        "step.grads: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
+        "optimizer state, got one with it; call the step, or use wrap_fsdp"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_after_one_that_failed_is_refused(found, stage):
+    assert found[f"failed {stage}"] == (
+        "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine keeps, "
+        "got another step; build again and load a checkpoint"
+    )
+
+
+def test_the_lock_of_a_build_is_found(found):
+    before, _, after = found["lock"].partition("deepspeed_shm_comm/lock; ")
+    assert before.startswith(
+        "build: wrap_deepspeed must find no lock of a build of DeepSpeed's C++ code, got "
+    )
+    assert after == "if no other program is building it, delete that file, or else wait for it"

@@ -1,0 +1,347 @@
+"""What wrap_deepspeed refuses, in words, without DeepSpeed."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.errors import ArgumentError, ArgumentTypeError, ExtraError, PlanError
+from accel_fn.testing import simulate
+from accel_fn.transforms.deepspeed.deepspeed import check_lock
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def plan_of(*transforms, model=None, optimizer=None):
+    model = nn.Linear(3, 2) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if optimizer is None else optimizer
+    return af.compose(*transforms)(af.Plan(loss_fn, model, optimizer))
+
+
+def refusal(*transforms, **parts):
+    with pytest.raises(PlanError) as found:
+        af.build(af.DistState(), plan_of(*transforms, **parts))
+    return str(found.value)
+
+
+def test_one_rank_trains_as_without_it_and_clips():
+    ends = []
+    for transforms in ((af.clip(0.1),), (af.wrap_deepspeed(stage=3), af.clip(0.1), af.clip(0.5))):
+        torch.manual_seed(0)
+        plan = plan_of(*transforms)
+        state, step = af.build(af.DistState(), plan)
+        state, report = step(state, torch.ones(4, 3))
+        ends.append((plan.model.weight.detach(), report.loss, report.grad_norm))
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("stage", [-1, 4])
+def test_stage_is_0_to_3(stage):
+    with pytest.raises(
+        ArgumentError, match=rf"^wrap_deepspeed: stage must be 0, 1, 2 or 3, got {stage}$"
+    ):
+        af.wrap_deepspeed(stage=stage)
+
+
+@pytest.mark.parametrize("stage", [True, "2", 2.0])
+def test_stage_is_an_integer(stage):
+    with pytest.raises(
+        ArgumentTypeError, match=r"^wrap_deepspeed: stage must be 0, 1, 2 or 3, got "
+    ):
+        af.wrap_deepspeed(stage=stage)
+
+
+def test_offload_is_to_the_cpu():
+    with pytest.raises(ArgumentError) as found:
+        af.wrap_deepspeed(stage=2, offload="disk")
+    assert str(found.value) == (
+        "wrap_deepspeed: offload must be None or \"cpu\", got 'disk'; give another place by "
+        "zero_optimization={'offload_optimizer': ...}"
+    )
+
+
+def test_stage_0_has_nothing_to_offload():
+    with pytest.raises(ArgumentError) as found:
+        af.wrap_deepspeed(stage=0, offload="cpu")
+    assert str(found.value) == (
+        "wrap_deepspeed: offload must be None at stage 0, which shards nothing, got 'cpu'; use "
+        "stage=1, 2 or 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "rest"),
+    [
+        (
+            {"train_batch_size": 32},
+            "train_batch_size must be left out, got 32; the loader decides how many",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "train_micro_batch_size_per_gpu must be left out, got 4; the loader decides how many",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "scheduler must be left out, got {'type': 'WarmupLR'}; add schedule(scheduler) to the plan",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "stage": 2},
+            "stage must be given once, got 1 in config and 2 as an argument; leave out one",
+        ),
+        (
+            {"config": {"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer": False},
+            "zero_force_ds_cpu_optimizer must be given once, got True in config and False as an argument",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}, "offload": "cpu"},
+            "offload (offload_optimizer) must be given once, got 'nvme' in config and 'cpu' as an argument",
+        ),
+    ],
+)
+def test_settings_that_differ_or_have_no_effect_are_refused(settings, rest):
+    with pytest.raises(ArgumentError) as found:
+        af.wrap_deepspeed(**settings)
+    assert str(found.value).startswith(f"wrap_deepspeed: {rest}")
+
+
+def test_config_is_a_mapping_or_a_file():
+    with pytest.raises(
+        ArgumentTypeError,
+        match=r"^wrap_deepspeed: config must be a mapping, or the path of a JSON file, got 3$",
+    ):
+        af.wrap_deepspeed(3)
+
+
+def test_zero_optimization_is_a_mapping():
+    with pytest.raises(
+        ArgumentTypeError,
+        match=r"^wrap_deepspeed: zero_optimization must be a mapping of settings, got 2$",
+    ):
+        af.wrap_deepspeed(zero_optimization=2)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]"])
+def test_a_file_holds_a_json_object(text, tmp_path):
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(
+        ArgumentError,
+        match=r"^wrap_deepspeed: config must be the path of a file with a JSON object, got ",
+    ):
+        af.wrap_deepspeed(path)
+
+
+def test_a_file_of_transformers_is_read(tmp_path):
+    path = tmp_path / "ds.json"
+    given = {
+        "optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0}},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    path.write_text(json.dumps(given))
+    af.build(af.DistState(), plan_of(af.wrap_deepspeed(path), af.clip(0.5)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "others", "rest"),
+    [
+        (
+            {"gradient_accumulation_steps": 4},
+            [af.accumulate(2)],
+            "gradient_accumulation_steps must be that of the plan, 2, got 4; leave it out, or use accumulate",
+        ),
+        (
+            {"gradient_clipping": 1.0},
+            [],
+            "gradient_clipping must be that of the plan, 0.0, got 1.0; leave it out, or use clip",
+        ),
+        (
+            {"fp16": {"enabled": True}},
+            [],
+            "fp16.enabled must be that of the plan, False, got True; leave it out, or use with_amp",
+        ),
+        (
+            {"bf16": {"enabled": False}},
+            [af.with_amp("bf16")],
+            "bf16.enabled must be that of the plan, True, got False; leave it out, or use with_amp",
+        ),
+        (
+            {"optimizer": {"type": "Adam"}},
+            [],
+            "optimizer.type must be that of the plan, 'SGD', got 'Adam'; leave it out, or make "
+            "this optimizer",
+        ),
+        (
+            {"optimizer": {"params": {"lr": 0.2}}},
+            [],
+            "optimizer.params.lr must be that of the plan, 0.1, got 0.2; leave it out, or give it to yours",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:build. with_amp should have bf16")
+def test_settings_that_differ_from_the_plan_are_refused_with_both_values(settings, others, rest):
+    assert refusal(af.wrap_deepspeed(**settings), *others) == f"build: wrap_deepspeed's {rest}"
+
+
+@pytest.mark.parametrize(
+    ("other", "call", "slot"),
+    [
+        (af.clip_value(1.0), "clip_value(1.0)", "gradients"),
+        (af.skip_nonfinite(), "skip_nonfinite()", "accept"),
+        (af.freeze("weight", until=3), "freeze('weight', until=3)", "wrap_grad_fn"),
+        (af.compiled(), "compiled()", "compile_loss"),
+        (af.compiled(scope="step"), "compiled(scope='step')", "compile_step"),
+        (af.accumulate("auto"), "accumulate('auto')", "wrap_grad_fn"),
+    ],
+)
+def test_what_the_engine_does_not_do_is_refused(other, call, slot):
+    assert refusal(af.wrap_deepspeed(), other) == (
+        f"build: wrap_deepspeed must make the update itself, got {call} in {slot}; leave it out, or use "
+        "wrap_fsdp"
+    )
+
+
+@pytest.mark.parametrize("other", [af.average(0.9), af.check_replicas(every=1)])
+def test_stage_3_has_no_whole_parameters(other):
+    assert refusal(af.wrap_deepspeed(stage=3), other) == (
+        "build: wrap_deepspeed(stage=3) must not be combined with what needs whole parameters, got "
+        f"{other!r}; leave it out, or use a lower stage"
+    )
+
+
+@pytest.mark.parametrize("strategy", [af.local_sgd(every=2), af.reproducible(num_virtual_ranks=2)])
+def test_other_strategies_are_refused(strategy):
+    assert "wrap_deepspeed()" in refusal(af.wrap_deepspeed(), strategy)
+
+
+def test_a_loss_scale_is_refused():
+    assert refusal(af.wrap_deepspeed(), af.with_amp("fp16")) == (
+        "build: wrap_deepspeed must be used without a loss scale, since the engine has the gradients, got "
+        'with_amp("fp16"); use "bf16"'
+    )
+
+
+def test_one_optimizer_is_trained():
+    model = nn.Linear(3, 2)
+    optimizers = {
+        "a": torch.optim.SGD([model.weight], 0.1),
+        "b": torch.optim.SGD([model.bias], 0.1),
+    }
+    assert refusal(af.wrap_deepspeed(), model=model, optimizer=optimizers) == (
+        "build: wrap_deepspeed must have one optimizer, got a and b; use groups of one optimizer, or "
+        "wrap_fsdp"
+    )
+
+
+class Modes(torch.optim.SGD):
+    def train(self):
+        """Use the parameters of training."""
+
+    def eval(self):
+        """Use those of evaluation."""
+
+
+def with_state(parameters):
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return optimizer
+
+
+def with_frozen_group(parameters):
+    parameters[0].requires_grad_(False)
+    return torch.optim.SGD([{"params": [each]} for each in parameters], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "rest"),
+    [
+        (
+            partial(Modes, lr=0.1),
+            "have no train and eval modes, got 'Modes'; use another, or wrap_fsdp",
+        ),
+        (
+            with_state,
+            "have no state yet, since the engine starts a new one, got 'SGD'; make a new optimizer",
+        ),
+        (
+            torch.optim.Adafactor,
+            "update flat shards element by element, got 'Adafactor'; use AdamW, for example, or stage=0",
+        ),
+        (
+            with_frozen_group,
+            "have a trained parameter in every group, got 'SGD'; leave out the group",
+        ),
+    ],
+)
+def test_optimizers_that_the_engine_would_change_are_refused(make, rest):
+    model = nn.Linear(3, 2)
+    optimizer = make([*model.parameters()])
+    got = refusal(af.wrap_deepspeed(stage=1), model=model, optimizer=optimizer)
+    assert got == f"build: wrap_deepspeed's optimizer must {rest}"
+
+
+def test_parameters_are_float32():
+    assert refusal(af.wrap_deepspeed(), model=nn.Linear(3, 2).double()) == (
+        "build: wrap_deepspeed's model must train float32 parameters, got float64 weight; use model.float(), "
+        'and with_amp("bf16")'
+    )
+
+
+def test_tables_are_dense():
+    assert refusal(af.wrap_deepspeed(), model=nn.Embedding(4, 2, sparse=True)) == (
+        "build: wrap_deepspeed's model must have dense gradients, got ''; use sparse=False, or wrap_ddp"
+    )
+
+
+def test_one_rank_offloads_by_fsdp():
+    assert refusal(af.wrap_deepspeed(stage=2, offload="cpu")) == (
+        "build: wrap_deepspeed's offload must be used with several ranks, got one; use "
+        "wrap_fsdp(offload=True)"
+    )
+
+
+def test_a_missing_deepspeed_is_named_on_all_ranks():
+    try:
+        import deepspeed  # noqa: F401
+    except ModuleNotFoundError:
+        pass
+    else:
+        pytest.skip("DeepSpeed is installed")
+
+    def rank(state):
+        with pytest.raises(ExtraError) as found:
+            af.build(state, plan_of(af.wrap_deepspeed()))
+        return str(found.value)
+
+    assert (
+        simulate(rank, world_size=2)
+        == [
+            'wrap_deepspeed: deepspeed must be installed; in a clone of accel_fn: pip install ".[deepspeed]"'
+        ]
+        * 2
+    )
+
+
+def test_the_lock_of_a_build_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    check_lock(af.DistState())
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.touch()
+    with pytest.raises(PlanError) as found:
+        check_lock(af.DistState())
+    assert str(found.value) == (
+        f"build: wrap_deepspeed must find no lock of a build of DeepSpeed's C++ code, got {lock}; if no "
+        "other program is building it, delete that file, or else wait for it"
+    )
