@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 import accel_fn as af
@@ -75,6 +77,7 @@ def main():
     data = lm_batches(8)
     names = [name for name in RUNS if not (IS_REHEARSAL and "compiled" in name)]
     for name in (*names, "torch", "accel_fn"):  # twice, to see how much the clock drifts
+        gc.collect()  # the model before this one
         try:
             result = measured(RUNS[name](), data)
         except Exception as error:

@@ -62,6 +62,9 @@ def falling():
 RECIPES = {
     "nothing": lambda: af.compose(),
     "clip": lambda: af.clip(1.0),
+    "clip + log_to": lambda: af.compose(
+        af.clip(1.0), af.log_to(lambda step, values: None, every=1)
+    ),
     "clip_value": lambda: af.clip_value(0.1),
     "fp16 + schedule": lambda: af.compose(af.with_amp("fp16"), falling()),
     "skip_nonfinite + skip_spikes + 2 schedules + average": lambda: af.compose(
