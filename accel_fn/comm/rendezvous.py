@@ -113,6 +113,7 @@ def meet_at(
         _clear_frames(problem)
         if time.monotonic() > place.deadline:
             raise problem
+        time.sleep(_TRY_AGAIN_S)  # a server that ends is gone by then
 
 
 def _make_group(

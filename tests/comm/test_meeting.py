@@ -3,6 +3,8 @@
 import re
 import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from accel_fn.comm import meeting
 from accel_fn.comm.meeting import Place, meet
@@ -104,6 +106,43 @@ meet()
     )
 
 
+def test_a_second_group_of_a_world_is_made_at_the_second_try_of_one_rank():
+    launch(
+        TRY
+        + """
+meet()
+if rank == 0:
+    for _ in range(2):
+        assert "all 2 ranks must call it again within 0.3 s, rank 0 did not see rank 1" in attempt(0.3)
+    (folder / "failed").touch()
+else:
+    wait_for("failed")
+meet()
+""",
+        expect=["met 3", "met 3"] * 2,
+        timeout_s=60,
+    )
+
+
+def test_a_rank_that_cannot_connect_keeps_its_error_and_the_others_learn_it():
+    launch(
+        TRY
+        + """
+os.environ["GLOO_SOCKET_IFNAME"] = "nowhere" if rank else "lo"
+try:
+    af.init(device="cpu", timeout_s=2)
+except RuntimeError as error:
+    known = isinstance(error, af.errors.WorldTimeoutError)
+    say(rank, known, str(error).partition("(")[0] if known else "address for: nowhere" in str(error))
+""",
+        expect=[
+            "0 True init: all 2 ranks must connect to each other within 2 s, but rank 1 could not ",
+            "1 False True",
+        ],
+        timeout_s=60,
+    )
+
+
 LIVES_ON = float("inf")
 
 
@@ -180,14 +219,18 @@ class Rank:
 
     def attempt(self, timeout_s, uses):
         place = replace(self.place, timeout_s=timeout_s, deadline=time.monotonic() + timeout_s)
-        met = meet_at(
-            partial(self.reach, timeout_s, uses),
-            place,
-            lambda store: meet(
-                store, place, self.num_groups, partial(self.make, place, store), self.leave
-            ),
-            serves=self.serves,
-        )
+        try:
+            met = meet_at(
+                partial(self.reach, timeout_s, uses),
+                place,
+                lambda store: meet(
+                    store, place, self.num_groups, partial(self.make, place, store), self.leave
+                ),
+                serves=self.serves,
+            )
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the store ends here
+            raise
         self.group, self.num_groups = met
         value = torch.tensor([self.place.rank + 1.0])
         self.group.allreduce(value).wait()
@@ -253,3 +296,51 @@ def test_ranks_meet_in_any_order_of_arrivals_departures_and_deaths(ranks, serves
     assert len({rank.num_groups for rank in running}) == 1
     texts = [text for rank in running for text in rank.errors]
     assert all(re.search("(did not see|did not answer|could not)", text) for text in texts), texts
+
+
+def place(rank, world_size, timeout_s):
+    return Place(rank, world_size, timeout_s, time.monotonic() + timeout_s, "come")
+
+
+def in_threads(*calls):
+    """Return the error of each call, as text; all run at once."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [str(future.exception(30)) for future in [threads.submit(call) for call in calls]]
+
+
+def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends():
+    port = free_port()
+    ranks = [Rank(place(rank, 3, 0.0), [], 0, port, rank == 0, []) for rank in range(2)]
+    errors = in_threads(
+        partial(ranks[0].attempt, 0.5, LIVES_ON), partial(ranks[1].attempt, 1, LIVES_ON)
+    )
+    assert errors == [
+        "init: all 3 ranks must come within 0.5 s, rank 0 did not see rank 2; "
+        "is WORLD_SIZE right, and did they start?"
+    ] * 2  # fmt: skip
+
+
+def test_a_rank_whose_store_ends_learns_that_rank_0_is_gone():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = Rank(place(1, 2, 0.0), [], 0, server.port, False, [])
+    note = PrefixStore("", server)
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(rank.attempt, 1, LIVES_ON)
+        note.wait(["accel_fn/note/1"], timedelta(seconds=10))
+        del note, server
+        assert str(future.exception(30)) == (
+            "init: all 2 ranks must come within 1 s, rank 1 did not see rank 0 any more; did it end?"
+        )
+
+
+def test_two_processes_of_one_rank_are_refused():
+    store = HashStore()
+
+    def come():
+        meet(store, place(1, 2, 0.5), 0, lambda *_: None, lambda _: None)
+
+    texts = in_threads(come, come)
+    assert texts.count(
+        "init: all 2 ranks must come within 0.5 s, another process came as rank 1; "
+        "is RANK another one on each?"
+    ) == 1  # fmt: skip
