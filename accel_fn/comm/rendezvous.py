@@ -73,7 +73,7 @@ def join_world(
             group, watchdog = _meet_in_world(place, meet_in)
         else:
             reach = partial(_reach_store, place, host, port, serves)
-            group, watchdog = meet_at(reach, place, meet_in, serves=serves)
+            group, watchdog = meet_at(reach, place, meet_in)
     except BaseException as error:
         _clear_frames(error)
         raise
@@ -90,16 +90,13 @@ def _meet_in_world(place: Place, meet_in: Callable[[Store], T]) -> T:
         raise _lost_store(place) from error
 
 
-def meet_at(
-    reach: Callable[[], Store], place: Place, meet_in: Callable[[Store], T], *, serves: bool
-) -> T:
+def meet_at(reach: Callable[[], Store], place: Place, meet_in: Callable[[Store], T]) -> T:
     """Meet in a store, and in the next one when rank 0 has given it up, until the deadline."""
-    store: Store | None = None
     problem: WorldTimeoutError | None = None
     while True:
         try:
-            # A server must outlive its first failure: the others come back to it.
-            store = store if serves and store is not None else reach()
+            # The last store lives until the next is reached: where rank 0 serves it, it is the same.
+            store = reach()
         except WorldTimeoutError as error:
             if problem is None:
                 raise

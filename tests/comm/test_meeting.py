@@ -21,6 +21,7 @@ from accel_fn.comm.meeting import Place, meet
 from accel_fn.comm.rendezvous import meet_at
 from accel_fn.errors import WorldTimeoutError
 from tests.support.processes import free_port, launch
+from tests.support.strategies import share
 
 TRY = """
 from pathlib import Path
@@ -226,7 +227,6 @@ class Rank:
                 lambda store: meet(
                     store, place, self.num_groups, partial(self.make, place, store), self.leave
                 ),
-                serves=self.serves,
             )
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # the store ends here
@@ -256,6 +256,7 @@ class Rank:
     def make(self, place, mortal, store, num_groups):
         self.num_groups = num_groups + 1  # as torch counts, also if it fails
         mortal.use()
+        assert store.add(f"rank {place.rank}", 1) == 1, "the store is of this world alone"
         group = ProcessGroupGloo(
             store, place.rank, place.world_size, timedelta(seconds=place.timeout_s)
         )
@@ -271,6 +272,7 @@ TRIES = st.lists(
 )
 
 
+@share(0.5)
 @given(
     ranks=st.lists(st.tuples(TRIES, st.integers(0, 3)), min_size=2, max_size=3),
     serves=st.booleans(),
@@ -333,14 +335,94 @@ def test_a_rank_whose_store_ends_learns_that_rank_0_is_gone():
         )
 
 
-def test_two_processes_of_one_rank_are_refused():
+@pytest.fixture
+def come():
+    """Return a function by which a rank meets the others in one store, with a number as its group."""
     store = HashStore()
 
-    def come():
-        meet(store, place(1, 2, 0.5), 0, lambda *_: None, lambda _: None)
+    def meet_them(rank, world_size=2, timeout_s=10, uses=LIVES_ON):
+        here = place(rank, world_size, timeout_s)
+        return meet(Mortal(store, uses), here, 0, number, lambda made: None)
 
-    texts = in_threads(come, come)
+    def number(own, num_groups):
+        return own.add("ranks", 1)
+
+    meet_them.store = PrefixStore("", store)  # as in `Mortal`
+    return meet_them
+
+
+def test_a_rank_that_died_and_is_started_again_joins_the_try_that_waits_for_it(come):
+    with pytest.raises(Killed):
+        come(1, uses=2)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(come, 0)
+        come.store.wait(["accel_fn/call/0"], timedelta(seconds=10))
+        second = threads.submit(come, 1)
+        assert sorted([first.result(30), second.result(30)]) == [1, 2]
+
+
+def test_the_call_of_a_rank_0_that_died_is_of_no_other_try(come):
+    come.store.set("accel_fn/call/0", '["begin", ["of an earlier try", "of another"]]')
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(come, range(2))) == [1, 2]
+
+
+@pytest.mark.parametrize(("alone", "missing"), [(0, "ranks 1, 2"), (1, "ranks 0, 2")])
+def test_neither_ranks_that_gave_up_nor_those_of_an_earlier_world_are_taken_for_present(
+    come, alone, missing
+):
+    with ThreadPoolExecutor(3) as threads:
+        assert sorted(threads.map(partial(come, world_size=3), range(3))) == [1, 2, 3]
+    for rank, text in ((2, "ranks 0, 1"), (alone, missing)):
+        with pytest.raises(WorldTimeoutError, match=f"rank {rank} did not see {text};"):
+            come(rank, world_size=3, timeout_s=0.05)
+
+
+def test_the_tenth_world_costs_a_rank_no_more_round_trips_than_the_first(come):
+    for _ in range(10):
+        with ThreadPoolExecutor(2) as threads:
+            worlds = [threads.submit(come, 0), threads.submit(come, 1, uses=9)]
+            assert sorted(world.result(30) for world in worlds) == [1, 2]
+
+
+def test_a_rank_0_that_does_not_go_on_is_named(come):
+    with pytest.raises(Killed):
+        come(0, uses=2)
+    with pytest.raises(WorldTimeoutError, match="rank 1 did not see rank 0;"):
+        come(1, timeout_s=0.05)
+
+
+def test_rank_0_serves_until_the_others_know_why_their_groups_are_left():
+    def fail(own, num_groups):
+        raise dist.DistStoreError("no peer")
+
+    def connect(own, num_groups):
+        own.wait(["verdict"], timedelta(seconds=10))
+        time.sleep(0.2)
+
+    def come(port, rank, make):
+        try:
+            meet_at_port(port, rank, make)
+        except WorldTimeoutError as error:
+            for each in (error, error.__cause__):
+                traceback.clear_frames(each and each.__traceback__)  # the store ends here
+            raise
+
+    def meet_at_port(port, rank, make):
+        store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        meet(store, place(rank, 2, 5), 0, make, lambda made: None)
+
+    port = free_port()
+    texts = in_threads(partial(come, port, 0, fail), partial(come, port, 1, connect))
+    assert texts == [
+        "init: all 2 ranks must connect to each other within 5 s, but rank 1 did not answer "
+        "(DistStoreError: no peer on rank 0); do all of them run, and can they reach each other?"
+    ] * 2  # fmt: skip
+
+
+def test_two_processes_of_one_rank_are_refused(come):
+    texts = in_threads(*[partial(come, 1, timeout_s=0.3)] * 2)
     assert texts.count(
-        "init: all 2 ranks must come within 0.5 s, another process came as rank 1; "
+        "init: all 2 ranks must come within 0.3 s, another process came as rank 1; "
         "is RANK another one on each?"
     ) == 1  # fmt: skip
