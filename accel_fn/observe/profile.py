@@ -215,7 +215,8 @@ class RankTrace:
             )
         self.is_running = True
         if phases:
-            self._profiler = torch.profiler.profile()
+            # torch 2.11 warns that a cycle clears the events of the one before; there is one alone.
+            self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         for owner, name, phase in phases:
             setattr(owner, name, self._ranged(getattr(owner, name), phase))

@@ -14,6 +14,7 @@ import accel_fn as af
 from accel_fn.step.update import follow_parameters
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
+from tests.support.waits import no_waiting
 
 BATCH = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
 
@@ -383,16 +384,6 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
             state, report = step(state, tuple(value.float() for value in BATCH))
         losses.append(float(report.loss))
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # bfloat16 has 8 bits
-
-
-@contextlib.contextmanager
-def no_waiting():
-    device = torch.get_device_module()
-    device.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        device.set_sync_debug_mode("default")
 
 
 HUNDRED_STEPS = [

@@ -219,7 +219,7 @@ def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
 
     def loss_fn(model, batch):
         loss = ours.mse(model, (nn.functional.dropout(batch[0], 0.5), batch[1]))
-        torch.empty(len(batch[0]), 16 * 2**20, dtype=torch.uint8, device=state.device)
+        torch.empty(len(batch[0]), 64 * 2**20, dtype=torch.uint8, device=state.device)
         return loss
 
     def run(num_microbatches):
@@ -232,7 +232,8 @@ def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
     _, expected, _, standing = run(4)
     free_memory(state)
     total = device.get_device_properties().total_memory
-    room_for_two = device.memory_reserved() + 48 * 2**20  # 32 MiB of them fit, 64 do not
+    # 128 MiB of two fit and 256 MiB of four do not, whatever the libraries give back.
+    room_for_two = device.memory_reserved() + 192 * 2**20
     device.set_per_process_memory_fraction(room_for_two / total)
     try:
         reports, actual, _, stands = run("auto")

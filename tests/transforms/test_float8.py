@@ -277,6 +277,7 @@ def test_compiled_products_take_one_graph():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="products in float8 are for CUDA devices")
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # of torchao
 def test_real_products_in_float8_train_as_bf16_does():
     ends = []
     for precision in ("fp8", "bf16"):
