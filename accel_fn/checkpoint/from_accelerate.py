@@ -83,6 +83,8 @@ def load_accelerate(
     >>> state = af.load_accelerate(folder, step, state)
     """
     check_state("load_accelerate", state)
+    if isinstance(step, Step):
+        step.strategy.check_offers("load_accelerate")
     saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
     given = {"folder": str(saved.path), "schedulers": len(schedulers)}
     check_same(given, state, "load_accelerate")

@@ -33,6 +33,7 @@ from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.new_checkpoint import Run
 from accel_fn.checkpoint.run_state import (
+    in_whole,
     named_steps,
     notes_of,
     put_back,
@@ -137,20 +138,21 @@ def load(
     path = exchange(path, state, "load")[0]
 
     extras = stateful(extras)
-    loading = all_or_none(
-        lambda: _Loading(path, steps, state, extras, strict, schedule), state, "load"
-    )
-    files = loading.manifest.files
-    share = sorted(files)[state.rank :: state.world_size]
-    all_or_none(lambda: loading.check_share(share), state, "load")
-    here = frozen.hashed(loading.frozen, state, {}, "load")
-    all_or_none(lambda: loading.check_frozen(here), state, "load")
-    with ExitStack() as undo:
-        undo.callback(loading.undo)
-        all_or_none(loading.rehearse, state, "load")
-        all_or_none(loading.load_extras, state, "load")
-        undo.pop_all()
-    loaded = all_or_none(loading.finish, state, "load")
+    with in_whole(steps, writes=True):
+        loading = all_or_none(
+            lambda: _Loading(path, steps, state, extras, strict, schedule), state, "load"
+        )
+        files = loading.manifest.files
+        share = sorted(files)[state.rank :: state.world_size]
+        all_or_none(lambda: loading.check_share(share), state, "load")
+        here = frozen.hashed(loading.frozen, state, {}, "load")
+        all_or_none(lambda: loading.check_frozen(here), state, "load")
+        with ExitStack() as undo:
+            undo.callback(loading.undo)
+            all_or_none(loading.rehearse, state, "load")
+            all_or_none(loading.load_extras, state, "load")
+            undo.pop_all()
+        loaded = all_or_none(loading.finish, state, "load")
     notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
     seconds = perf_counter() - began
     for observer in observers(each.plan for each in steps.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from operator import methodcaller
 from typing import Any, TypeVar
@@ -47,6 +48,15 @@ def named_steps(step: Step | Steps) -> Steps:
 def notes_of(steps: Steps) -> dict[str, Any]:
     """Return the notes of the step whose name sorts first, in which save and load keep facts of this run."""
     return steps[min(steps)].notes
+
+
+@contextmanager
+def in_whole(steps: Steps, *, writes: bool) -> Iterator[None]:
+    """Let strategies hold models and optimizers whole, or in shards that know their place."""
+    with ExitStack() as stack:
+        for step in steps.values():
+            stack.enter_context(step.strategy.whole(writes=writes))
+        yield
 
 
 @dataclass(frozen=True, slots=True)

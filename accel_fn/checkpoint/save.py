@@ -31,6 +31,7 @@ from accel_fn.checkpoint.format.write import Share, Written, write_error
 from accel_fn.checkpoint.new_checkpoint import NewCheckpoint, Run, tidy
 from accel_fn.checkpoint.run_state import (
     RunState,
+    in_whole,
     named_steps,
     notes_of,
     run_state_of,
@@ -162,9 +163,8 @@ def save(
     given |= {"beside": None if beside is None else "a function"}
     home = checks.check_call("save", state, folder, steps, extras, check, **given)
     finish_writing(notes_of(steps), state, "save")
-    with in_eval_mode(
-        chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
-    ):
+    optimizers = chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
+    with in_eval_mode(optimizers), in_whole(steps, writes=False):
         contents = all_or_none(lambda: _contents(steps), state, "save")
         left_out = frozen.take_frozen(contents, steps) if only else {}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))

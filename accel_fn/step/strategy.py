@@ -206,6 +206,13 @@ class Strategy:
         """Stage two of an update: optimizers and loss scale. Local writes alone."""
         return apply(plan, state, prepared, self._optimizers, self._always)
 
+    def whole(self, *, writes: bool) -> AbstractContextManager[None]:
+        """A context in which model and optimizers hold whole tensors, or shards that know their place.
+
+        With `writes`, what is in them at its end stays. `save` and `load` run in it.
+        """
+        return _NOTHING
+
     def check_offers(self, function: str) -> None:
         """Raise, on every rank, if a function of a step cannot be used: `step.grads`, `save`, ..."""
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
+from accel_fn.comm.dtensor import whole as whole_of
 from tests import reference
 
 ROWS = 16
@@ -18,6 +19,12 @@ OPTIMIZERS = {
     ),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01),
 }
+
+
+def zero(stage, offload=None):
+    """wrap_deepspeed that shards small parameters, too."""
+    sharded = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    return af.wrap_deepspeed(stage=stage, offload=offload, zero_optimization=sharded)
 
 
 def make_model() -> nn.Module:
@@ -72,10 +79,10 @@ def train(state, transform, optimizer="sgd", cut=None, num=4, model=None):
 
 
 def whole(model):
-    """Copies of the parameters, gathered where DeepSpeed has sharded them."""
+    """Copies of the parameters, gathered where they are sharded."""
     parameters = list(model.parameters())
     if not hasattr(parameters[0], "ds_id"):
-        return [each.detach().clone() for each in parameters]
+        return [whole_of(each).clone() for each in parameters]
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(parameters):

@@ -18,6 +18,7 @@ from tests.deepspeed.cases import (
     rows_of,
     train,
     whole,
+    zero,
 )
 
 
@@ -41,6 +42,11 @@ def cases(folder):
         add("failed", failed)
         if stage:
             add("offload", offloaded)
+            add(
+                "accelerate",
+                refused,
+                of=lambda state, step, part: af.load_accelerate(".", step, state),
+            )
     for stage in range(3):
         found[f"average {stage}"] = lambda state, stage=stage: averages(state, stage)
     found["replicas"] = replicas
@@ -50,7 +56,7 @@ def cases(folder):
 
 def built(state, stage, *transforms, model=None):
     model = make_model() if model is None else model
-    recipe = af.compose(af.wrap_deepspeed(stage=stage), *transforms)
+    recipe = af.compose(zero(stage), *transforms)
     optimizer = OPTIMIZERS["sgd"]([each for each in model.parameters() if each.requires_grad])
     state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer, count)))
     return state, step, model
@@ -88,7 +94,7 @@ def schedules(state, *, stage):
 
     def transform(plan):
         scheduler = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.1)
-        return af.compose(af.schedule(scheduler), af.wrap_deepspeed(stage=stage))(plan)
+        return af.compose(af.schedule(scheduler), zero(stage))(plan)
 
     def alone(plan):
         return af.schedule(torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.1))(plan)
@@ -100,9 +106,7 @@ def schedules(state, *, stage):
 def in_bf16(state, *, stage):
     """Far from float32, and as near to one process as bf16 is."""
     amp = af.with_amp("bf16")
-    ours, losses, *_ = train(
-        state, af.compose(amp, af.wrap_deepspeed(stage=stage)), "sgd", "uneven"
-    )
+    ours, losses, *_ = train(state, af.compose(amp, zero(stage)), "sgd", "uneven")
     alone, losses_alone, *_ = train(af.DistState(), amp, "sgd")
     _, losses_wide = by_hand("sgd")
     return {
@@ -113,7 +117,7 @@ def in_bf16(state, *, stage):
 
 def checkpoints_activations(state, *, stage):
     recipe = af.compose(
-        af.wrap_deepspeed(stage=stage),
+        zero(stage),
         af.checkpoint_activations(blocks=nn.Linear),
         af.accumulate(2),
     )
@@ -130,7 +134,7 @@ def frozen(state, *, stage):
         return made
 
     first = model()
-    ours, *_ = train(state, af.wrap_deepspeed(stage=stage), "sgd", "uneven", model=first)
+    ours, *_ = train(state, zero(stage), "sgd", "uneven", model=first)
     other = model()
     alone, *_ = train(af.DistState(), af.compose(), "sgd", model=other)
     return distance(ours, alone)
@@ -138,7 +142,7 @@ def frozen(state, *, stage):
 
 def weightless(state, *, stage):
     """Row 3 alone has a mean over nothing, NaN: it is a micro-batch of rank 0."""
-    recipe = af.compose(af.wrap_deepspeed(stage=stage), af.accumulate(16))
+    recipe = af.compose(zero(stage), af.accumulate(16))
     ours, losses, *_ = train(state, recipe, "sgd", "uneven")
     hand, losses_by_hand = by_hand("sgd")
     return max(distance(ours, hand), relative(losses, losses_by_hand))
@@ -186,7 +190,7 @@ def offloaded(state, *, stage):
 
 
 def averages(state, stage):
-    recipe = af.compose(af.average(0.9), af.wrap_deepspeed(stage=stage))
+    recipe = af.compose(af.average(0.9), zero(stage))
     *_, step = train(state, recipe, "sgd", "uneven")
     *_, alone = train(af.DistState(), af.average(0.9), "sgd")
     means = []

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 
 import accel_fn as af
-from tests.deepspeed.cases import PARTS, by_hand, distance, relative, train
+from tests.deepspeed.cases import PARTS, by_hand, distance, relative, train, zero
 
 MAX_NORM = 0.5
 
@@ -25,7 +25,7 @@ def cases(folder):
 
 def law(state, *, stage, cut, optimizer):
     """How far two ranks are from one, and from the loop by hand: parameters, losses, norms."""
-    recipe = af.compose(af.wrap_deepspeed(stage=stage), af.clip(MAX_NORM), af.accumulate(2))
+    recipe = af.compose(zero(stage), af.clip(MAX_NORM), af.accumulate(2))
     ours, losses, norms, *_ = train(state, recipe, optimizer, cut)
     alone, _, norms_alone, *_ = train(af.DistState(), af.clip(MAX_NORM), optimizer)
     hand, losses_by_hand = by_hand(optimizer, max_norm=MAX_NORM)
@@ -38,7 +38,7 @@ def law(state, *, stage, cut, optimizer):
 
 
 def smallest_bound(state, *, stage):
-    recipe = af.compose(af.clip(2.0), af.wrap_deepspeed(stage=stage), af.clip(0.1), af.clip(1.0))
+    recipe = af.compose(af.clip(2.0), zero(stage), af.clip(0.1), af.clip(1.0))
     ours, *_ = train(state, recipe, "sgd", "even")
     hand, _ = by_hand("sgd", max_norm=0.1)
     return distance(ours, hand)

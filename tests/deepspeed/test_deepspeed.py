@@ -101,7 +101,15 @@ def test_a_batch_without_weight_is_refused_at_stage_3(found):
 def test_gradients_are_refused(found, stage):
     assert found[f"grads {stage}"] == (
         "step.grads: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
-        "optimizer state, got one with it; call the step, or use wrap_fsdp"
+        "parameters, got one with it; call the step, or use wrap_fsdp"
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_accelerate_is_refused(found, stage):
+    assert found[f"accelerate {stage}"] == (
+        "load_accelerate: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
+        "parameters, got one with it; load it by wrap_ddp, save that, and load this checkpoint"
     )
 
 
@@ -119,3 +127,62 @@ def test_the_lock_of_a_build_is_found(found):
         "build: wrap_deepspeed must find no lock of a build of DeepSpeed's C++ code, got "
     )
     assert after == "if no other program is building it, delete that file, or else wait for it"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(found, stage, optimizer):
+    assert found[f"resume {stage} {optimizer}"] == [3, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_offloads_as_before(found, stage):
+    assert found[f"resume {stage} offload"] == [3, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_refused_load_changes_nothing(found, stage):
+    assert found[f"other program {stage}"] == [True, 0.0]
+
+
+MOVES = [
+    "stage 1 to stage 3",
+    "stage 3 to stage 2",
+    "stage 2 to wrap_fsdp",
+    "wrap_fsdp to stage 3",
+    "stage 3 to wrap_ddp",
+    "wrap_ddp to stage 1",
+    "stage 0 to stage 2",
+    "one process 1",
+    "one process 2",
+    "one process 3",
+]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_goes_on_under_another_strategy(found, name):
+    assert found[name] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_weights_are_written_and_given(found, stage):
+    assert found[f"weights {stage}"] is True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_the_engine_would_overwrite_are_refused(found, stage):
+    assert found[f"load_model {stage}"] == (
+        "load_model: model must be loaded before build under wrap_deepspeed, whose engine would write its "
+        "own copy of the parameters over it, got one in use; load first, or use load"
+    )
+
+
+def test_stage_0_takes_weights(found):
+    assert found["load_model 0"] == "loaded"
+
+
+def test_one_count_for_parameters_of_a_group(found):
+    assert found["counts"] == (
+        "load: wrap_deepspeed must have one 'step' for all parameters of a group, got 1.0 and 2.0; load by "
+        "wrap_fsdp"
+    )

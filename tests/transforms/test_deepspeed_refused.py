@@ -59,10 +59,7 @@ def test_stage_is_an_integer(stage):
 def test_offload_is_to_the_cpu():
     with pytest.raises(ArgumentError) as found:
         af.wrap_deepspeed(stage=2, offload="disk")
-    assert str(found.value) == (
-        "wrap_deepspeed: offload must be None or \"cpu\", got 'disk'; give another place by "
-        "zero_optimization={'offload_optimizer': ...}"
-    )
+    assert str(found.value) == ("wrap_deepspeed: offload must be None or \"cpu\", got 'disk'")
 
 
 def test_stage_0_has_nothing_to_offload():
@@ -98,8 +95,13 @@ def test_stage_0_has_nothing_to_offload():
             "zero_force_ds_cpu_optimizer must be given once, got True in config and False as an argument",
         ),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}, "offload": "cpu"},
-            "offload (offload_optimizer) must be given once, got 'nvme' in config and 'cpu' as an argument",
+            {"zero_optimization": {"offload_optimizer": {"device": "none"}}, "offload": "cpu"},
+            "offload (offload_optimizer) must be given once, got 'none' in config and 'cpu' as an argument",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            'offload_param.device must be "cpu" or "none", got \'nvme\'; DeepSpeed\'s offload to NVMe is not '
+            "supported",
         ),
     ],
 )

@@ -28,6 +28,7 @@ from accel_fn.checkpoint.weights.entries import (
 from accel_fn.checkpoint.weights.files import Stored, open_set, write_set
 from accel_fn.comm.collectives import all_or_none, barrier
 from accel_fn.comm.dtensor import axes_of, fill, is_sharded, whole
+from accel_fn.comm.zero import gathered, is_copied, world_of
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -70,7 +71,7 @@ def save_model(
     replacing a set by one of as many shards copies its files.
 
     Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. With `wrap_fsdp`,
-    call it on every rank: the first one gathers the model on the host, and writes.
+    or stage 3 of `wrap_deepspeed`, call it on every rank: the first one gathers the model, and writes.
 
     Args:
         model: with dense tensors of the dtypes that safetensors knows, on any device.
@@ -105,16 +106,18 @@ def save_model(
         raise ArgumentTypeError(message("save_model", "dtype", rule, dtype))
     check_only("save_model", only)
     path = _path("save_model", folder)
-    entries = replace(read_entries("save_model", model), dtype=dtype)
-    axes, frozen = _axes(entries), _frozen(model, entries) if only else {}
-    tensors = {name: each for name, each in entries.tensors.items() if name not in frozen}
-    entries = replace(entries, tensors=tensors)
-    check_storable(entries)
-    if axes:
-        _write_gathered(path, entries, frozen, limit, axes)
-    else:
-        hashes = {name: hash_of_tensor(each) for name, each in frozen.items()}
-        write_set(path, replace(entries, frozen=hashes), limit)
+    with gathered(model):
+        entries = replace(read_entries("save_model", model), dtype=dtype)
+        axes = _axes(entries) or world_of(model)
+        frozen = _frozen(model, entries) if only else {}
+        tensors = {name: each for name, each in entries.tensors.items() if name not in frozen}
+        entries = replace(entries, tensors=tensors)
+        check_storable(entries)
+        if axes:
+            _write_gathered(path, entries, frozen, limit, axes)
+        else:
+            hashes = {name: hash_of_tensor(each) for name, each in frozen.items()}
+            write_set(path, replace(entries, frozen=hashes), limit)
 
 
 def load_model(
@@ -151,8 +154,8 @@ def load_model(
     Raises:
         TypeError: `rename` does not return text; `strict` is not True or False.
         ValueError: files and model differ (the message lists where), or have no name in common; `rename`
-            returns one name twice; a file is missing or broken, or an index is not to be trusted. The
-            model is as it was.
+            returns one name twice; a file is missing or broken, or an index is not to be trusted; the model
+            is in use by `wrap_deepspeed` from stage 1 on. The model is as it was.
 
     Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
     frozen. For shards, two small collectives, and a gather of each of these parameters.
@@ -166,6 +169,11 @@ def load_model(
     True
     """
     check_flag("load_model", "strict", strict)
+    if is_copied(model):
+        raise ArgumentError(
+            "load_model: model must be loaded before build under wrap_deepspeed, whose engine would write "
+            "its own copy of the parameters over it, got one in use; load first, or use load"
+        )
     axes = _axes(read_entries("load_model", model))
     with ExitStack() as stack:
         opened = matching_set(model, folder, rename, strict=strict)

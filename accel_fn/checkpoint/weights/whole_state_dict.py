@@ -11,6 +11,7 @@ from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.tied_weights import split_tied
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import whole
+from accel_fn.comm.zero import gathered
 from accel_fn.errors import ArgumentTypeError, message
 
 
@@ -40,6 +41,11 @@ def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
     {'weight': [1, 4], 'bias': [1]}
     """
     check_state("whole_state_dict", state)
+    with gathered(model):
+        return _copied(model, state)
+
+
+def _copied(model: nn.Module, state: DistState) -> dict[str, Any]:
     saved = all_or_none(lambda: _read(model), state, "whole_state_dict")
     tensors = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
     firsts, tied = split_tied(tensors, unwrapped(model))

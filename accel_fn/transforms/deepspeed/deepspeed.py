@@ -78,7 +78,9 @@ def wrap_deepspeed(
             sparse gradients; a loss scale, and functions in the slots `accept`, `gradients` (but
             `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and `shard_model`; at stage 3 `average`
             and `check_replicas`; ranks that are threads; another device than DeepSpeed's; and the lock of a
-            build of DeepSpeed's C++ code. `step.grads`, `step.update`, `save` and `load`.
+            build of DeepSpeed's C++ code. From `step.grads` and `step.update`; from stage 1 on, from
+            `load_model` and `load_accelerate`, and from `load` if the optimizer has made another number of
+            updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
         ModuleNotFoundError: in `build`, in a world of several, without the extra `deepspeed`.
 

@@ -14,6 +14,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
+from accel_fn.comm.zero import gathered
 from accel_fn.errors import BatchError, PlanError, StateError
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads, global_norm
@@ -23,7 +24,13 @@ from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.update import Prepared
-from accel_fn.transforms.deepspeed.settings import autocast_dtype, bound_of, engine_config
+from accel_fn.transforms.deepspeed.settings import (
+    autocast_dtype,
+    bound_of,
+    engine_config,
+    signature_of,
+)
+from accel_fn.transforms.deepspeed.whole_state import gather_state, write_state
 
 
 class OneRank(Strategy):
@@ -34,6 +41,10 @@ class OneRank(Strategy):
     ) -> None:
         super().__init__(state, module, plan)
         self._clips = clips
+
+    def signature(self) -> Mapping[str, Any]:
+        """Return the slot that the strategy has taken over, as other strategies leave it."""
+        return signature_of(self._clips)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
         """Run stage one; clip as the plan does, since the strategy has taken that over."""
@@ -70,7 +81,7 @@ class ZeRO(Strategy):
             primitives.broadcast(buffer, state, 0, "build")
         own = [group["params"] for group in self._optimizer.param_groups]
         dtype = autocast_dtype(plan)
-        self._max_norm = bound_of(clips)
+        self._max_norm, self._signature = bound_of(clips), signature_of(clips)
         self._engine, *_ = deepspeed.initialize(
             model=module if dtype is None else _UnderAutocast(module, state, dtype),
             optimizer=self._optimizer,
@@ -177,26 +188,44 @@ class ZeRO(Strategy):
         return global_norm([each.grad for each in self.trained if each.grad is not None])
 
     def check_offers(self, function: str) -> None:
-        """Refuse what needs gradients or optimizer state that the engine keeps."""
-        repair = _REFUSED.get(function)
-        if repair is not None:
+        """Refuse what needs the engine's gradients, or would write beside its copy of the parameters."""
+        repairs = dict.fromkeys(("step.grads", "step.update"), "call the step, or use wrap_fsdp")
+        if self._stage:
+            repairs["load_accelerate"] = "load it by wrap_ddp, save that, and load this checkpoint"
+        if function in repairs:
             raise PlanError(
                 f"{function}: step must be of a plan without wrap_deepspeed, whose engine keeps gradients "
-                f"and optimizer state, got one with it; {repair}"
+                f"and parameters, got one with it; {repairs[function]}"
             )
+
+    def signature(self) -> Mapping[str, Any]:
+        """Return the slot that the strategy has taken over, as other strategies leave it."""
+        return self._signature
+
+    @contextmanager
+    def whole(self, *, writes: bool) -> Iterator[None]:
+        """Gather parameters and optimizer state on every rank; with `writes`, cut what is there at the end.
+
+        Cost: a gather of each parameter, and of each tensor of its state, and the memory of both.
+        """
+        if not self._stage:
+            yield
+            return
+        optimizer, zero = self._optimizer, self._engine.optimizer
+        shards = optimizer.state
+        with gathered(self.model, writes=writes):
+            optimizer.state = gather_state(zero, optimizer, self._own)
+            try:
+                yield
+                loaded = optimizer.state
+            finally:
+                optimizer.state = shards
+            if writes:
+                write_state(zero, optimizer, self._own, loaded)
 
     def reset(self) -> None:
         """Remember that a step has failed."""
         self._has_failed = True
-
-
-_REFUSED = {
-    "step.grads": "call the step, or use wrap_fsdp",
-    "step.update": "call the step, or use wrap_fsdp",
-    "save": "use wrap_fsdp",
-    "load": "use wrap_fsdp",
-}
-"""Functions that this strategy does not offer, and what to do instead."""
 
 
 class _UnderAutocast(nn.Module):

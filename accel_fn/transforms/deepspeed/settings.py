@@ -33,8 +33,7 @@ def read_settings(
             raise _differs(key, found[key], value)
     found = _without_auto(found)
     _set_stage(found, stage)
-    if offload is not None:
-        _set_offload(found["zero_optimization"], offload)
+    _set_offload(found["zero_optimization"], offload)
     repairs = dict.fromkeys(_SIZES, "the loader decides how many samples a rank has")
     repairs["scheduler"] = "add schedule(scheduler) to the plan"
     for key in repairs.keys() & found.keys():
@@ -94,29 +93,31 @@ def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _set_offload(zero: dict[str, Any], offload: str) -> None:
+def _set_offload(zero: dict[str, Any], offload: str | None) -> None:
     """Keep optimizer state, and at stage 3 parameters, in host memory."""
-    if offload != "cpu":
-        rule = 'be None or "cpu"'
-        repair = "give another place by zero_optimization={'offload_optimizer': ...}"
-        raise ArgumentError(message(_FUNCTION, "offload", rule, offload, repair))
     stage = zero["stage"]
-    if stage == 0:
-        rule, repair = "be None at stage 0, which shards nothing", "use stage=1, 2 or 3"
-        raise ArgumentError(message(_FUNCTION, "offload", rule, offload, repair))
-    for key in ("offload_optimizer", *(["offload_param"] if stage == 3 else [])):
-        given = zero.setdefault(key, {"device": "cpu"})
-        if given.get("device") != "cpu":
-            raise _differs(f"offload ({key})", given.get("device"), offload)
+    if offload is not None:
+        if offload != "cpu":
+            raise ArgumentError(message(_FUNCTION, "offload", 'be None or "cpu"', offload))
+        for key in ("offload_optimizer", *(["offload_param"] if stage == 3 else [])):
+            zero.setdefault(key, {"device": offload})
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in ("cpu", "none"):
+            rule, repair = 'be "cpu" or "none"', "DeepSpeed's offload to NVMe is not supported"
+            raise ArgumentError(message(_FUNCTION, f"{key}.device", rule, device, repair))
+        if offload is not None and device == "none" and key in zero:
+            raise _differs(f"offload ({key})", device, offload)
+        if device == "cpu" and stage == 0:
+            rule, repair = "be None at stage 0, which shards nothing", "use stage=1, 2 or 3"
+            raise ArgumentError(message(_FUNCTION, "offload", rule, device, repair))
 
 
 def offloads(settings: Mapping[str, Any]) -> bool:
-    """Does the engine keep something outside of the device?"""
+    """Does the engine keep something in host memory?"""
     zero = settings["zero_optimization"]
-    places = [
-        zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")
-    ]
-    return any(place != "none" for place in places)
+    sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    return any(section.get("device") == "cpu" for section in sections)
 
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
@@ -187,3 +188,8 @@ def engine_config(settings: Mapping[str, Any], max_norm: float | None) -> dict[s
 def bound_of(clips: Sequence[Any]) -> float | None:
     """Return the smallest bound of the functions that clip by norm."""
     return min((each.keywords["max_norm"] for each in clips), default=None)
+
+
+def signature_of(clips: Sequence[Any]) -> dict[str, Any]:
+    """Return what a checkpoint compares of them, as if they were in their slot."""
+    return {"gradients": ["clip"] * len(clips)} if clips else {}

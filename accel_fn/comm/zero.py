@@ -1,0 +1,50 @@
+"""Parameters that DeepSpeed's ZeRO holds: in shards, or beside a copy of its own.
+
+They are known by the attributes that DeepSpeed gives them: importing it takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from accel_fn.base.state import DistState
+
+
+def is_partitioned(model: object) -> bool:
+    """Does each rank hold only shards of a model's parameters, as at ZeRO's stage 3?"""
+    return _has(model, "ds_id")
+
+
+def is_copied(model: object) -> bool:
+    """Does ZeRO write a model's parameters from a copy of its own in every update?"""
+    return is_partitioned(model) or _has(model, "_hp_mapping")
+
+
+def _has(model: object, name: str) -> bool:
+    return isinstance(model, nn.Module) and any(hasattr(each, name) for each in model.parameters())
+
+
+@contextmanager
+def gathered(model: nn.Module, *, writes: bool = False) -> Iterator[None]:
+    """Give every rank the whole parameters inside. With `writes`, keep what rank 0 has written."""
+    if not is_partitioned(model):
+        yield
+        return
+    import deepspeed
+
+    source = 0 if writes else None
+    with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=source):
+        yield
+
+
+def world_of(model: nn.Module) -> list[DistState]:
+    """Return the ranks that hold the shards of a model; none if it is whole."""
+    if not is_partitioned(model):
+        return []
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return [DistState(rank=group.rank(), world_size=group.size(), group=group)]

@@ -1,0 +1,126 @@
+"""The state of ZeRO's optimizer, by parameter and whole: as on one rank, so that any strategy can load it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_fn.errors import CheckpointError
+
+States = defaultdict[Tensor, Any]
+
+
+def gather_state(
+    zero: Any, optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]
+) -> States:
+    """Gather what the optimizer holds of its flat shards, parameter by parameter; every rank calls it."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    found: States = defaultdict(dict)
+    for flat, parameters in _shards(zero, groups):
+        for key, value in optimizer.state.get(flat, {}).items():
+            for each in parameters:
+                if _is_of_elements(value, flat):
+                    found[each][key] = safe_get_full_optimizer_state(each, key)
+                else:
+                    found[each][key] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def write_state(
+    zero: Any,
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    whole: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Cut whole parameters and their state into the optimizer's flat shards."""
+    for flat, parameters in _shards(zero, groups):
+        _make_entries(optimizer.state[flat], flat, parameters, whole)
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero._lazy_init_hp_params_optimizer_state()
+    for flat, parameters in _shards(zero, groups):
+        for each in parameters:
+            _set(each, each.detach().float(), None)
+            for key, value in optimizer.state[flat].items():
+                if _is_of_elements(value, flat):
+                    held = whole.get(each, {}).get(key)
+                    _set(each, torch.zeros_like(each) if held is None else held, key)
+
+
+def _shards(
+    zero: Any, groups: Sequence[Sequence[nn.Parameter]]
+) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
+    """Yield every flat shard of this rank, and the parameters in it."""
+    trained = [[each for each in group if each.requires_grad] for group in groups]
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        of_shard: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for each in (each for group in trained for each in group):
+            of_shard[zero.grad_position[zero.get_param_id(each)][0]].append(each)
+        for number, parameters in sorted(of_shard.items()):
+            yield zero.fp32_partitioned_groups_flat[number], parameters
+    else:
+        yield from zip(zero.single_partition_of_fp32_groups, trained, strict=True)
+
+
+def _is_of_elements(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
+
+
+def _make_entries(
+    entries: dict[str, Any],
+    flat: Tensor,
+    parameters: Sequence[nn.Parameter],
+    whole: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Give a shard the entries that its parameters have."""
+    for each in parameters:
+        for key, value in whole.get(each, {}).items():
+            if isinstance(value, Tensor) and value.shape == each.shape and each.ndim:
+                if key not in entries:
+                    entries[key] = torch.zeros_like(flat, dtype=value.dtype)
+                continue
+            first = next(whole[p][key] for p in parameters if key in whole.get(p, {}))
+            if not _equal(first, value):
+                raise CheckpointError(
+                    f"load: wrap_deepspeed must have one {key!r} for all parameters of a group, got {first} "
+                    f"and {value}; load by wrap_fsdp"
+                )
+            entries[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
+
+
+def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+    """Write this rank's part of a whole value."""
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+
+    if not hasattr(parameter, "ds_id"):
+        if key is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+        return
+    # DeepSpeed pads a parameter to shards of one size, and its function for whole values does not.
+    held: Any = parameter  # DeepSpeed has added attributes
+    size = held.ds_tensor.numel()
+    padded = value.new_zeros(size * torch.distributed.get_world_size())
+    padded[: value.numel()] = value.flatten()
+    part = padded[size * torch.distributed.get_rank() :][:size]
+    if key is None:
+        safe_set_local_fp32_param(parameter, part)
+    else:
+        safe_set_local_optimizer_state(parameter, part, key)
