@@ -11,7 +11,7 @@ from accel_fn.errors import ArgumentError, check_count, check_positive, message
 
 T = TypeVar("T")
 Precision = Literal["no", "fp16", "bf16", "fp8"]
-Wrapper = Literal["ddp", "fsdp"]
+Wrapper = Literal["ddp", "fsdp", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ Questions follow on processes, devices, mixed precision, micro-batches, replicas
 or shards, and machines. Enter takes the default in brackets. The file is
 written after the last one; Ctrl-C writes nothing.
 """
-_WRAP = "Replicas of the model on all ranks, or shards (ddp, fsdp)"
+_WRAP = "Replicas of the model on all ranks, or shards (ddp, fsdp, deepspeed)"
 _INTERRUPTED = 130
 """The exit code by which shells know that Ctrl-C ended a program."""
 

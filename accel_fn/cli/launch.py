@@ -75,8 +75,8 @@ _FEW, _LATER = 4, "(at the start)"
 @click.option("--num-microbatches", type=int, help="What accumulate() without an argument does.")
 @click.option(
     "--wrap",
-    type=click.Choice(["ddp", "fsdp"]),
-    help="What wrap() does: replicas, or shards.  [default: ddp]",
+    type=click.Choice(["ddp", "fsdp", "deepspeed"]),
+    help="What wrap() does: replicas, shards, or ZeRO's stage 2.  [default: ddp]",
 )
 @click.option("--log-dir", type=_FOLDER, help="Write the output of each rank to files in it.")
 @click.option("--tee", is_flag=True, default=None, help="Print it, too, each line with its rank.")

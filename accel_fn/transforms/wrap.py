@@ -7,23 +7,24 @@ from typing import Any
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.transforms.ddp import wrap_ddp
+from accel_fn.transforms.deepspeed.deepspeed import wrap_deepspeed
 
 
 @transform
 def wrap() -> Transform:
     """Train on all ranks as replicas or as shards, as the launch sets it.
 
-    `accel-fn launch --wrap fsdp`, a configuration or ACCEL_FN_WRAP sets it; the default is
-    replicas. `explain` shows where it comes from. For options of either, use `wrap_ddp` or
-    `wrap_fsdp` themselves.
+    `accel-fn launch --wrap fsdp`, or `--wrap deepspeed`, a configuration or ACCEL_FN_WRAP sets it; the
+    default is replicas. `explain` shows where it comes from. For options, use `wrap_ddp`, `wrap_fsdp` or
+    `wrap_deepspeed` themselves.
 
-    Law: that of both: W ranks are one rank.
+    Law: that of all three: W ranks are one rank.
 
     Returns:
-        `wrap_ddp()` or `wrap_fsdp()`.
+        `wrap_ddp()`, `wrap_fsdp()` or `wrap_deepspeed()`.
 
     Raises:
-        ValueError: ACCEL_FN_WRAP is neither "ddp" nor "fsdp".
+        ValueError: ACCEL_FN_WRAP is neither "ddp" nor "fsdp" nor "deepspeed".
 
     Cost: that of the one it is.
 
@@ -32,10 +33,13 @@ def wrap() -> Transform:
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap()])
     """
     made: Any = wrap_ddp()
-    if launch_options().wrap == "fsdp":
+    wrapper = launch_options().wrap
+    if wrapper == "fsdp":
         # torch's FSDP takes half a second to import, which replicas need not wait for
         from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
 
         made = wrap_fsdp()
+    elif wrapper == "deepspeed":
+        made = wrap_deepspeed()
     (slot,) = made.apply.slots["strategy"]
     return fill(strategy=slot.with_source(source_of("wrap")))

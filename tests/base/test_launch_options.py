@@ -58,7 +58,7 @@ def test_options_that_a_launch_sets_are_read(said):
     [
         (PRECISION, "fp4", 'be "no", "fp16", "bf16" or "fp8", got \'fp4\''),
         (PRECISION, "BF16", 'be "no", "fp16", "bf16" or "fp8", got \'BF16\''),
-        (WRAP, "FSDP", 'be "ddp" or "fsdp", got \'FSDP\''),
+        (WRAP, "FSDP", 'be "ddp", "fsdp" or "deepspeed", got \'FSDP\''),
         (NUMBER, "0", "be an integer >= 1, got '0'"),
         (NUMBER, "2.0", "be an integer >= 1, got '2.0'"),
         (NUMBER, "many", "be an integer >= 1, got 'many'"),
@@ -85,6 +85,7 @@ def test_the_precision_of_the_launch_is_that_of_with_amp(said):
     [
         ("fsdp", "make_fsdp", "fsdp from the launch"),
         ("ddp", "make_ddp", "ddp from the launch"),
+        ("deepspeed", "make_zero", "deepspeed from the launch"),
         (None, "make_ddp", "ddp since the launch sets no --wrap"),
     ],
 )
@@ -97,7 +98,7 @@ def test_replicas_or_shards_are_what_the_launch_says(said, value, strategy, sour
     assert line == f"the mean over the global batch; wrap(), {source}, has nothing to do"
 
 
-@pytest.mark.parametrize("value", ["fsdp", "ddp", None])
+@pytest.mark.parametrize("value", ["fsdp", "ddp", "deepspeed", None])
 def test_what_the_launch_sets_is_named_by_wrap_where_two_own_the_parameters(said, value):
     if value is not None:
         said(WRAP, value)

@@ -122,7 +122,10 @@ def test_the_answers_are_what_is_written(place):
             ("How many processes [1]: ", "3"),
             ("Mixed precision (no, fp16, bf16, fp8) [no]: ", "bf16"),
             ("In how many micro-batches each rank computes its part [1]: ", "4"),
-            ("Replicas of the model on all ranks, or shards (ddp, fsdp) [ddp]: ", "fsdp"),
+            (
+                "Replicas of the model on all ranks, or shards (ddp, fsdp, deepspeed) [ddp]: ",
+                "fsdp",
+            ),
             ("How many machines, each with as many processes [1]: ", "2"),
             ("Which of them is this one, from 0 [0]: ", "2"),
             ("Error: config: machine_rank must be below num_machines=2, got 2\n", None),
@@ -229,4 +232,4 @@ def test_a_file_of_accelerate_gets_one_line_of_warning(place):
     assert json.loads(out)["num_microbatches"]["value"] == 4
     assert errors.startswith("Warning: ")
     assert errors.count("\n") == 1
-    assert "no counterpart yet for distributed_type DEEPSPEED" in errors
+    assert "in the script, gradient_clipping is clip(1.0)" in errors

@@ -150,7 +150,7 @@ def test_a_config_file_counts_as_in_a_launch(launchers, folder, tmp_path):
     ("arguments", "error"),
     [
         (["--config", "no.yaml"], "Error: config: file must exist, got 'no.yaml'\n"),
-        ([], "accel_fn.yaml:1: wrap must be one of ddp, fsdp, got 'fdsp'\n"),
+        ([], "accel_fn.yaml:1: wrap must be one of ddp, fsdp, deepspeed, got 'fdsp'\n"),
     ],
 )
 def test_settings_that_a_launch_would_refuse_are_one_line(

@@ -50,6 +50,7 @@ def cases(folder):
     for stage in range(3):
         found[f"average {stage}"] = lambda state, stage=stage: averages(state, stage)
     found["replicas"] = replicas
+    found["launch"] = launched
     found["lock"] = lock
     return found
 
@@ -212,6 +213,12 @@ def replicas(state):
     except RuntimeError as error:
         return str(error)
     return "nothing is found"
+
+
+def launched(state):
+    """wrap() of a launch with --wrap deepspeed."""
+    ours, _, _, state, step = train(state, af.wrap(), "momentum", "uneven")
+    return [af.explain(step, state), distance(ours, by_hand("momentum")[0])]
 
 
 def lock(state):

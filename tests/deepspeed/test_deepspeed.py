@@ -19,7 +19,7 @@ STAGES = range(4)
 def found(tmp_path_factory):
     """The results of all cases, from one launch."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    launch = ("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "--mixed-precision", "no")
+    launch = ("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "--wrap", "deepspeed")
     command = [sys.executable, *launch, str(RUN), str(folder / "found.json"), str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "ACCEL_FN_TIMEOUT_S": "60"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -119,6 +119,12 @@ def test_a_step_after_one_that_failed_is_refused(found, stage):
         "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine keeps, "
         "got another step; build again and load a checkpoint"
     )
+
+
+def test_a_launch_chooses_deepspeed(found):
+    text, far = found["launch"]
+    assert "by wrap(), deepspeed from the launch" in text
+    assert far <= ROUNDING
 
 
 def test_the_lock_of_a_build_is_found(found):

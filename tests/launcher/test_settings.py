@@ -28,7 +28,7 @@ WRONG = [
     ("mixed_precision", "fp32", "be one of no, fp16, bf16, fp8"),
     ("mixed_precision", True, "be one of no, fp16, bf16, fp8"),
     ("num_microbatches", 0, "be an integer >= 1"),
-    ("wrap", "dpp", "be one of ddp, fsdp"),
+    ("wrap", "dpp", "be one of ddp, fsdp, deepspeed"),
     ("max_restarts", -1, "be an integer >= 0"),
     ("rdzv_backend", "etcd", "be one of static, c10d, etcd-v2"),
     ("timeout_s", 0, "be a finite number > 0"),

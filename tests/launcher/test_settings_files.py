@@ -152,7 +152,7 @@ VALUES = {
     "main_process_ip": st.sampled_from(["node0", "10.0.0.1", "::1", "0x10", "1e3", "no"]),
     "main_process_port": st.none() | st.integers(0, 65535),
     "mixed_precision": st.sampled_from([None, "no", "fp16", "bf16", "fp8"]),
-    "wrap": st.sampled_from([None, "ddp", "fsdp"]),
+    "wrap": st.sampled_from([None, "ddp", "fsdp", "deepspeed"]),
     "rdzv_backend": st.sampled_from([None, "static", "c10d", "etcd-v2"]),
     "timeout_s": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     "log_dir": st.none() | PATHS,

@@ -14,7 +14,16 @@ from accel_fn.cli.migration.facts import Facts, joined, walk
 from accel_fn.cli.migration.table import DIFFERENCES, TABLE
 from accel_fn.errors import ArgumentError, message
 
-_FIRST = ("place", "with_amp", "compiled", "wrap_ddp", "wrap_fsdp", "local_sgd", "accumulate")
+_FIRST = (
+    "place",
+    "with_amp",
+    "compiled",
+    "wrap_ddp",
+    "wrap_fsdp",
+    "wrap_deepspeed",
+    "local_sgd",
+    "accumulate",
+)
 """The first transforms of the recipe; others follow as they stand in the script."""
 _LONGEST = 60
 """Characters of an argument in a replacement."""
@@ -94,7 +103,7 @@ def read_script(path: Path) -> Script:
 def _recipe(found: list[str]) -> list[str]:
     """The transforms of the recipe, each once, in an order that reads well."""
     names = {_name(each) for each in found}
-    wraps = [] if names & {"wrap_fsdp", "local_sgd"} else ["af.wrap_ddp()"]
+    wraps = [] if names & {"wrap_fsdp", "wrap_deepspeed", "local_sgd"} else ["af.wrap_ddp()"]
     transforms = dict.fromkeys(["af.place()", *wraps, *found])
     return sorted(
         transforms,

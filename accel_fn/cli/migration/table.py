@@ -32,7 +32,7 @@ class Difference:
 
 NONE = "(no counterpart)"
 _SHARDS = "FSDP2 alone: the units, offloading and dtypes are arguments of wrap_fsdp."
-_DEEPSPEED = "wrap_fsdp shards as ZeRO does; DeepSpeed's engine is not here."
+_DEEPSPEED = "wrap_deepspeed takes DeepSpeed's configuration; its engine stays inside of the step."
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
 _TRAIN = "A step trains and evaluate evaluates: each sets the mode."
 
@@ -105,7 +105,7 @@ TABLE: dict[str, Row] = {
     "Accelerator(cpu)": Row(None, "af.init has it, or accel-fn launch --cpu.", (17,)),
     "Accelerator(dataloader_config)": Row(None, "shard_loader needs no settings."),
     "Accelerator(deepspeed_plugin)": Row(
-        "af.wrap_fsdp() in the recipe", _DEEPSPEED, transform="af.wrap_fsdp()"
+        "af.wrap_deepspeed() in the recipe", _DEEPSPEED, transform="af.wrap_deepspeed()"
     ),
     "Accelerator(deepspeed_plugins)": Row(NONE, _DEEPSPEED),
     "Accelerator(fsdp_plugin)": Row(
@@ -394,7 +394,7 @@ TABLE: dict[str, Row] = {
     "ParallelismConfig": Row("af.wrap_fsdp(replicate=r)", "No other meshes."),
     "TorchTensorParallelPlugin": Row(NONE, "Tensor parallelism is not here."),
     "MegatronLMPlugin": Row(NONE, "Megatron-LM has a loop of its own."),
-    "DeepSpeedPlugin": Row("af.wrap_fsdp()", _DEEPSPEED),
+    "DeepSpeedPlugin": Row("af.wrap_deepspeed(stage=...)", _DEEPSPEED),
     "DummyOptim": Row("an optimizer of torch", _DEEPSPEED),
     "DummyScheduler": Row("a scheduler of torch", _DEEPSPEED),
     "AORecipeKwargs": Row('af.with_amp("fp8", skip=...)'),

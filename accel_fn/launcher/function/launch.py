@@ -77,7 +77,7 @@ def launch(
         gpu_ids: accelerators to use, by index.
         mixed_precision: what `with_amp()` without an argument does.
         num_microbatches: what `accumulate()` without an argument does.
-        wrap: what `wrap()` does, "ddp" or "fsdp".
+        wrap: what `wrap()` does, "ddp", "fsdp" or "deepspeed".
         threads_per_process: CPU threads of each; default: the cores, divided.
         timeout_s: seconds that a collective may take before all ranks report and end.
         **others: none; arguments of `fn` go into `kwargs`, which cannot clash with these names.

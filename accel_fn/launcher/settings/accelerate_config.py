@@ -89,9 +89,13 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "fsdp_activation_checkpointing": "checkpoint_activations()",
         "fsdp_activation_checkpointing_offload": "checkpoint_activations(offload=True)",
         "parallelism_config_dp_replicate_size": "wrap_fsdp(replicate={})",
-        "zero_stage=2": _NOT_RESHARDED,
-        "zero_stage=3": "wrap_fsdp()",
-        "offload_param_device=cpu": "wrap_fsdp(offload=True)",
+        "deepspeed_config_file": 'wrap_deepspeed("{}")',
+        "zero_stage=0": "wrap_deepspeed(stage=0)",
+        "zero_stage=2": "",
+        "zero_stage": "wrap_deepspeed(stage={})",
+        "offload_optimizer_device=cpu": 'wrap_deepspeed(offload="cpu")',
+        "offload_param_device=cpu": 'wrap_deepspeed(offload="cpu")',
+        "zero3_save_16bit_model": "save_model",
         "gradient_clipping": "clip({})",
         "megatron_lm_gradient_clipping": "clip({})",
         "megatron_lm_recompute_activations": "checkpoint_activations()",
@@ -119,10 +123,13 @@ _BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
 
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
-_OTHER_TYPES = ("DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
-"""Types that need more than processes with replicas."""
+_WRAPPED = MappingProxyType({"FSDP": "fsdp", "DEEPSPEED": "deepspeed"})
+"""Types that `wrap` names here."""
 
-_TYPES = (*_PLAIN, "FSDP", *_OTHER_TYPES)
+_OTHER_TYPES = ("MEGATRON_LM", "TP", "XLA")
+"""Types that need more than processes with replicas or shards."""
+
+_TYPES = (*_PLAIN, *_WRAPPED, *_OTHER_TYPES)
 _SAGEMAKER = "AMAZON_SAGEMAKER"
 _SAGEMAKER_TYPES = ("NO", "DATA_PARALLEL")
 _SAGEMAKER_JOB = (
@@ -184,7 +191,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
         "cpu": _use_cpu(given, kind),
         "mixed_precision": _precision(given),
         "num_microbatches": _microbatches(given, sections),
-        "wrap": kind.becomes("fsdp") if kind.value == "FSDP" else None,
+        "wrap": kind.becomes(_WRAPPED[str(kind.value)]) if kind.value in _WRAPPED else None,
     }
     values = {name: each for name, each in translated.items() if each is not None}
     on_cpu = "cpu" in values and bool(values["cpu"].value)

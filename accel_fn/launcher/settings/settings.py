@@ -95,8 +95,9 @@ class Settings(BaseModel):
     num_microbatches: Integer | None = Field(
         None, ge=1, description="what accumulate() without an argument does"
     )
-    wrap: Literal["ddp", "fsdp"] | None = Field(
-        None, description="what wrap() does: replicas on all ranks (ddp), or shards (fsdp)"
+    wrap: Literal["ddp", "fsdp", "deepspeed"] | None = Field(
+        None,
+        description="what wrap() does: replicas on all ranks (ddp), or shards (fsdp, or ZeRO by deepspeed)",
     )
     max_restarts: Integer = Field(
         0, ge=0, description="times to start the world again after a failure"
@@ -180,7 +181,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("cpu", "tee", "full_traceback"), "be true or false"),
         "gpu_ids": "be 'all' or indices of devices, each once, such as 0,1",
         "mixed_precision": "be one of no, fp16, bf16, fp8",
-        "wrap": "be one of ddp, fsdp",
+        "wrap": "be one of ddp, fsdp, deepspeed",
         "rdzv_backend": "be one of static, c10d, etcd-v2",
         "timeout_s": "be a finite number > 0",
         "log_dir": "be a path",
