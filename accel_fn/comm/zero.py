@@ -9,23 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
 
 
 def is_partitioned(model: object) -> bool:
     """Does each rank hold only shards of a model's parameters, as at ZeRO's stage 3?"""
-    return _has(model, "ds_id")
+    return isinstance(model, nn.Module) and any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def is_copied(model: object) -> bool:
     """Does ZeRO write a model's parameters from a copy of its own in every update?"""
-    return is_partitioned(model) or _has(model, "_hp_mapping")
+    return isinstance(model, nn.Module) and any(map(is_held, model.parameters()))
 
 
-def _has(model: object, name: str) -> bool:
-    return isinstance(model, nn.Module) and any(hasattr(each, name) for each in model.parameters())
+def is_held(parameter: Tensor) -> bool:
+    """Does an engine of stage 1 to 3 hold this parameter?"""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -38,10 +40,16 @@ def cases(folder):
         add("frozen", frozen)
         add("weightless", weightless)
         add("no weight", no_weight)
+        add("terms", terms)
+        add("sum", sums)
+        add("unreached", unreached)
+        add("nothing", reaches_nothing)
         add("grads", refused, of=lambda state, step, part: step.grads(state, part))
         add("failed", failed)
         if stage:
             add("offload", offloaded)
+            add("experts", experts)
+            add("two engines", two_engines)
             add(
                 "accelerate",
                 refused,
@@ -158,6 +166,131 @@ def no_weight(state, *, stage):
     except ValueError as error:
         return str(error)
     return distance(whole(model), before)
+
+
+def terms(state, *, stage):
+    """Two means over different items, one of which rank 1 has none of, and a metric."""
+
+    def two(model, batch):
+        x, y, mask = batch
+        error = (model(x) - y).square()
+        first = {"labels": (error * mask).sum() / mask.sum(), "rows": error.abs().mean()}
+        return first, {"error": (error.sum().detach(), float(error.numel()))}
+
+    def plan(transform, model):
+        weights = {"labels": count, "rows": lambda batch: len(batch[0])}
+        made = af.Plan(two, model, OPTIMIZERS["momentum"](model.parameters()), weights)
+        return transform(made)
+
+    ends = []
+    recipe = af.compose(zero(stage), af.accumulate(3))
+    for transform, run, cut in ((recipe, state, 11), (af.compose(), af.DistState(), None)):
+        model = make_model()
+        run, step = af.build(run, plan(transform, model))
+        values = []
+        for batch in batches(3):
+            batch[2][11:] = 0
+            run, report = step(run, batch if cut is None else rows_of(batch, run, cut))
+            values += [report.loss.item(), report.metrics["error"].item()]
+        ends.append((whole(model), values))
+    (ours, losses), (alone, losses_alone) = ends
+    return max(distance(ours, alone), relative(losses, losses_alone))
+
+
+def sums(state, *, stage):
+    """A loss that is a sum over the items."""
+
+    def total(model, batch):
+        x, y, mask = batch
+        return ((model(x) - y).square() * mask).sum() / 100
+
+    ends = []
+    for transform, run in ((zero(stage), state), (af.compose(), af.DistState())):
+        model = make_model()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        plan = af.Plan(total, model, optimizer, count, reduction="sum")
+        run, step = af.build(run, transform(plan))
+        for batch in batches(3):
+            run, _ = step(run, batch if run.world_size == 1 else rows_of(batch, run, 11))
+        ends.append(whole(model))
+    return distance(*ends)
+
+
+def unreached(state, *, stage):
+    """A parameter that no loss reaches, while rank 1 has no rows: the others train as by hand."""
+    model = nn.ModuleDict({"used": make_model(), "spare": nn.Linear(6, 3)})
+
+    def loss(model, batch):
+        return loss_fn(model["used"], batch)
+
+    plan = af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()), count)
+    state, step = af.build(state, zero(stage)(plan))
+    for batch in batches(4):
+        state, _ = step(state, rows_of(batch, state, 16))
+    return distance(whole(model["used"]), by_hand("sgd")[0])
+
+
+def reaches_nothing(state, *, stage):
+    """A loss of a copy of the model."""
+    model, other = make_model(), nn.Linear(6, 3)
+
+    def loss(model, batch):
+        return loss_fn(other, batch)
+
+    plan = af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()), count)
+    state, step = af.build(state, zero(stage)(plan), check_loss=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of tensors outside of the model
+        try:
+            step(state, rows_of(batches(1)[0], state, 8))
+        except ValueError as error:
+            return str(error)
+    return "nothing is refused"
+
+
+def experts(state, *, stage):
+    """Each rank's rows reach another expert."""
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def loss(model, batch):
+        return loss_fn(model[state.rank], batch)
+
+    plan = af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()), count)
+    built, step = af.build(state, zero(stage)(plan), check_loss=False)
+    try:
+        step(built, rows_of(batches(1)[0], built, 8))
+    except ValueError as error:
+        return str(error)
+    return "nothing is refused"
+
+
+def two_engines(state, *, stage):
+    """The loss of one half of a GAN reaches the other half, which has an engine too."""
+    judge, maker = nn.Linear(3, 1), make_model()
+
+    def judged(judge, batch):
+        return judge(batch[1]).square().mean()
+
+    def made(maker, batch):
+        return judge(maker(batch[0])).square().mean()
+
+    part = rows_of(batches(1)[0], state, 8)
+    plans = [
+        af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()))
+        for loss, model in ((judged, judge), (made, maker))
+    ]
+    state, first = af.build(state, zero(stage)(plans[0]), check_loss=False)
+    state, second = af.build(state, zero(stage)(plans[1]), check_loss=False)
+    state, _ = first(state, part)
+    judge.requires_grad_(False)
+    state, _ = second(state, part)
+    judge.requires_grad_(True)
+    state, _ = first(state, part)
+    try:
+        second(state, part)
+    except ValueError as error:
+        return str(error)
+    return "nothing is refused"
 
 
 def refused(state, *, stage, of):

@@ -45,7 +45,10 @@ def test_the_smallest_bound_clips(found, stage):
     assert found[f"bound {stage}"] <= ROUNDING
 
 
-WORKS = ["forward", "evaluate", "schedule", "activations", "frozen", "weightless"]
+WORKS = [
+    *("forward", "evaluate", "schedule", "activations", "frozen", "weightless"),
+    *("terms", "sum", "unreached"),
+]
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -102,6 +105,36 @@ def test_gradients_are_refused(found, stage):
     assert found[f"grads {stage}"] == (
         "step.grads: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
         "parameters, got one with it; call the step, or use wrap_fsdp"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_reaches_no_parameter_is_refused(found, stage):
+    assert found[f"nothing {stage}"].startswith(
+        "step: loss_fn must reach the model's parameters by the model given to it, got no gradient for "
+        "0.weight, "
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_reach_other_parameters_are_refused(found, stage):
+    text = found[f"experts {stage}"]
+    assert text.startswith(
+        "step: wrap_deepspeed must have a loss_fn that reaches the same parameters on every rank, got "
+    )
+    for rank in range(2):
+        assert f"{rank}.weight, {rank}.bias on rank {rank}" in text
+    assert text.endswith(
+        "; call each part of the model on every rank, with no rows where it has nothing to do, or use stage=0"
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_that_reaches_another_engine_is_refused(found, stage):
+    assert found[f"two engines {stage}"] == (
+        "step: wrap_deepspeed must have a loss_fn that reaches the parameters of one engine, got one that "
+        "reaches another plan's, too; call requires_grad_(False) on those before the step, and "
+        "requires_grad_(True) after it"
     )
 
 

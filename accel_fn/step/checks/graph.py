@@ -160,6 +160,11 @@ def nodes_of(loss: Tensor) -> list[Node]:
     return [*seen]
 
 
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The leaves of the graph of a loss that get a gradient."""
+    return [each for each in map(_leaf, nodes_of(loss)) if each is not None]
+
+
 def _leaf(node: Node) -> Tensor | None:
     """The leaf whose gradient a node accumulates, if it does."""
     variable: Tensor | None = getattr(node, "variable", None)

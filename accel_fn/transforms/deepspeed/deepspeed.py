@@ -78,7 +78,9 @@ def wrap_deepspeed(
             sparse gradients; a loss scale, and functions in the slots `accept`, `gradients` (but
             `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and `shard_model`; at stage 3 `average`
             and `check_replicas`; ranks that are threads; another device than DeepSpeed's; and the lock of a
-            build of DeepSpeed's C++ code. From `step.grads` and `step.update`; from stage 1 on, from
+            build of DeepSpeed's C++ code. From a step: a loss that reaches no parameter, one of another engine,
+            or others than on another rank, where the first batches are looked at; another step after one
+            that failed; at stage 3 a batch without weight on all ranks. From `step.grads` and `step.update`; from stage 1 on, from
             `load_model` and `load_accelerate`, and from `load` if the optimizer has made another number of
             updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
@@ -87,7 +89,7 @@ def wrap_deepspeed(
     Cost: DeepSpeed's: in each backward, or in the last one at stages 0 and 1, a reduction of the gradients;
         in the update a gather of parameters (stages 1 and 2); at stage 3 a gather of each module's parameters
         in each forward and backward. Beside them, two small collectives on the host and one of
-        a number; from stage 2 on, one more, and as many micro-batches on every rank. The first
+        a number; from stage 1 on, one more, and as many micro-batches on every rank. The first
         start on a machine compiles C++ code, which takes minutes.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054; Ren et al. 2021, arXiv:2101.06840.

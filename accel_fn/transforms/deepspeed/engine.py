@@ -14,8 +14,9 @@ from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.zero import gathered
-from accel_fn.errors import BatchError, PlanError, StateError
+from accel_fn.comm.zero import gathered, is_held
+from accel_fn.errors import BatchError, LossError, PlanError, StateError, check_equal
+from accel_fn.step.checks.graph import leaves_of, not_reached
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads, global_norm
 from accel_fn.step.loss_module import Outcome
@@ -31,6 +32,9 @@ from accel_fn.transforms.deepspeed.settings import (
     signature_of,
 )
 from accel_fn.transforms.deepspeed.whole_state import gather_state, write_state
+
+_RULE = "step: wrap_deepspeed must have a loss_fn that reaches the same parameters on every rank"
+_REPAIR = "call each part of the model on every rank, with no rows where it has nothing to do, or use stage=0"
 
 
 class OneRank(Strategy):
@@ -73,10 +77,14 @@ class ZeRO(Strategy):
         super().__init__(state, module, plan)
         zero = settings["zero_optimization"]
         self._stage = zero["stage"]
-        # Every backward of stage 2 reduces gradients; every forward of stage 3 gathers parameters, too.
-        self.pads = self._stage >= 2 or bool(zero.get("overlap_comm"))
+        self.pads = self._stage >= 1
         (self._optimizer,) = plan.optimizers.values()
         self._has_failed = False
+        self._state = state
+        self._names = {id(p): name for name, p in plan.model.named_parameters() if p.requires_grad}
+        """The trained parameters, by their ids."""
+        self._is_due = True
+        """Does the next backward look at what the loss reaches?"""
         for buffer in plan.model.buffers():  # the engine sends the parameters
             primitives.broadcast(buffer, state, 0, "build")
         own = [group["params"] for group in self._optimizer.param_groups]
@@ -124,12 +132,13 @@ class ZeRO(Strategy):
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
-        """Run what weighs something; if the engine has collectives in between, as much on every rank.
+        """Run what weighs something; from stage 1 on, as many micro-batches on every rank.
 
-        A rank that has fewer micro-batches runs one of another rank's with weight 0: times zero, its
-        gradient is zero wherever that rank's is finite.
+        Ranks reduce gradients in the order in which a backward gives them: from stage 2 on in every backward,
+        and at stage 3 every forward gathers parameters. So a rank that has fewer micro-batches runs one of
+        another rank's with weight 0: times zero, its gradient is zero wherever that rank's is finite.
 
-        Cost: from stage 2 on one small collective; a broadcast of a micro-batch if a rank needs one.
+        Cost: from stage 1 on one small collective; a broadcast of a micro-batch if a rank needs one.
         """
         counted = [each for each in zip(parts, weights, strict=True) if each[1]]
         if self.pads and (self._stage == 3 or torch.is_grad_enabled()):
@@ -142,11 +151,17 @@ class ZeRO(Strategy):
                     "none; skip such batches on all ranks"
                 )
             if min(counts) < max(counts):
-                # A real one, since ranks reduce gradients in the order in which a backward gives them.
                 mine = counted[-1][0] if counted else None
                 spare = broadcast(mine, state, source=counts.index(max(counts)))
                 counted = [*[(spare, 0)] * (max(counts) - len(counted)), *counted]
         return [part for part, _ in counted], [weight for _, weight in counted]
+
+    def run(
+        self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
+    ) -> None:
+        """Run the micro-batches; in batches 1, 2, 10 and 100, look at what the first of them reaches."""
+        self._is_due = self.checks.is_due
+        super().run(plan, state, mean, parts, weights)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -159,7 +174,28 @@ class ZeRO(Strategy):
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to the engine's."""
+        if self._is_due:
+            self._is_due = False
+            self._check_reached(loss)
         self._engine.backward(loss if seed is None else (loss * seed).sum())
+
+    def _check_reached(self, loss: Tensor) -> None:
+        """Refuse a loss that reaches no parameter, one of another engine, or others than on another rank."""
+        leaves = {id(each): each for each in leaves_of(loss)}
+        names = [name for each, name in self._names.items() if each in leaves]
+        foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
+        mine = names, len(foreign)
+        # At stage 0 ranks may run other numbers of micro-batches, and reduce gradients by parameter.
+        every = primitives.exchange(mine, self._state, "step") if self._stage else [mine]
+        if not all(found for found, _ in every):
+            raise not_reached([*self._names.values()])
+        if any(number for _, number in every):
+            raise LossError(
+                "step: wrap_deepspeed must have a loss_fn that reaches the parameters of one engine, got one "
+                "that reaches another plan's, too; call requires_grad_(False) on those before the step, and "
+                "requires_grad_(True) after it"
+            )
+        check_equal([", ".join(found) for found, _ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
         """Do nothing: what weighs nothing is not run, and what stands for it is finite."""
