@@ -78,11 +78,11 @@ def wrap_deepspeed(
             sparse gradients; a loss scale, and functions in the slots `accept`, `gradients` (but
             `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and `shard_model`; at stage 3 `average`
             and `check_replicas`; ranks that are threads; another device than DeepSpeed's; and the lock of a
-            build of DeepSpeed's C++ code. From a step: a loss that reaches no parameter, one of another engine,
-            or others than on another rank, where the first batches are looked at; another step after one
-            that failed; at stage 3 a batch without weight on all ranks. From `step.grads` and `step.update`; from stage 1 on, from
-            `load_model` and `load_accelerate`, and from `load` if the optimizer has made another number of
-            updates to some parameters of a group.
+            build of DeepSpeed's C++ code. From a step: a loss that reaches no parameter, one of another
+            engine, or others than on another rank, where the first batches are looked at; another step
+            after one that failed; at stage 3 a batch without weight on all ranks. From `step.grads` and
+            `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and from `load` if the
+            optimizer has made another number of updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
         ModuleNotFoundError: in `build`, in a world of several, without the extra `deepspeed`.
 
