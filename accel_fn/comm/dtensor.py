@@ -5,8 +5,8 @@ They are known by their method `to_local`: importing torch's module takes time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm.primitives import gather_numbers
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
 
@@ -44,24 +45,54 @@ def whole(tensor: Tensor) -> Tensor:
     return cast("DTensor", tensor.detach()).full_tensor()
 
 
-def norm_over_shards(norm: Tensor, of: Sequence[Tensor]) -> Tensor:
+def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[DTensor]]:
+    """Sort sharded tensors by the groups of ranks that hold their shards.
+
+    Cost: for gradients that are still to be summed over an axis, as of `SequenceParallel`, that sum.
+    """
+    by_placements: dict[Any, list[DTensor]] = {}
+    for each in tensors:
+        by_placements.setdefault((each.device_mesh, each.placements), []).append(each)
+    found: dict[tuple[ProcessGroup, ...], list[DTensor]] = {}
+    for (_, placements), same in by_placements.items():
+        if any(each.is_partial() for each in placements):
+            same = [_summed(each) for each in same]
+        found.setdefault(_groups_of(same[0]), []).extend(same)
+    return found
+
+
+def _summed(tensor: DTensor) -> DTensor:
+    from torch.distributed.tensor import Replicate
+
+    wanted = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    return tensor.redistribute(placements=wanted)
+
+
+def _groups_of(tensor: DTensor) -> tuple[ProcessGroup, ...]:
+    """Return the groups along the axes of the mesh whose ranks hold different values."""
+    pairs = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    return tuple(group for group, placement in pairs if not placement.is_replicate())
+
+
+def norm_over_shards(norm: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     """Return the norm of whole tensors from that of this rank's shards.
 
-    Cost: one collective of a number.
+    Cost: one collective of a number for each group.
     """
-    assert is_sharded(of[0])
-    mesh = of[0].device_mesh
-    total: Tensor = torch.linalg.vector_norm(gather_numbers(norm, mesh.get_group(mesh.ndim - 1)))
-    return total
+    for group in groups:
+        norm = torch.linalg.vector_norm(gather_numbers(norm, group))
+    return norm
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
     """Overwrite a tensor by a whole one; if it is sharded, by this rank's part."""
     if is_sharded(tensor):
-        group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-        parts, place = whole.chunk(group.size(), dim=0), group.rank()
-        if place < len(parts):
-            local(tensor).copy_(parts[place])
+        from torch.distributed.tensor import distribute_tensor
+
+        # Without a source, every rank cuts its own copy, and none is sent.
+        mesh, placements = tensor.device_mesh, tensor.placements
+        cut = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        local(tensor).copy_(local(cut))
     else:
         tensor.copy_(whole)
 
@@ -73,13 +104,14 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return cut
 
 
-def place_of(tensor: Tensor) -> int:
-    """Return the index of this rank's shard; 0 for a whole tensor."""
-    return axes_of(tensor)[0].rank if is_sharded(tensor) else 0
+def place_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the index of this rank's shard along each axis that cuts a tensor; () for a whole one."""
+    return tuple(each.rank() for each in _groups_of(tensor)) if is_sharded(tensor) else ()
 
 
-def axes_of(tensor: Tensor) -> list[DistState]:
-    """Return the axes of the mesh that a tensor is sharded over, the one that it is cut along first."""
-    assert is_sharded(tensor)
-    groups = tensor.device_mesh.get_all_groups()[::-1]
+def axes_of(tensors: Iterable[Tensor]) -> list[DistState]:
+    """Return the axes of the meshes that tensors are on, the innermost first; none for whole ones."""
+    groups: dict[ProcessGroup, None] = {}
+    for each in filter(is_sharded, tensors):
+        groups |= dict.fromkeys(each.device_mesh.get_all_groups()[::-1])
     return [DistState(rank=group.rank(), world_size=group.size(), group=group) for group in groups]

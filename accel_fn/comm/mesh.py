@@ -64,6 +64,8 @@ class _MeshByHand(DeviceMesh):
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
     ) -> None:
         super().__init__(kind, ranks, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
+        # Torch caches by mesh what follows from a rank's place in it, for all threads of a process.
+        self._thread_id = rank
         self._dim_group_names = [group.group_name for group in groups.values()]
         self._shards: DeviceMesh = self
         if ranks.ndim > 1:

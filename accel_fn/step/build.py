@@ -19,7 +19,7 @@ from accel_fn.step.plan_checks import check_parameters, check_plan, check_precis
 from accel_fn.step.same_on_all_ranks import check_same_plan
 from accel_fn.step.step import Stages, Step
 from accel_fn.step.strategy import Strategy, check_strategy
-from accel_fn.step.update import follow_parameters
+from accel_fn.step.update import follow_parameters, follow_shards
 
 
 def build(
@@ -99,12 +99,17 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
     state = reduce(lambda state, init_state: init_state(state), plan.init_state, state)
     if plan.init_state:
         check_precision(state, plan.model)
-    moves = (*plan.place_model, *plan.shard_model)
-    model = reduce(lambda model, move: move(state, model), moves, plan.model)
-    if moves:
-        check_parameters(plan)
+    model = plan.model
+    for place in plan.place_model:
+        model = place(state, model)
+    placed = dict(plan.model.named_parameters())
+    for shard in plan.shard_model:
+        model = shard(state, model)
+    if plan.place_model or plan.shard_model:
         for optimizer in plan.optimizers.values():
+            follow_shards(optimizer, placed, plan.model)
             follow_parameters(optimizer)
+        check_parameters(plan)
     return state, model
 
 

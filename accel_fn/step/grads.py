@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from accel_fn.comm.dtensor import is_sharded, local, norm_over_shards
+from accel_fn.comm.dtensor import by_axes, is_sharded, local, norm_over_shards
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -129,8 +129,12 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     sharded = [each for each in tensors if is_sharded(each)]
     if sharded:
         whole = [each for each in tensors if not is_sharded(each)]
-        norm = norm_over_shards(global_norm([local(each) for each in sharded]), sharded)
-        return torch.linalg.vector_norm(torch.stack([norm, global_norm(whole)])) if whole else norm
+        parts = [
+            norm_over_shards(global_norm([local(each) for each in same]), groups)
+            for groups, same in by_axes(sharded).items()
+        ]
+        parts += [global_norm(whole)] if whole else []
+        return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     if not dense:
         return torch.zeros(())

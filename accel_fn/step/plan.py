@@ -71,7 +71,8 @@ class Plan(Generic[Batch]):
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
-        shard_model: `(state, model) -> model`, before the strategy; at most one.
+        shard_model: `(state, model) -> model`, before the strategy; at most one. The optimizers get the
+            parameters that it puts in place of others, by name.
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
         compile_step: `(state, stages) -> function (state, batch) -> (state, report)`, which runs
             all of a step but `after_update`; at most one.

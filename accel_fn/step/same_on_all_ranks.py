@@ -87,18 +87,23 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
 def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: str) -> None:
     """Raise an error of these words on every rank, about the first tensor that differs between ranks.
 
-    Ranks that hold the same shard of a tensor are compared.
+    Ranks that hold the same shard of a tensor, along every axis that cuts it, are compared.
 
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     prints = fingerprints(list(tensors.values()))
-    places = [0 if each is None else place_of(each) for each in tensors.values()]
+    places = [() if each is None else place_of(each) for each in tensors.values()]
     own = dict(zip(tensors, zip(places, prints, strict=True), strict=True))
     every = primitives.exchange(own, state, words.partition(":")[0])
     for name in tensors:
-        firsts: dict[int, int] = {}
+        firsts: dict[tuple[int, ...], int] = {}
         found = [of_rank[name] for of_rank in every]
-        wrong = [rank for rank, (at, it) in enumerate(found) if firsts.setdefault(at, it) != it]
+        num_axes = len(found[0][0])  # none, if rank 0 has no gradient
+        wrong = [
+            rank
+            for rank, (at, it) in enumerate(found)
+            if len(at) != num_axes or firsts.setdefault(at, it) != it
+        ]
         if wrong:
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             raise ReplicaError(words.format(name=name, ranks=ranks))

@@ -27,7 +27,7 @@ from accel_fn.checkpoint.weights.entries import (
 )
 from accel_fn.checkpoint.weights.files import Stored, open_set, write_set
 from accel_fn.comm.collectives import all_or_none, barrier
-from accel_fn.comm.dtensor import axes_of, fill, is_sharded, whole
+from accel_fn.comm.dtensor import axes_of, fill, whole
 from accel_fn.comm.zero import gathered, is_copied, world_of
 from accel_fn.errors import (
     ArgumentError,
@@ -108,7 +108,7 @@ def save_model(
     path = _path("save_model", folder)
     with gathered(model):
         entries = replace(read_entries("save_model", model), dtype=dtype)
-        axes = _axes(entries) or world_of(model)
+        axes = axes_of(entries.tensors.values()) or world_of(model)
         frozen = _frozen(model, entries) if only else {}
         tensors = {name: each for name, each in entries.tensors.items() if name not in frozen}
         entries = replace(entries, tensors=tensors)
@@ -174,7 +174,7 @@ def load_model(
             "load_model: model must be loaded before build under wrap_deepspeed, whose engine would write "
             "its own copy of the parameters over it, got one in use; load first, or use load"
         )
-    axes = _axes(read_entries("load_model", model))
+    axes = axes_of(read_entries("load_model", model).tensors.values())
     with ExitStack() as stack:
         opened = matching_set(model, folder, rename, strict=strict)
         entries, stored, left_out = _on_all(lambda: stack.enter_context(opened), axes, "load_model")
@@ -242,12 +242,6 @@ def _on_all(fn: Callable[[], T], axes: list[DistState], function: str) -> T:
     for axis in axes:  # a failure reaches the peers on the first axis, then theirs on the next
         fn = partial(all_or_none, fn, axis, function)
     return fn()
-
-
-def _axes(entries: Entries) -> list[DistState]:
-    """Return the axes that a model is sharded over; none if it is whole."""
-    sharded = next(filter(is_sharded, entries.tensors.values()), None)
-    return [] if sharded is None else axes_of(sharded)
 
 
 def _frozen(model: nn.Module, entries: Entries) -> dict[str, Tensor]:

@@ -157,7 +157,7 @@ class ShardedLoss(nn.Module):
             if not any(self._group_parameters([unit])):  # inner units hold all of its parameters
                 continue
             shards = [each for each in unit.parameters() if is_sharded(each)]
-            shard_axis, *others = axes_of(shards[0])
+            shard_axis, *others = axes_of(shards[:1])
             replicas = others[0].group if others else None
             gather = OrderedGather(order, number, name)
             reduce = OrderedReduce(order, number, name, replicas, shard_axis.world_size)

@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "clipping by the norm of the own shard",
         GRADS,
-        "norm = norm_over_shards(global_norm([local(each) for each in sharded]), sharded)",
-        "norm = global_norm([local(each) for each in sharded])",
+        "norm_over_shards(global_norm([local(each) for each in same]), groups)",
+        "global_norm([local(each) for each in same])",
         f"{LAWS}03_fsdp.py",
     ),
     Mutant(

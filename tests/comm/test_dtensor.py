@@ -1,0 +1,243 @@
+"""Sharded tensors on meshes of two axes: filled, compared, counted once in a norm, saved and trained."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import accel_fn as af
+from accel_fn.checkpoint.weights import save_load_model
+from accel_fn.comm.dtensor import fill, local, shard_like, whole
+from accel_fn.comm.mesh import make_mesh
+from accel_fn.step.grads import global_norm
+from accel_fn.step.same_on_all_ranks import check_same
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+from tests.support.processes import launch
+
+CUTS = {
+    "rows over the first axis": (Shard(0), Replicate()),
+    "rows over the second axis": (Replicate(), Shard(0)),
+    "columns over the first axis": (Shard(1), Replicate()),
+    "rows and columns": (Shard(0), Shard(1)),
+    "columns and rows": (Shard(1), Shard(0)),
+    "rows over both axes": (Shard(0), Shard(0)),
+    "rows over both axes, the second first": (_StridedShard(0, split_factor=2), Shard(0)),
+    "nothing": (Replicate(), Replicate()),
+}
+VALUES = torch.arange(1, 16).double().view(5, 3)  # no size is a multiple of a number of ranks
+
+
+def cut(value, mesh, placements):
+    return distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
+
+
+def simulated(fn):
+    """Run `fn(state, mesh)` on four ranks, as a mesh of 2 x 2."""
+    return simulate(lambda state: fn(state, make_mesh(state, replicate=2)), world_size=4)
+
+
+@pytest.mark.parametrize("values", [VALUES, torch.arange(32.0).view(8, 4)], ids=["uneven", "even"])
+@pytest.mark.parametrize("placements", CUTS.values(), ids=CUTS)
+def test_each_rank_gets_its_part_of_a_whole_tensor(placements, values):
+    def run(state, mesh):
+        filled = cut(torch.zeros_like(values), mesh, placements)
+        home = local(filled).data_ptr()
+        fill(filled, values)
+        like = shard_like(values.half(), filled)
+        assert local(filled).data_ptr() == home
+        return whole(filled), whole(like)
+
+    for filled, like in simulated(run):
+        assert torch.equal(filled, values)
+        assert torch.equal(like, values.half())
+
+
+def test_a_norm_counts_every_element_once_over_all_axes():
+    """Also where some tensors are whole, and where gradients are still to be summed over an axis."""
+
+    def run(state, mesh):
+        tensors = [cut(VALUES, mesh, placements) for placements in CUTS.values()]
+        tensors.append(cut(VALUES, mesh["shard"], [Shard(1)]))
+        half = local(cut(VALUES / 2, mesh, (Shard(0), Replicate())))
+        summand = DTensor.from_local(half, mesh, (Shard(0), Partial()), shape=(5, 3), stride=(3, 1))
+        return global_norm([*tensors, summand, VALUES])
+
+    expected = torch.linalg.vector_norm(torch.stack([VALUES] * (len(CUTS) + 3)))
+    for norm in simulated(run):
+        assert abs(norm - expected) <= 1e-12 * expected
+
+
+@pytest.mark.parametrize("placements", CUTS.values(), ids=CUTS)
+def test_ranks_that_hold_the_same_shard_are_compared_and_no_others(placements):
+    def run(state, mesh, bad_rank):
+        tensor = cut(VALUES, mesh, placements)
+        if state.rank == bad_rank:
+            local(tensor).view(-1)[0] += 1
+        try:
+            check_same({"it": tensor}, state, "check: {name} differs on {ranks}")
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert simulated(partial(run, bad_rank=None)) == [""] * 4
+    is_replica = any(each.is_replicate() for each in placements)
+    words = "check: it differs on rank 3" if is_replica else ""
+    assert simulated(partial(run, bad_rank=3)) == [words] * 4
+
+
+def test_a_shard_without_a_gradient_on_one_rank_is_found():
+    def run(state, mesh):
+        tensor = None if state.rank == 1 else cut(VALUES, mesh, (Shard(0), Shard(0)))
+        with pytest.raises(RuntimeError, match=r"it differs on rank 1$"):
+            check_same({"it": tensor}, state, "check: {name} differs on {ranks}")
+
+    simulated(run)
+
+
+WAYS = {
+    "0.weight": ("shard", (Shard(0),)),
+    "0.bias": (None, (_StridedShard(0, split_factor=2), Shard(0))),
+    "2.weight": (None, (Replicate(), Shard(1))),
+    "2.bias": (None, (Shard(0), Replicate())),
+}
+"""How parameters of the small model are cut: over one axis of the mesh, or over all."""
+
+
+def cut_model(model, mesh):
+    """Put the parameters of the small model on a mesh, as new tensors."""
+    for name, (axis, placements) in WAYS.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        value = cut(getattr(module, last).detach(), mesh[axis] if axis else mesh, placements)
+        setattr(module, last, nn.Parameter(value))
+    return model
+
+
+def test_a_model_over_two_axes_is_saved_once_and_loaded(tmp_path, monkeypatch):
+    writers, write_set = [], save_load_model.write_set
+    monkeypatch.setattr(
+        save_load_model, "write_set", lambda *given: (writers.append(1), write_set(*given))
+    )
+
+    def run(state, mesh):
+        model = cut_model(ours.regression_model(), mesh)
+        af.save_model(model, tmp_path)
+        with torch.no_grad():
+            for each in model.parameters():
+                local(each).zero_()
+        af.load_model(model, tmp_path)
+        return {name: whole(each) for name, each in model.named_parameters()}
+
+    expected = dict(ours.regression_model().named_parameters())
+    for found in simulated(run):
+        ours.assert_identical(found, expected)
+    assert len(writers) == 1
+    plain = ours.regression_model(seed=1)
+    af.load_model(plain, tmp_path)
+    ours.assert_identical(dict(plain.named_parameters()), expected)
+
+
+def test_a_step_trains_what_shard_model_has_cut():
+    """The optimizer, which has already made a step, gets the shards; every rank has the whole batch."""
+    batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(3)]
+
+    def run(state, mesh=None):
+        def gathered(model, batch):
+            values = {name: each.full_tensor() for name, each in model.named_parameters()}
+            return F.mse_loss(torch.func.functional_call(model, values, batch[0]), batch[1])
+
+        plan = ours.plan(optimizer=ours.adamw, loss_fn=gathered if mesh else ours.mse)
+        ours.mse(plan.model, batches[0]).backward()
+        plan.optimizer.step()
+        plan.optimizer.zero_grad()
+        plan = af.compose(af.clip(0.1), af.check_replicas(1))(plan)
+        if mesh:
+            plan = replace(
+                plan,
+                shard_model=(lambda state, model: cut_model(model, mesh),),
+                strategy=(af.SlotFunction(af.Strategy),),
+            )
+        state, step = af.build(state, plan)
+        found = {}
+        for batch in batches:
+            state, report = step(state, batch)
+            found |= {f"loss {state.step}": report.loss, f"norm {state.step}": report.grad_norm}
+        return found | ours.whole(dict(step.plan.model.named_parameters()))
+
+    expected = run(af.DistState())
+    for found in simulated(run):
+        ours.assert_close(found, expected)
+
+
+class ByHooks(af.Strategy):
+    """FSDP's hooks average over the first axis, and tensor parallelism sums over the second one."""
+
+    finds_unused = False
+
+    def trainable(self):
+        self.model.unshard()
+        unsharded = [*self.model.parameters()]
+        self.model.reshard()
+        return [*unsharded, *self.model.parameters()]
+
+    def backward(self, loss, seed):
+        loss.backward(seed)
+
+
+def train_by_torch(state, folder):
+    """Train by fully_shard over tensor parallelism, save and load; every rank has the whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randn(3, 2, 6, 4, generator=generator, dtype=torch.float64).unbind()
+
+    def sharded(state, model):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+    plan = ours.plan(model=model, optimizer=ours.adamw)
+    plan = af.compose(af.clip(0.1), af.check_replicas(1))(plan)
+    if state.world_size > 1:
+        plan = replace(plan, shard_model=(sharded,), strategy=(af.SlotFunction(ByHooks),))
+    state, step = af.build(state, plan)
+    found = {}
+    for batch in batches:
+        state, report = step(state, batch)
+        found |= {f"loss {state.step}": report.loss, f"norm {state.step}": report.grad_norm}
+    af.save_model(model, folder)
+    with torch.no_grad():
+        for each in model.parameters():
+            local(each).zero_()
+    af.load_model(model, folder)
+    return found | ours.whole(dict(model.named_parameters()))
+
+
+SCRIPT = """
+import accel_fn as af
+from tests.comm.test_dtensor import train_by_torch
+from tests.support import strategies as ours
+
+state = af.init(device="cpu", timeout_s=100)
+found = train_by_torch(state, {folder!r} + "/mesh")
+ours.assert_close(found, train_by_torch(af.DistState(), {folder!r} + f"/{{state.rank}}"))
+say("equal")
+"""
+
+
+@pytest.mark.slow
+def test_fsdp_over_tensor_parallelism_trains_as_one_process(tmp_path):
+    launch(SCRIPT.format(folder=str(tmp_path)), num_processes=4, expect=["equal"] * 4)
