@@ -73,7 +73,7 @@ def restored_random(device: torch.device) -> Iterator[None]:
 
 def derive_random(state: DistState) -> None:
     """Seed all of them from (seed, rank, position): for a rank that the saved run did not have."""
-    _seed(f"accel_fn {state.seed} {state.rank} {_position(state)}", state.device)
+    _seed(f"accel_fn {state.seed} {state.data.rank} {_position(state)}", state.device)
 
 
 def seed_all(state: DistState, *, per_rank: bool = True) -> None:

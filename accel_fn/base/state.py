@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
+from accel_fn.base.mesh_axes import AXES, ranks_along
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    StateError,
+    check_count,
+    check_positive,
+    message,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,6 +190,10 @@ class DistState:
         call: number of steps since `step` advanced. 0 in the usual loop; a step with `advance=False`
             adds one, and the next step without it begins again at 0.
         seed: of the data order and of draws.
+        axis: the name of the axis whose ranks are this state's world, as `along` gives it; empty for
+            the world of all ranks.
+        axes: of the mesh, each as this rank sees it; empty without one. Not compared, and pickled
+            without groups.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
         watchdog: prints a report if a collective hangs; likewise.
 
@@ -202,6 +214,8 @@ class DistState:
     step: int = 0
     call: int = 0
     seed: int = 0
+    axis: str = ""
+    axes: tuple[Axis, ...] = field(default=(), repr=False, compare=False)
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
     watchdog: Watchdog | None = field(default=None, repr=False, compare=False)
 
@@ -232,8 +246,44 @@ class DistState:
 
     @property
     def data(self) -> Axis:
-        """The axis that batches, weights and losses are shared over: all ranks."""
+        """The axis that batches, weights and losses are shared over: `dp` of a mesh, else all ranks."""
+        for each in self.axes:
+            if each.name == "dp":
+                return each
         return Axis("data", self.rank, self.world_size, self.group)
+
+    def along(self, axis: str) -> DistState:
+        """Return the state of one axis of the mesh, whose world is the ranks that differ in it alone.
+
+        Every collective and `shard_loader` take it. `build`, `save` and `load` need all ranks.
+
+        Args:
+            axis: "pp", "dp", "cp" or "tp". One that the mesh leaves out has one rank; without a mesh,
+                "dp" is all ranks.
+
+        Returns:
+            A state of this rank's place along the axis.
+
+        Raises:
+            ValueError: there is no such axis, or this state is that of an axis already.
+
+        Cost: no collective.
+
+        >>> import accel_fn as af
+        >>> af.DistState(rank=3, world_size=8).along("tp").world_size
+        1
+        """
+        if axis not in AXES:
+            raise ArgumentError(message("along", "axis", f"be one of {', '.join(AXES)}", axis))
+        check_world("along", self)
+        found = self.data if axis == "dp" else Axis(axis, 0, 1, None)
+        found = next((each for each in self.axes if each.name == axis), found)
+        place: dict[str, Any] = {
+            "rank": found.rank,
+            "world_size": found.world_size,
+            "group": found.group,
+        }
+        return replace(self, axis=axis, axes=(), **place)
 
     def advanced(self, scaler: LossScale | None) -> DistState:
         """Return the state after one more batch, with this loss scale; fields are not checked again."""
@@ -253,7 +303,18 @@ class DistState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = [name for name in self.__dataclass_fields__ if name not in ("group", "watchdog")]
-        return _restored, ({name: getattr(self, name) for name in names},)
+        fields = {name: getattr(self, name) for name in names}
+        fields["axes"] = tuple([each._replace(group=None) for each in self.axes])
+        return _restored, (fields,)
+
+    def __repr__(self) -> str:
+        names = [name for name, each in self.__dataclass_fields__.items() if each.repr]
+        shown = [f"{name}={getattr(self, name)!r}" for name in names if name != "axis" or self.axis]
+        if self.axes:
+            shown.append(
+                "mesh=" + " x ".join(f"{each.name} {each.world_size}" for each in self.axes)
+            )
+        return f"DistState({', '.join(shown)})"
 
 
 def device_of(function: str, device: torch.device | str) -> torch.device:
@@ -271,6 +332,31 @@ def check_state(function: str, state: object) -> None:
         repair = "init, build and every step give one"
         got = type(state).__name__
         raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
+
+
+def check_world(function: str, state: DistState) -> None:
+    """Refuse the state of one axis where all ranks are needed."""
+    if state.axis:
+        raise StateError(
+            f"{function}: state must be of all ranks, got one along {state.axis!r}; give the state that "
+            "along was called on"
+        )
+
+
+def over(state: DistState, axis: str | None = None) -> DistState:
+    """Return the state of an axis; by default of the ranks that share a global batch."""
+    if axis is None and not state.axes:
+        return state
+    return state.along("dp" if axis is None else axis)
+
+
+def data_places(state: DistState) -> slice:
+    """Return the places, among all ranks, of those that share a global batch with this one."""
+    if not state.axes:
+        return slice(None)
+    shape = {each.name: each.world_size for each in state.axes}
+    ranks = ranks_along(shape, "dp", state.rank)
+    return slice(ranks.start, ranks.stop, ranks.step)
 
 
 def step_name(step: int, call: int) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from accel_fn.base.optimizer_modes import in_train_mode
 from accel_fn.base.rng import derive_random, random_state, restore_random
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
@@ -120,6 +120,7 @@ def load(
     1
     """
     check_state("load", state)
+    check_world("load", state)
     began = perf_counter()
     steps, extras = named_steps(step), {} if extras is None else extras
 

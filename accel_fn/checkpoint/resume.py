@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.checkpoint.argument_checks import check_call
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.load import load
@@ -61,6 +61,7 @@ def resume(
     1
     """
     check_state("resume", state)
+    check_world("resume", state)
     steps, given = named_steps(step), {} if extras is None else extras
 
     def check() -> None:

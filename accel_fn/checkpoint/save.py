@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_fn.base.file_lock import FileLock
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import random_state
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
@@ -131,6 +131,7 @@ def save(
     'step_00000000'
     """
     check_state("save", state)
+    check_world("save", state)
     began = perf_counter()
     steps, extras = named_steps(step), {} if extras is None else extras
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.samples import Samples
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, over
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import (
     detached_in_no_grad,
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 @eager
-def gather(tree: T, state: DistState) -> T:
-    """Join the rows of all ranks, on all ranks, in data-set order.
+def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
+    """Join the rows of all ranks, on all ranks, in data-set order; on a mesh, of all ranks along `dp`.
 
     Ranks hold consecutive parts of a batch that `shard_loader` split, so joining
     them in rank order restores the order of the data set. Numbers of rows
@@ -51,6 +51,8 @@ def gather(tree: T, state: DistState) -> T:
         tree: a tree of tensors [num_rows, ...] and lists, of one structure on all ranks; dtypes and
             trailing dimensions of tensors agree.
         state: of this rank.
+        axis: of the mesh, whose ranks' rows are joined; default: `dp`, since the ranks along other axes
+            hold the same rows.
 
     Returns:
         The same tree with tensors [sum of num_rows, ...] and joined lists. Tensors that
@@ -72,7 +74,7 @@ def gather(tree: T, state: DistState) -> T:
     {'scores': tensor([0, 1, 2]), 'names': ['a', 'b', 'c']}
     """
     check_state("gather", state)
-    return join_rows(tree, state, "gather", "tree")
+    return join_rows(tree, over(state, axis), "gather", "tree")
 
 
 def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
-from accel_fn.base.state import Axis, DistState
+from accel_fn.base.state import DistState
 from accel_fn.comm.unpickle import unpickled
 from accel_fn.errors import StateError, WorldError
 
@@ -40,9 +40,9 @@ def num_calls() -> int:
     return _calls.number
 
 
-def group_of(state: DistState, function: str, axis: Axis | None = None) -> ProcessGroup:
-    """Return the process group of an axis; without one, that of all ranks."""
-    group = state.group if axis is None else axis.group
+def group_of(state: DistState, function: str) -> ProcessGroup:
+    """Return the process group of a state's ranks: all of them, or those along an axis."""
+    group = state.group
     if group is None:
         raise StateError(
             f"{function}: state must carry a process group for {state.world_size} ranks, "
@@ -110,24 +110,16 @@ class PendingTotal:
             total.fill_(sum(numbers))
 
 
-def start_sum(tensor: Tensor, state: DistState, function: str, axis: Axis | None = None) -> Pending:
-    """Start to sum `tensor` over an axis, in place; by default over `state.data`.
-
-    Ranks must have agreed on shape and dtype.
-    """
+def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
+    """Start to sum `tensor`, in place; ranks must have agreed on its shape and dtype."""
     wait = waiting(state, function, [tensor])
-    group = group_of(state, function, axis or state.data)
-    return Pending(group.allreduce([tensor]), wait)
+    return Pending(group_of(state, function).allreduce([tensor]), wait)
 
 
 def start_total(
-    numbers: Tensor,
-    state: DistState,
-    function: str,
-    what: str | None = None,
-    axis: Axis | None = None,
+    numbers: Tensor, state: DistState, function: str, what: str | None = None
 ) -> Pending | PendingTotal:
-    """Start to sum a few numbers over an axis, in place, without an agreement before.
+    """Start to sum a few numbers, in place, without an agreement before.
 
     A rank may be in another collective by mistake. Gloo matches collectives of one kind by their
     order alone, and DDP all-reduces too, so an all-reduce on the host could add a gradient to a
@@ -138,16 +130,15 @@ def start_total(
         state: of this rank.
         function: the public one, for errors and hang reports.
         what: what is summed and in which step, such as "losses 12"; at most 24 bytes count.
-        axis: default: `state.data`.
 
     Returns:
         The sum under way; its `wait` raises a WorldError on all ranks where `what` differs.
     """
     if numbers.device.type != "cpu":
-        return start_sum(numbers, state, function, axis)
+        return start_sum(numbers, state, function)
     wait = waiting(state, function, [numbers])
     packed = struct.pack(f"{numbers.numel()}d", *numbers.view(-1).tolist())
-    heads = _Heads(packed, what or f"sum of {function}", state, function, axis)
+    heads = _Heads(packed, what or f"sum of {function}", state, function)
     return PendingTotal(numbers, heads, wait)
 
 
@@ -266,24 +257,16 @@ class _Heads:
 
     __slots__ = ("_function", "_head", "_rank", "_received", "_work")
 
-    def __init__(
-        self,
-        numbers: bytes,
-        what: str,
-        state: DistState,
-        function: str,
-        axis: Axis | None = None,
-    ) -> None:
-        axis = axis or state.data
+    def __init__(self, numbers: bytes, what: str, state: DistState, function: str) -> None:
         self._head = struct.Struct(f"{max(len(numbers), _NUMBERS_BYTES)}s{_NAME_BYTES}s")
         # All to all: between two ranks on one host a third less CPU time than Gloo's all-gather.
         packed = self._head.pack(numbers, what.encode()[:_NAME_BYTES])
-        head = bytearray(packed * axis.world_size)
+        head = bytearray(packed * state.world_size)
         data = torch.frombuffer(head, dtype=torch.uint8)
         self._received = torch.empty_like(data)
-        self._rank = axis.rank
+        self._rank = state.rank
         self._function = function
-        self._work = group_of(state, function, axis).alltoall_base(self._received, data, [], [])
+        self._work = group_of(state, function).alltoall_base(self._received, data, [], [])
 
     def wait(self) -> None:
         self._work.wait()

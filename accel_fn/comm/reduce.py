@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, over
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
 from accel_fn.comm.differentiable import (
@@ -46,8 +46,8 @@ _SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
 @eager
-def reduce_sum(tree: T, state: DistState) -> T:
-    """Sum over the ranks, leaf by leaf, on all ranks.
+def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
+    """Sum over the ranks, leaf by leaf, on all ranks; on a mesh, over the ranks along `dp`.
 
     Python integers are summed exactly, however large, and booleans with them as 0 and 1.
     A tensor is summed in its dtype: integers wrap around where they would there, and a
@@ -58,6 +58,8 @@ def reduce_sum(tree: T, state: DistState) -> T:
         tree: a tree of tensors of one shape and dtype on all ranks, in memory
             in any order, and of numbers.
         state: of this rank.
+        axis: of the mesh, over whose ranks it sums; default: `dp`, since the ranks along other axes hold
+            the same batch.
 
     Returns:
         The same tree of sums: new tensors, each on the device of this rank's leaf, and Python numbers
@@ -77,6 +79,7 @@ def reduce_sum(tree: T, state: DistState) -> T:
     {'right': 9, 'seen': 10}
     """
     check_state("reduce_sum", state)
+    state = over(state, axis)
     if state.world_size == 1:
         refuse_inexact("reduce_sum", inexact("reduce_sum", tensors_of(tree), state))
         return cast("T", detached_in_no_grad(tree))
@@ -84,8 +87,8 @@ def reduce_sum(tree: T, state: DistState) -> T:
 
 
 @eager
-def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
-    """Average over the ranks, weighted, leaf by leaf, on all ranks.
+def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0, axis: str | None = None) -> T:
+    """Average over the ranks, weighted, leaf by leaf, on all ranks; on a mesh, over those along `dp`.
 
     A mean of per-rank means is the mean over all items only if every rank's
     mean is weighted by its number of items: give that as `weight`. A gradient goes through it,
@@ -97,6 +100,7 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
         state: of this rank.
         weight: of this rank's values, finite and >= 0; a rank of weight 0 does not count,
             whatever its values.
+        axis: as for `reduce_sum`.
 
     Returns:
         The same tree of means: new tensors, each on the device of this rank's leaf, and floats for
@@ -115,6 +119,7 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
     0.5
     """
     check_state("reduce_mean", state)
+    state = over(state, axis)
     if state.world_size == 1:
         _shares([_number(weight)])
         refuse_inexact("reduce_mean", inexact("reduce_mean", tensors_of(tree), state))
@@ -126,7 +131,8 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0) -> T:
 def reduce_max(tree: T, state: DistState) -> T:
     """Take the largest value over the ranks, leaf by leaf and element by element, on all ranks.
 
-    NaN on any rank is NaN on all. No gradient goes through it: detach tensors in a loss.
+    NaN on any rank is NaN on all. No gradient goes through it: detach tensors in a loss. On a mesh it
+    goes over all ranks; `state.along("dp")` in place of the state limits it to an axis.
 
     Args:
         tree: a tree of dense real tensors of one shape and dtype on all ranks, and of numbers.

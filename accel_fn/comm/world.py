@@ -7,17 +7,21 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from accel_fn.base.launch_options import launch_options
-from accel_fn.base.state import DistState, device_of
+from accel_fn.base.mesh_axes import mesh_shape
+from accel_fn.base.state import Axis, DistState, device_of
 from accel_fn.comm import backends
 from accel_fn.comm.clusters.nodes import azure_local_world_size, check_alone
 from accel_fn.comm.clusters.tasks import RANKS, read_task
+from accel_fn.comm.collectives import agreed
+from accel_fn.comm.mesh_groups import axes_of, make_subgroup
 from accel_fn.comm.rendezvous import join_world, leave_world
-from accel_fn.errors import WorldError, check_count, check_positive
+from accel_fn.errors import ArgumentError, WorldError, check_count, check_equal, check_positive
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -44,6 +48,7 @@ def init(
     backend: str | None = None,
     timeout_s: float | None = None,
     seed: int = 0,
+    mesh: Mapping[str, int] | None = None,
 ) -> DistState:
     """Return the state of this process: its rank, its world and its device.
 
@@ -67,6 +72,10 @@ def init(
             prints on stderr where it is, and its process ends with exit code 124. Default:
             the launch's (`--timeout-s`, ACCEL_FN_TIMEOUT_S), else 600.
         seed: of the data order, >= 0.
+        mesh: the axes that the ranks form and their sizes, such as `{"dp": -1, "tp": 2}`: "pp", "dp", "cp"
+            and "tp", outermost first. One may be -1, for all ranks that the others leave; those left
+            out have one rank. Ranks that differ in `dp` alone share a global batch; ranks that
+            differ in other axes hold the same part of it. Default: all ranks share it.
 
     Returns:
         A state at step 0.
@@ -78,18 +87,19 @@ def init(
         TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`; the
             message names who is missing. Calling `init` again is a new try, also if the other
             ranks have tried more or fewer times.
-        ValueError: an argument is outside its range.
+        ValueError: an argument is outside its range, or the sizes of `mesh` do not fit the number of ranks
+            or differ between ranks.
 
-    Cost: one rendezvous of all processes.
+    Cost: one rendezvous of all processes; with `mesh`, a group for each axis of several ranks.
 
     >>> import accel_fn as af
     >>> af.init(device="cpu")
     DistState(rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(type='cpu'), \
 scaler=None, step=0, call=0, seed=0)
     """
-    state = _join(device, backend, timeout_s, seed)
+    state = _join(device, backend, timeout_s, seed, mesh)
     if state.group is not None:
-        atexit.register(leave_world, state.group, state.watchdog)
+        atexit.register(_leave, state)
     return state
 
 
@@ -100,6 +110,7 @@ def distributed(
     backend: str | None = None,
     timeout_s: float | None = None,
     seed: int = 0,
+    mesh: Mapping[str, int] | None = None,
 ) -> Iterator[DistState]:
     """`init` as a context: leave the group at the end of the block.
 
@@ -110,6 +121,7 @@ def distributed(
         backend: as in `init`.
         timeout_s: as in `init`.
         seed: as in `init`.
+        mesh: as in `init`.
 
     Yields:
         The state.
@@ -124,16 +136,25 @@ def distributed(
     ...     state.world_size
     1
     """
-    state = _join(device, backend, timeout_s, seed)
+    state = _join(device, backend, timeout_s, seed, mesh)
     try:
         yield state
     finally:
-        if state.group is not None:
-            leave_world(state.group, state.watchdog)
+        _leave(state)
+
+
+def _leave(state: DistState) -> None:
+    for group in dict.fromkeys([*(axis.group for axis in state.axes), state.group]):
+        if group is not None:
+            leave_world(group, state.watchdog)
 
 
 def _join(
-    device: torch.device | str | None, backend: str | None, timeout_s: float | None, seed: int
+    device: torch.device | str | None,
+    backend: str | None,
+    timeout_s: float | None,
+    seed: int,
+    mesh: Mapping[str, int] | None,
 ) -> DistState:
     if timeout_s is None:
         timeout_s = launch_options().timeout_s or _TIMEOUT_S
@@ -143,10 +164,14 @@ def _join(
     joined = _joined_world(os.environ)
     launch = joined or read_launch(os.environ)
     device = device or os.environ.get("ACCEL_FN_DEVICE") or ray_device(os.environ)
+    world_size = 1 if launch is None else launch.world_size
+    shape = {} if mesh is None else mesh_shape("init", mesh, world_size)
     if launch is None:
-        return DistState(device=pick_device(device, 0, 1, 1), seed=seed)
+        axes = tuple([Axis(name, 0, 1, None) for name in shape])
+        return DistState(device=pick_device(device, 0, 1, 1), seed=seed, axes=axes)
     local_rank = None if joined else launch.local_rank
     place = pick_device(device, local_rank, launch.local_world_size, launch.world_size)
+    backend = backends.default_backend(place, backend) if launch.world_size > 1 else ""
     group, watchdog = None, None
     if launch.world_size > 1:
         group, watchdog = join_world(
@@ -155,10 +180,10 @@ def _join(
             host=launch.host,
             port=launch.port,
             serves=launch.serves,
-            backend=backends.default_backend(place, backend),
+            backend=backend,
             timeout_s=timeout_s,
         )
-    return DistState(
+    state = DistState(
         rank=launch.rank,
         world_size=launch.world_size,
         local_rank=launch.local_rank,
@@ -168,6 +193,16 @@ def _join(
         group=group,
         watchdog=watchdog,
     )
+    if not shape:
+        return state
+    try:
+        shapes = agreed(lambda: shape, state, "init")
+        check_equal(shapes, "init: mesh must be the same on every rank", error=ArgumentError)
+        make_group = partial(make_subgroup, backend=backend, timeout_s=timeout_s)
+        return replace(state, axes=axes_of(state, shape, make_group))
+    except BaseException:
+        _leave(state)
+        raise
 
 
 def _joined_world(environment: Mapping[str, str]) -> Launch | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, over
 from accel_fn.comm.messages import open_channel
 from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
@@ -48,7 +48,8 @@ def shard_loader(
             numbers, and sends every rank its part: all ranks iterate such a loader
             together. With `batch_size=None`, each item is a global batch, cut as by `part`, and each
             list of indices that a sampler gives is cut before its rows are read.
-        state: of this rank; its `seed`, and the loader's generator's, decide the order.
+        state: of this rank; its `seed`, and the loader's generator's, decide the order. On a mesh the
+            ranks along `dp` share each batch, and ranks along other axes get the same part.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
         split: how ranks share an `IterableDataset`. "round_robin": each reads the whole
@@ -86,6 +87,7 @@ def shard_loader(
     [[2, 3], [6, 7], [9]]
     """
     check_state("shard_loader", state)
+    state = over(state)
     if batch not in ("global", "per_rank"):
         raise ArgumentError(message("shard_loader", "batch", 'be "global" or "per_rank"', batch))
     if split not in _SPLITS:

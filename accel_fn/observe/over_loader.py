@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_fn.base.batch import num_samples
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import restored_random
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, data_places
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
@@ -64,13 +64,14 @@ def read_on_all_ranks(
 ) -> list[T]:
     """Call `read` on all ranks, with the buffers of the main rank; return what each rank has read.
 
-    Beside it, `read` returns how the first batch of its rank looks. Observers of the step are given the time.
+    On a mesh, these are the ranks along `dp`: those along other axes have read the same. Beside it,
+    `read` returns how the first batch of its rank looks. Observers of the step are given the time.
     """
     plan = step.plan
     with observers.evaluating(plan, state), step.strategy.evaluating(plan, state, function):
         every = agreed(read, state, function)
     warn_of_equal_batches(function, state, [looks for _, looks in every])
-    return [found for found, _ in every]
+    return [found for found, _ in every[data_places(state)]]
 
 
 def over_loader(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import map_tensors
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, over
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.gather import flat_rows, join_rows
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
@@ -123,6 +123,7 @@ def predict(
             raise ArgumentError(
                 f"predict: fn must return one form of tree on every rank, got {got}"
             )
+    state = over(state)
     if len(with_rows) < state.world_size:  # a rank without rows does not know their tree
         rows.take_form(broadcast([rows.without_rows()], state, source=first)[0])
     tree, numbers, batches = join_rows(rows.joined(), state, "predict", "fn's tree")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
@@ -62,6 +62,7 @@ def build(
     >>> state, step = af.build(af.DistState(), plan)
     """
     check_state("build", state)
+    check_world("build", state)
     check_flag("build", "check_loss", check_loss)
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))

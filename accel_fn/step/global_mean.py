@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref
@@ -9,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState, LossScale, step_name
+from accel_fn.base.state import DistState, LossScale, data_places, over, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import TRAINING
@@ -22,11 +23,12 @@ from accel_fn.step.plan import Plan
 class GlobalMean:
     """The mean over the items of one global batch, kept by every rank over its micro-batches.
 
-    Two small sums over the ranks: of the weights, started before the first forward and awaited
-    before the first backward, and of losses and metrics, started before the last backward. A share
-    is w * world_size / w_total, so that an average over the ranks is the mean over the
+    Two small sums over the ranks that share the batch: of the weights, started before the first forward
+    and awaited before the first backward, and of losses and metrics, started before the last
+    backward. A share is w * num_ranks / w_total, so that an average over the ranks is the mean over the
     global batch; where the loss has several terms, each has a weight and a share.
-    If a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
+    Weights travel to all ranks of the world, since failures and requests to stop concern all:
+    if a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
 
     is_exact_over_ranks = True
@@ -58,8 +60,8 @@ class GlobalMean:
         self._total: Weight | None = None
         self.num_microbatches = len(weights)
         self.of_ranks: list[tuple[bool, int]] = []
-        """In a world of several, once the total is known: for each rank, does its batch have a weight > 0,
-        and its number of micro-batches."""
+        """In a world of several, once the total is known: for each rank of the world, does its batch have a
+        weight > 0, and its number of micro-batches."""
         TRAINING.batch = ref(self)
         self.stop = stop
         """Once the total is known: has a `should_stop` function of any rank returned True?"""
@@ -77,18 +79,20 @@ class GlobalMean:
             # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
             more = [0.0] * sum((layout.sizes or {}).values())
             self._num_ranks = state.data.world_size
+            self._data = over(state)
+            """The ranks that share the batch."""
             # Two facts in one number, since a head has room for two numbers.
             count = 2.0 * len(weights) + stop
             self._totals = torch.tensor([*numbers, count, *more], dtype=torch.float64)
-            self._weights = self._sum(self._totals, "weights")
+            self._weights = self._sum(self._totals, state, "weights")
             self._pending.append(self._weights)
 
-    def _sum(self, tensor: Tensor, what: str) -> primitives.Pending | primitives.PendingTotal:
+    def _sum(
+        self, tensor: Tensor, over: DistState, what: str
+    ) -> primitives.Pending | primitives.PendingTotal:
         # The step's name lets ranks notice one that caught its loss's error and went on.
         name = step_name(self._state.step + 1, self._state.call)
-        return primitives.start_total(
-            tensor, self._state, "step", what=f"{what}{self._suffix} {name}"
-        )
+        return primitives.start_total(tensor, over, "step", what=f"{what}{self._suffix} {name}")
 
     def _losses(self) -> Tensor:
         """The sum of the loss, or of its terms: a view of the sums."""
@@ -100,10 +104,14 @@ class GlobalMean:
             self._wait()
             num = self._num_terms
             numbers = tuple(self._totals[:num].tolist())
+            assert isinstance(self._weights, primitives.PendingTotal)
+            every = self._weights.ranks
+            if self._state.axes and not any(map(math.isnan, numbers)):
+                own = every[data_places(self._state)]
+                numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
             whole = numbers if self.layout.terms else numbers[0]
             self._total = checked_total(whole, self._failure)
-            assert isinstance(self._weights, primitives.PendingTotal)
-            ranks = [(any(each[:num]), int(each[num])) for each in self._weights.ranks]
+            ranks = [(any(each[:num]), int(each[num])) for each in every]
             self.of_ranks = [(weighs, count // 2) for weighs, count in ranks]
             self.stop = any(count % 2 for _, count in ranks)
         return self._total
@@ -141,8 +149,8 @@ class GlobalMean:
         """Start the sum over the ranks, once the last micro-batch is counted."""
         if self._metrics.found or self._metrics.wrong or self.layout.sizes != {}:
             self._settle_metrics()
-        if self._state.world_size > 1:
-            self._pending.append(self._sum(self._sums, "losses"))
+        if self._num_ranks > 1:
+            self._pending.append(self._sum(self._sums, self._data, "losses"))
 
     def _settle_metrics(self) -> None:
         """Compare this rank's metrics with those of the first batch, and line them up behind the loss."""

@@ -20,6 +20,9 @@ from accel_fn.step.plan import Plan, SlotFunction, describe
 
 _SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")
 
+_WITHOUT_MESH = ("local_gradients", "virtual_ranks", "collectives_in_apply")
+"""Traits of transforms that know no axes."""
+
 
 def check_plan(state: DistState, plan: Plan) -> None:
     """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
@@ -27,6 +30,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
     check_parameters(plan)
     _check_optimizers(plan)
     _check_world(state, plan)
+    _check_mesh(state, plan)
     _check_device(state, plan)
     if shares_gradients(state, plan):
         check_hooks("build", plan)
@@ -137,6 +141,18 @@ def _check_world(state: DistState, plan: Plan) -> None:
         )
     if not plan.having("local_gradients"):
         check_row_norms(plan.model)
+
+
+def _check_mesh(state: DistState, plan: Plan) -> None:
+    """Refuse what takes every rank for one with rows of its own."""
+    if state.data.world_size == state.world_size:
+        return
+    for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
+        raise PlanError(
+            f"build: {describe(each)} must have a mesh of dp alone, got "
+            f"{' x '.join(f'{axis.name} {axis.world_size}' for axis in state.axes)}; use wrap_ddp, or leave "
+            "out mesh"
+        )
 
 
 def _check_device(state: DistState, plan: Plan) -> None:

@@ -6,19 +6,23 @@ Uses private names of torch; tests/step/test_torch_internals.py fails when one o
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import ProcessGroup
 
-from accel_fn.base.state import DistState
+from accel_fn.base.mesh_axes import mesh_shape, ranks_along
+from accel_fn.base.state import Axis, DistState
+from accel_fn.comm.mesh_groups import axes_of
 from accel_fn.comm.thread_groups import close_group, make_group, release_group
-from accel_fn.errors import ArgumentTypeError, check_count, check_positive, message
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
 from accel_fn.testing.seed_turns import rank_of
 
 T = TypeVar("T")
@@ -28,24 +32,51 @@ _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 
 
+_Key = tuple[int, float, tuple[tuple[str, int], ...]]
+"""The number of ranks of a world, the time-out of its collectives, and the shape of its mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """The ends of the ranks of a world: of the group of all, and along each axis of its mesh."""
+
+    key: _Key
+    groups: list[ProcessGroup | None]
+    axes: list[tuple[Axis, ...]]
+
+    def called_equally_many(self) -> bool:
+        """Have all ranks of each group called equally many collectives?"""
+        every: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+        for rank, group in enumerate(self.groups):
+            every.setdefault(("", ()), set()).add(_num_collectives(group))
+            for axis in self.axes[rank]:
+                ranks = ranks_along(dict(self.key[2]), axis.name, rank)
+                every.setdefault((axis.name, tuple(ranks)), set()).add(_num_collectives(axis.group))
+        return all(len(counts) == 1 for counts in every.values())
+
+
+def _num_collectives(group: ProcessGroup | None) -> int:
+    return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
 class _IdleWorlds:
     """Worlds that wait for the next simulation: making one costs more than using it."""
 
     def __init__(self) -> None:
-        self._worlds: dict[tuple[int, float], list[list[ProcessGroup | None]]] = {}
+        self._worlds: dict[_Key, list[_World]] = {}
         self._lock = threading.Lock()
 
-    def take(self, world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
+    def take(self, key: _Key) -> _World:
         with self._lock:
-            waiting = self._worlds.get((world_size, timeout_s))
+            waiting = self._worlds.get(key)
             if waiting:
                 return waiting.pop()
         _lost.join_oldest(_MAX_LOST_SOCKETS)
-        return _make_world(world_size, timeout_s)
+        return _make_world(key)
 
-    def give(self, world: list[ProcessGroup | None], timeout_s: float) -> None:
+    def give(self, world: _World) -> None:
         with self._lock:
-            self._worlds.setdefault((len(world), timeout_s), []).append(world)
+            self._worlds.setdefault(world.key, []).append(world)
 
 
 class _LostThreads:
@@ -82,24 +113,27 @@ atexit.register(_exiting.set)
 _idle = _IdleWorlds()
 
 
-def _make_world(world_size: int, timeout_s: float) -> list[ProcessGroup | None]:
-    if world_size == 1:
-        return [None]
+def _make_world(key: _Key) -> _World:
+    world_size, timeout_s, shape = key
+    world = _World(key, [None] * world_size, [()] * world_size)
     store = HashStore()
-    world: list[ProcessGroup | None] = [None] * world_size
 
     def join(rank: int) -> None:
-        world[rank] = make_group(store, rank, world_size, timeout_s)
+        whole = None
+        if world_size > 1:
+            whole = world.groups[rank] = make_group(store, rank, world_size, timeout_s)
+        state = DistState(rank=rank, world_size=world_size, group=whole)
+        world.axes[rank] = axes_of(state, dict(shape), join_part)
 
-    _run_threads([lambda rank=rank: join(rank) for rank in range(world_size)])  # type: ignore[misc]
+    def join_part(state: DistState, name: str, ranks: range) -> ProcessGroup | None:
+        if state.rank not in ranks:
+            return None
+        part = PrefixStore(f"{name} {ranks.start}", store)
+        place = ranks.index(state.rank)
+        return make_group(part, place, len(ranks), timeout_s, part_of=state.group)
+
+    _run_threads([partial(join, rank) for rank in range(world_size)])
     return world
-
-
-def _called_equally_many(world: Sequence[ProcessGroup | None]) -> bool:
-    """Have all ranks called equally many collectives?"""
-    groups = [group for group in world if group is not None]
-    counts = {group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
-    return len(counts) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +146,12 @@ class _Ending:
 
 
 def simulate(
-    fn: Callable[[DistState], T], *, world_size: int, timeout_s: float = 10.0, seed: int = 0
+    fn: Callable[[DistState], T],
+    *,
+    world_size: int | None = None,
+    timeout_s: float = 10.0,
+    seed: int = 0,
+    mesh: Mapping[str, int] | None = None,
 ) -> list[T]:
     """Call `fn(state)` on every rank of a world of threads, over real DDP and real Gloo.
 
@@ -123,9 +162,10 @@ def simulate(
 
     Args:
         fn: the function of one rank.
-        world_size: number of ranks, >= 1.
+        world_size: number of ranks, >= 1; with `mesh`, default: as many as the mesh has.
         timeout_s: of collectives.
         seed: of every state, >= 0.
+        mesh: as for `init`.
 
     Returns:
         The results of `fn`, in rank order.
@@ -143,13 +183,18 @@ def simulate(
     >>> from accel_fn.testing import simulate
     >>> simulate(lambda state: af.reduce_sum(state.rank, state), world_size=3)
     [3, 3, 3]
+    >>> simulate(lambda state: af.reduce_sum(state.rank, state), mesh={"dp": 2, "tp": 2})
+    [2, 4, 2, 4]
     """
     if not callable(fn):
         raise ArgumentTypeError(message("simulate", "fn", "be a function", fn))
+    if world_size is None:
+        world_size = _num_ranks(mesh)
     check_count("simulate", "world_size", world_size)
     check_positive("simulate", "timeout_s", timeout_s)
     check_count("simulate", "seed", seed, minimum=0)
-    world = _idle.take(world_size, timeout_s)
+    shape = {} if mesh is None else mesh_shape("simulate", mesh, world_size)
+    world = _idle.take((world_size, timeout_s, tuple(shape.items())))
     start = time.monotonic()
     endings: queue.SimpleQueue[_Ending] = queue.SimpleQueue()
 
@@ -160,7 +205,8 @@ def simulate(
             local_rank=rank,
             local_world_size=world_size,
             seed=seed,
-            group=world[rank],
+            group=world.groups[rank],
+            axes=world.axes[rank],
         )
         try:
             with rank_of(state.group):
@@ -180,45 +226,50 @@ def simulate(
     except BaseException:
         # Most errors are raised on all ranks, which then end at once: their world can be used again.
         _join(threads, _POLL_S)
-        if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, timeout_s, start):
-            _recover_later(threads, world, timeout_s, start)
+        if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, start):
+            _recover_later(threads, world, start)
         raise
     for thread in threads:
         thread.join()
-    if not _given_back(world, timeout_s, start):
-        _recover_later(threads, world, timeout_s, start)
+    if not _given_back(world, start):
+        _recover_later(threads, world, start)
     return results
 
 
-def _given_back(world: list[ProcessGroup | None], timeout_s: float, start: float) -> bool:
+def _num_ranks(mesh: Mapping[str, int] | None) -> int:
+    """Return the number of ranks of a mesh whose sizes are all given."""
+    sizes = mesh.values() if isinstance(mesh, Mapping) else ()
+    if not sizes or -1 in sizes:
+        rule = "be given, unless mesh has the sizes of all its axes"
+        raise ArgumentError(message("simulate", "world_size", rule, None))
+    return math.prod(sizes)
+
+
+def _given_back(world: _World, start: float) -> bool:
     """Keep a world whose ranks have ended for the next simulation, if nothing in it can be under way."""
     # `fn` may have caught a time-out, and left a collective that not all ranks called.
-    fits = time.monotonic() - start < timeout_s and _called_equally_many(world)
+    fits = time.monotonic() - start < world.key[1] and world.called_equally_many()
     if fits:
-        _idle.give(world, timeout_s)
+        _idle.give(world)
     return fits
 
 
-def _recover_later(
-    threads: list[threading.Thread],
-    world: list[ProcessGroup | None],
-    timeout_s: float,
-    start: float,
-) -> None:
+def _recover_later(threads: list[threading.Thread], world: _World, start: float) -> None:
     """Keep a world whose ranks end by themselves; else close its connections, and release its threads."""
 
     def recover() -> None:
         _join(threads, _GRACE_S)
         has_ended = not any(map(threading.Thread.is_alive, threads))
-        if has_ended and _given_back(world, timeout_s, start):
+        if has_ended and _given_back(world, start):
             return
-        for each in filter(None, world):
+        for each in filter(None, world.groups):
             close_group(each)
         for thread in threads:
             thread.join()
         if not _exiting.wait(_SETTLE_S):
-            while world:
-                if (group := world.pop()) is not None:
+            world.axes.clear()
+            while world.groups:
+                if (group := world.groups.pop()) is not None:
                     release_group(group)
 
     thread = threading.Thread(target=recover, name="recovery of a world", daemon=True)

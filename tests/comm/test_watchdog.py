@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
 from accel_fn.comm import primitives
-from accel_fn.comm.thread_groups import make_group
 from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
@@ -397,26 +396,6 @@ def test_a_rank_that_sums_something_else_is_noticed_on_all_ranks():
         first,
         f"{ours} losses 12 on rank 0 and losses 13 on rank 1",
     ]
-
-
-@pytest.mark.parametrize("start", [primitives.start_sum, primitives.start_total])
-def test_a_sum_goes_over_the_axis_that_it_is_given(start):
-    def run(state):
-        number = torch.tensor(state.rank + 1.0)
-        alone = state.data._replace(rank=0, world_size=1, group=groups[state.rank])
-        start(number, state, "step", axis=alone).wait()
-        over_one = number.item()
-        start(number, state, "step").wait()
-        return over_one, number.item()
-
-    groups = [make_group(HashStore(), 0, 1, 10.0) for _ in range(2)]
-    assert simulate(run, world_size=2) == [(1.0, 3.0), (2.0, 3.0)]
-
-
-def test_the_data_axis_is_all_ranks():
-    state = af.DistState(rank=2, world_size=4)
-    assert state.data == ("data", 2, 4, None)
-    assert simulate(lambda state: state.data.group is state.group, world_size=2) == [True] * 2
 
 
 def test_a_timeout_that_is_given_comes_before_the_launch(monkeypatch):

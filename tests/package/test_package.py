@@ -90,6 +90,7 @@ DISTRIBUTED = {
         "torch._C._distributed_c10d",
         "torch.distributed.device_mesh",
     },
+    "comm/mesh_groups.py": {"torch.distributed"},  # groups along the axes of a mesh
     "checkpoint/format/shard_plan.py": {
         "torch.distributed.checkpoint.default_planner",
         "torch.distributed.checkpoint.metadata",

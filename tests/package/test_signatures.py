@@ -12,9 +12,10 @@ _SCALE = "growth_factor=2.0, backoff_factor=0.5, growth_interval=2000"
 _PLACE = "rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(type='cpu')"
 
 SIGNATURES = {
-    af.init: f"*, device=None, backend=None, {_TIMEOUT}, seed=0",
-    af.distributed: f"*, device=None, backend=None, {_TIMEOUT}, seed=0",
-    af.DistState: f"*, {_PLACE}, scaler=None, step=0, call=0, seed=0, group=None, watchdog=None",
+    af.init: f"*, device=None, backend=None, {_TIMEOUT}, seed=0, mesh=None",
+    af.distributed: f"*, device=None, backend=None, {_TIMEOUT}, seed=0, mesh=None",
+    af.DistState: f"*, {_PLACE}, scaler=None, step=0, call=0, seed=0, axis='', axes=(), "
+    "group=None, watchdog=None",
     af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
     af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
     af.Report: "*, loss, weight, grad_norm=None, applied=None, metrics=<factory>, terms=<factory>, "
@@ -32,8 +33,8 @@ SIGNATURES = {
     af.ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
     af.part: "tree, state",
     af.draw: "state, fn, name=''",
-    af.gather: "tree, state",
-    af.reduce_sum: "tree, state",
+    af.gather: "tree, state, *, axis=None",
+    af.reduce_sum: "tree, state, *, axis=None",
     af.reduce_max: "tree, state",
     af.reduce_min: "tree, state",
     af.to_device: "tree, state",
@@ -46,7 +47,7 @@ SIGNATURES = {
     af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None",
     af.load_model: "model, folder, *, rename=None, strict=True",
     af.whole_state_dict: "model, state",
-    af.reduce_mean: "tree, state, *, weight=1.0",
+    af.reduce_mean: "tree, state, *, weight=1.0, axis=None",
     af.broadcast: "tree, state, *, source=0",
     af.barrier: "state",
     af.on_main: "fn, state",
@@ -55,7 +56,7 @@ SIGNATURES = {
     af.on_main_only: "logger, state",
     af.any_rank: "flag, state",
     af.seed_all: "state, *, per_rank=True",
-    testing.simulate: "fn, *, world_size, timeout_s=10.0, seed=0",
+    testing.simulate: "fn, *, world_size=None, timeout_s=10.0, seed=0, mesh=None",
 }
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import tensors_of
+from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
+from accel_fn.errors import BatchError
 from accel_fn.step.checks.loss import LossCheck, is_cut
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
@@ -79,6 +81,7 @@ class FirstBatches:
         if self._num_batches == 1:
             if state.world_size > 1:
                 every = primitives.exchange(looks_of(batch), state, "step")
+                _check_copies(state, every)
                 warn_of_equal_batches("step", state, every)
             if is_cut(state, self._plan):
                 self._buffers = saved_buffers(self._model)
@@ -135,12 +138,28 @@ def looks_of(batch: Any) -> Looks:
 
 def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks]) -> None:
     """Warn if all ranks have the same rows: each then does all the work."""
-    if every[0][1] and all(each == every[0] for each in every) and state.is_main:
+    is_whole = state.data.world_size > 1 and all(each == every[0] for each in every)
+    if every[0][1] and is_whole and state.is_main:
         warn_user(
             f"{function}: batch should be this rank's part of the global batch, got the same rows on "
             f"all {state.world_size} ranks, each of which does all the work; give the DataLoader to "
             "shard_loader, or cut the batch by part"
         )
+
+
+def _check_copies(state: DistState, every: Sequence[Looks]) -> None:
+    """Raise on all ranks if two that differ in other axes than `dp` have different rows."""
+    if not state.axes:
+        return
+    shape = {axis.name: axis.world_size for axis in state.axes}
+    firsts: dict[int, Looks] = {}
+    for rank, looks in enumerate(every):
+        place = ranks_along(shape, "dp", rank).index(rank)
+        if firsts.setdefault(place, looks) != looks:
+            raise BatchError(
+                "step: batch must be the same on ranks that differ in other axes than dp, got other rows "
+                f"on rank {rank}; give the DataLoader to shard_loader, or cut the batch by part"
+            )
 
 
 _STATISTICS = (nn.modules.batchnorm._NormBase,)

@@ -16,7 +16,7 @@ from accel_fn.base.batch import num_samples, tensors_of
 from accel_fn.base.rng import is_same_random, random_state, restore_random
 from accel_fn.base.samples import Samples
 from accel_fn.base.split_batch import interleaved_parts, split_batch
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, data_places
 from accel_fn.base.torch_compile import uncompiled
 from accel_fn.base.weights import Weight, count_labels, weigh
 from accel_fn.comm import primitives
@@ -159,7 +159,7 @@ class LossCheck:
         if min(rows) < 0:
             return None, 0
         if max(rows) < 2:
-            num_rows = sum(rows)
+            num_rows = sum(rows[data_places(state)])
             return (_joined(whole, state), _num_cuts(num_rows)) if num_rows > 1 else (None, 0)
         if min(rows) < 2:
             part = broadcast(part, state, source=[each > 1 for each in rows].index(True))

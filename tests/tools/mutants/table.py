@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "the reported loss is that of one rank",
         MEAN,
-        "        if self._state.world_size > 1:\n            self._pending.append(self._sum(self._sums,",
-        "        if self._state.world_size > 99:\n            self._pending.append(self._sum(self._sums,",
+        "        if self._num_ranks > 1:\n            self._pending.append(self._sum(self._sums,",
+        "        if self._num_ranks > 99:\n            self._pending.append(self._sum(self._sums,",
         WORLDS,
     ),
     Mutant(
@@ -599,7 +599,7 @@ MUTANTS = [
     Mutant(
         "equal batches on all ranks are passed over",
         "step/checks/first_batches.py",
-        "if every[0][1] and all(each == every[0] for each in every) and state.is_main:",
+        "if every[0][1] and is_whole and state.is_main:",
         "if False:",
         "tests/step/test_first_batches.py",
         kind="loops.unsharded",
