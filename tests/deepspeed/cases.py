@@ -12,7 +12,16 @@ from tests import reference
 ROWS = 16
 PARTS = {"even": 8, "uneven": 11, "empty": 16}
 """By name of a cut: the number of rows of rank 0; rank 1 has the others."""
+
+
+def cpu_adam(parameters):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, 0.01, weight_decay=0.01)
+
+
 OPTIMIZERS = {
+    "cpu adam": cpu_adam,
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
     "momentum": lambda parameters: torch.optim.SGD(
         parameters, 0.1, momentum=0.9, weight_decay=0.01

@@ -44,6 +44,7 @@ def cases(folder):
         add("sum", sums)
         add("unreached", unreached)
         add("nothing", reaches_nothing)
+        add("evaluation", fails_in_evaluation)
         add("grads", refused, of=lambda state, step, part: step.grads(state, part))
         add("failed", failed)
         if stage:
@@ -248,6 +249,25 @@ def reaches_nothing(state, *, stage):
     return "nothing is refused"
 
 
+class Training(nn.Sequential):
+    """A model that cannot be evaluated."""
+
+    def forward(self, x):
+        hidden = self[0](x)
+        if not self.training:
+            raise RuntimeError("not in evaluation mode")
+        for layer in self[1:]:
+            hidden = layer(hidden)
+        return hidden
+
+
+def fails_in_evaluation(state, *, stage):
+    """The comparison of losses fails in the middle of a forward, and training goes on."""
+    model = Training(*make_model())
+    ours, *_ = train(state, zero(stage), "sgd", "uneven", model=model)
+    return distance(ours, by_hand("sgd")[0])
+
+
 def experts(state, *, stage):
     """Each rank's rows reach another expert."""
     model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
@@ -325,13 +345,18 @@ def offloaded(state, *, stage):
 
 def averages(state, stage):
     recipe = af.compose(af.average(0.9), zero(stage))
-    *_, step = train(state, recipe, "sgd", "uneven")
+    *_, state, step = train(state, recipe, "sgd", "uneven")
     *_, alone = train(af.DistState(), af.average(0.9), "sgd")
     means = []
     for each in (step, alone):
         with af.use_average(each):
             means.append([p.detach().clone() for p in each.plan.model.parameters()])
-    return distance(*means)
+    # Steps go on after it, from the parameters as they were.
+    for each, run in ((step, state), (alone, af.DistState())):
+        batch = batches(5)[4]
+        each(run, batch if run.world_size == 1 else rows_of(batch, run, 11))
+    ends = (whole(each.plan.model) for each in (step, alone))
+    return max(distance(*means), distance(*ends))
 
 
 def replicas(state):

@@ -19,6 +19,8 @@ def cases(folder):
         )
     for stage in range(4):
         found[f"adamw {stage}"] = partial(law, stage=stage, cut="uneven", optimizer="adamw")
+        if stage:
+            found[f"cpu adam {stage}"] = partial(cpu_adam, stage=stage)
         found[f"bound {stage}"] = partial(smallest_bound, stage=stage)
     return found
 
@@ -42,3 +44,9 @@ def smallest_bound(state, *, stage):
     ours, *_ = train(state, recipe, "sgd", "even")
     hand, _ = by_hand("sgd", max_norm=0.1)
     return distance(ours, hand)
+
+
+def cpu_adam(state, *, stage):
+    """DeepSpeed's Adam for offloaded state, as the optimizer of a plan."""
+    ours, *_ = train(state, zero(stage, "cpu"), "cpu adam", "uneven")
+    return distance(ours, by_hand("adamw")[0])

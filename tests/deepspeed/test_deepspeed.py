@@ -40,6 +40,12 @@ def test_adamw_on_two_ranks_is_that_of_one_in_a_program(found, stage):
     assert all(value <= ROUNDING for value in found[f"adamw {stage}"].values())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_adam_of_deepspeed_is_adamw(found, stage):
+    # Its kernel rounds in another order than torch's.
+    assert found[f"cpu adam {stage}"] <= 10 * ROUNDING
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_smallest_bound_clips(found, stage):
     assert found[f"bound {stage}"] <= ROUNDING
@@ -47,7 +53,7 @@ def test_the_smallest_bound_clips(found, stage):
 
 WORKS = [
     *("forward", "evaluate", "schedule", "activations", "frozen", "weightless"),
-    *("terms", "sum", "unreached"),
+    *("terms", "sum", "unreached", "evaluation"),
 ]
 
 
@@ -225,3 +231,12 @@ def test_one_count_for_parameters_of_a_group(found):
         "load: wrap_deepspeed must have one 'step' for all parameters of a group, got 1.0 and 2.0; load by "
         "wrap_fsdp"
     )
+
+
+def test_one_process_without_a_launcher_offloads(tmp_path):
+    command = [sys.executable, "-m", "tests.deepspeed.alone", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [equal for _, equal in found.values()] == [True] * 3
+    assert all(far <= ROUNDING for far, _ in found.values())

@@ -307,13 +307,6 @@ def test_tables_are_dense():
     )
 
 
-def test_one_rank_offloads_by_fsdp():
-    assert refusal(af.wrap_deepspeed(stage=2, offload="cpu")) == (
-        "build: wrap_deepspeed's offload must be used with several ranks, got one; use "
-        "wrap_fsdp(offload=True)"
-    )
-
-
 def test_a_missing_deepspeed_is_named_on_all_ranks():
     try:
         import deepspeed  # noqa: F401

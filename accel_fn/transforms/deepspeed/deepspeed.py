@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
 from accel_fn.base.state import DistState
@@ -52,7 +53,7 @@ def wrap_deepspeed(
     parameters. DeepSpeed's engine averages gradients, clips them by the bound of the plan's `clip`
     (the smallest one, if there are several) and runs the plan's optimizer on flat shards. Weights,
     micro-batches, autocast and schedules stay those of the step. The model starts from rank 0's parameters
-    and buffers. In a world of one it is a no-op, and DeepSpeed is not imported.
+    and buffers. In a world of one it is a no-op, and DeepSpeed is not imported, unless `offload` is given.
 
     The engine keeps the gradients. A parameter that the loss does not reach gets one of zeros from
     stage 1 on. After a step that failed, build again.
@@ -84,7 +85,7 @@ def wrap_deepspeed(
             `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and from `load` if the
             optimizer has made another number of updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
-        ModuleNotFoundError: in `build`, in a world of several, without the extra `deepspeed`.
+        ModuleNotFoundError: in `build`, on several ranks or with `offload`, without the extra `deepspeed`.
 
     Cost: DeepSpeed's: in each backward, or in the last one at stages 0 and 1, a reduction of the gradients;
         in the update a gather of parameters (stages 1 and 2); at stage 3 a gather of each module's parameters
@@ -146,12 +147,7 @@ class DeepSpeedSlot(SlotFunction):
         _check_optimizer(plan, self._stage)
         _check_parameters(plan)
         check_agrees(self.keywords["settings"], plan, bound_of(self.keywords["clips"]))
-        if state.world_size == 1:
-            if offloads(self.keywords["settings"]):
-                raise PlanError(
-                    "build: wrap_deepspeed's offload must be used with several ranks, got one; use "
-                    "wrap_fsdp(offload=True)"
-                )
+        if state.world_size == 1 and not offloads(self.keywords["settings"]):
             return
         check_installed()
         _check_world(state)
@@ -217,7 +213,7 @@ def _check_world(state: DistState) -> None:
     """Refuse ranks and devices that DeepSpeed does not know."""
     from deepspeed.accelerator import get_accelerator
 
-    if not torch.distributed.is_initialized():
+    if state.world_size > 1 and not torch.distributed.is_initialized():
         raise PlanError(
             "build: wrap_deepspeed must have ranks that are processes, got threads; use accel-fn launch"
         )
@@ -258,10 +254,12 @@ def make_zero(
             "build: wrap_deepspeed must be used without a loss scale, since the engine has the gradients, "
             'got with_amp("fp16"); use "bf16"'
         )
-    if state.world_size == 1:
+    if state.world_size == 1 and not offloads(settings):
         return OneRank(state, module, plan, clips=clips)
     import deepspeed
 
-    # Another library may have done so already; DeepSpeed then keeps its communicator.
+    if not torch.distributed.is_initialized():  # DeepSpeed needs a group for one rank, too
+        backend = None if state.device.type != "cpu" else "gloo"
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_init_required=False)
     return ZeRO(state, module, plan, settings=settings, clips=clips)

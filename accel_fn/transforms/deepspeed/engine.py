@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,7 +80,7 @@ class ZeRO(Strategy):
         self._stage = zero["stage"]
         self.pads = self._stage >= 1
         (self._optimizer,) = plan.optimizers.values()
-        self._has_failed = False
+        self._is_open = self._has_failed = False
         self._state = state
         self._names = {id(p): name for name, p in plan.model.named_parameters() if p.requires_grad}
         """The trained parameters, by their ids."""
@@ -90,12 +91,13 @@ class ZeRO(Strategy):
         own = [group["params"] for group in self._optimizer.param_groups]
         dtype = autocast_dtype(plan)
         self._max_norm, self._signature = bound_of(clips), signature_of(clips)
-        self._engine, *_ = deepspeed.initialize(
-            model=module if dtype is None else _UnderAutocast(module, state, dtype),
-            optimizer=self._optimizer,
-            config=engine_config(settings, self._max_norm),
-            dist_init_required=False,
-        )
+        with self._local_rank():
+            self._engine, *_ = deepspeed.initialize(
+                model=module if dtype is None else _UnderAutocast(module, state, dtype),
+                optimizer=self._optimizer,
+                config=engine_config(settings, self._max_norm),
+                dist_init_required=False,
+            )
         self._engine.set_gradient_accumulation_boundary(True)
         # The engine's optimizer holds flat shards. The plan's holds the model's parameters, also
         # between updates, as the checks of a step, schedules and `explain` expect.
@@ -103,6 +105,23 @@ class ZeRO(Strategy):
         self._own = own
         self._put(own)
         self.module = self.loss_module = self._engine
+
+    @contextmanager
+    def _local_rank(self) -> Iterator[None]:
+        """Set LOCAL_RANK, by which DeepSpeed finds its device, where the launcher has not."""
+        if "LOCAL_RANK" in os.environ:
+            yield
+            return
+        os.environ["LOCAL_RANK"] = str(self._state.device.index or 0)
+        try:
+            yield
+        finally:
+            del os.environ["LOCAL_RANK"]
+
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
+        """Loss and metrics of one micro-batch."""
+        with self._local_rank():
+            return super().outputs(plan, state, part, weight)
 
     def _put(self, every: Sequence[Any]) -> None:
         for group, parameters in zip(self._optimizer.param_groups, every, strict=True):
@@ -144,7 +163,9 @@ class ZeRO(Strategy):
         if self.pads and (self._stage == 3 or torch.is_grad_enabled()):
             if mean is not None:
                 mean.total()  # if one rank could not count its batch, all raise here
-            counts = primitives.exchange_number(len(counted), state, "step")
+            counts = [len(counted)]
+            if state.world_size > 1:
+                counts = primitives.exchange_number(len(counted), state, "step")
             if self._stage == 3 and mean is not None and not max(counts):
                 raise BatchError(
                     "step: wrap_deepspeed(stage=3) must have a batch that weighs something on one rank, got "
@@ -160,7 +181,7 @@ class ZeRO(Strategy):
         self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
     ) -> None:
         """Run the micro-batches; in batches 1, 2, 10 and 100, look at what the first of them reaches."""
-        self._is_due = self.checks.is_due
+        self._is_due, self._is_open = self.checks.is_due, True
         super().run(plan, state, mean, parts, weights)
 
     @contextmanager
@@ -177,7 +198,8 @@ class ZeRO(Strategy):
         if self._is_due:
             self._is_due = False
             self._check_reached(loss)
-        self._engine.backward(loss if seed is None else (loss * seed).sum())
+        with self._local_rank():
+            self._engine.backward(loss if seed is None else (loss * seed).sum())
 
     def _check_reached(self, loss: Tensor) -> None:
         """Refuse a loss that reaches no parameter, one of another engine, or others than on another rank."""
@@ -207,8 +229,9 @@ class ZeRO(Strategy):
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Let the engine reduce what is left, clip and update: this stage has collectives."""
         norm = self._norm_at_stage_0()
-        with self._engine_groups():
+        with self._local_rank(), self._engine_groups():
             self._engine.step()
+        self._is_open = False
         if self._stage:
             found = self._engine.get_global_grad_norm()
             # The engine reports -1 for a norm that is not finite.
@@ -260,8 +283,8 @@ class ZeRO(Strategy):
                 write_state(zero, optimizer, self._own, loaded)
 
     def reset(self) -> None:
-        """Remember that a step has failed."""
-        self._has_failed = True
+        """Remember that a step has failed, if the engine may hold a part of it."""
+        self._has_failed = self._has_failed or self._is_open
 
 
 class _UnderAutocast(nn.Module):
