@@ -1,4 +1,4 @@
-"""One process without a launcher, which offloads: `alone.py FOLDER` prints its distance to the loop by hand."""
+"""One process without a launcher offloads: `alone.py FOLDER` prints its distance to the loop by hand."""
 
 import json
 import sys

@@ -98,6 +98,7 @@ DISTRIBUTED = {
     "comm/dtensor.py": {"torch.distributed.tensor"},
     "transforms/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
     "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},
+    "transforms/deepspeed/deepspeed.py": {"torch._C._distributed_c10d"},  # the store of one rank
     "testing/simulation.py": {"torch._C._distributed_c10d"},
     "launcher/function/ranks.py": {
         "torch._C._distributed_c10d"
