@@ -134,6 +134,33 @@ def test_a_loop_over_a_loader_evaluates_and_predicts_as_in_one_process():
         assert torch.allclose(found[3], last, rtol=0, atol=1e-12)
 
 
+def test_predictions_of_a_rank_without_rows_are_those_of_the_others():
+    batch = (torch.randn(3, 3).double(), torch.randn(3, 1).double())
+
+    def run(state):
+        state, step = ours.built(af.wrap_ddp(), state)
+        mine = [batch] if state.data.rank else []
+        return af.predict(step, mine, state, lambda model, batch: batch[0])
+
+    for rows in simulate(run, mesh=SQUARE):
+        assert torch.equal(rows, batch[0])
+
+
+def test_a_sum_that_is_taken_for_a_mean_is_refused_where_each_rank_has_one_row():
+    batch = (torch.randn(2, 3).double(), torch.randn(2, 1).double())
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(lambda m, b: (m(b[0]) - b[1]).sum(), model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        step(state, af.part(batch, state))
+
+    with pytest.raises(
+        ValueError, match="loss_fn must return the mean over the batch's items, got a sum"
+    ):
+        simulate(run, mesh=SQUARE)
+
+
 def test_a_run_is_saved_and_resumed_on_other_meshes(tmp_path):
     batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(4)]
     model = ours.regression_model()
@@ -212,8 +239,8 @@ def test_ranks_that_share_no_data_axis_must_have_the_same_rows(is_part):
         simulate(run, mesh=SQUARE)
 
 
+@pytest.mark.filterwarnings("error:step. batch should be this rank.s part")
 def test_all_ranks_of_a_mesh_without_a_data_axis_may_have_the_same_rows():
-    """Warnings are errors here."""
     batch = (torch.randn(8, 3).double(), torch.randn(8, 1).double())
 
     def run(state):
