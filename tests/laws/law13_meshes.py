@@ -251,15 +251,18 @@ def test_all_ranks_of_a_mesh_without_a_data_axis_may_have_the_same_rows():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "call"),
-    [(af.local_sgd(2), "local_sgd"), (af.reproducible(num_virtual_ranks=4), "reproducible")],
-    ids=["local_sgd", "reproducible"],
+    "recipe",
+    [af.local_sgd(2), af.reproducible(num_virtual_ranks=4), af.wrap_deepspeed(stage=1)],
+    ids=["local_sgd", "reproducible", "wrap_deepspeed"],
 )
-def test_transforms_that_know_no_axes_are_refused(recipe, call):
-    text = rf"build: {call}\(.*\) must have a mesh of dp alone, got dp 2 x tp 2; use wrap_ddp"
+def test_transforms_that_know_no_axes_are_refused(recipe):
+    text = r"build: \w+\(.*\) must have a mesh of dp alone, got dp 2 x tp 2; use wrap_ddp"
     with pytest.raises(ValueError, match=text):
         simulate(lambda state: ours.built(recipe, state), mesh=SQUARE)
-    simulate(lambda state: ours.built(recipe, state), mesh={"dp": 2})
+
+
+def test_a_mesh_of_the_data_axis_alone_takes_any_transform():
+    simulate(lambda state: ours.built(af.local_sgd(2), state), mesh={"dp": 2})
 
 
 TRAIN = """
