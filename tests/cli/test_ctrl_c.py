@@ -178,9 +178,8 @@ def test_ranks_that_still_start_print_nothing_on_ctrl_c(tmp_path, launchers, kin
 @pytest.mark.parametrize("kind", ["command", "function"])
 def test_a_rank_without_a_launcher_prints_nothing(tmp_path, kind):
     place = str(tmp_path / "gone")
-    call = (
-        f"from accel_fn.launcher.function.child import main; main('{os.getpid()}', '', {place!r})"
-    )
+    given = str(os.getpid()), "", place, ""
+    call = f"from accel_fn.launcher.function.child import main; main(*{given!r})"
     arguments = [worker.__file__, str(os.getpid()), "", "", "script", "script.py"]
     ended = run_python(
         tmp_path,

@@ -191,7 +191,8 @@ def test_a_run_of_the_readme_continues_from_its_checkpoint(
 
 def test_no_python_stands_in_a_block_that_is_not_run() -> None:
     """The exceptions need a folder that accelerate wrote, which checkpoint/test_from_accelerate.py makes,
-    or are what a command prints, which test_guides.py runs."""
+    are what a command prints, which test_guides.py runs, or start a job of SageMaker, of which
+    test_where_to_run_page.py runs what it can."""
     assert [(page.name, text) for page in PAGES for text in not_run(page)] == []
 
 
@@ -204,7 +205,7 @@ def not_run(page: Path) -> list[str]:
     run = {"python", "{eval-rst}", "diff" if diffs_run else "python"}
     texts = [text for language, text in fences if language not in run]
     python = re.compile(r"^(import |from \S+ import |.*= af\.)", re.MULTILINE)
-    exceptions = ("load_accelerate", "$ accel-fn migrate")
+    exceptions = ("load_accelerate", "$ accel-fn migrate", "from sagemaker")
     return [text for text in texts if python.search(text) and not any(map(text.count, exceptions))]
 
 

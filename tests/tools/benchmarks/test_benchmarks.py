@@ -20,13 +20,14 @@ EVERYWHERE = {
     "when",
     "wrap",
     "wrap_ddp",
+    "wrap_deepspeed",
     "reproducible",
     "with_amp",
     "accumulate",
     "clip",
     "clip_value",
 }
-"""Cells that other rows or columns are made of."""
+"""Cells that other rows or columns are made of, and what needs a library that is not installed."""
 
 
 def test_every_other_transform_has_a_row_of_its_own():
