@@ -45,6 +45,9 @@ def cases(folder):
         add("unreached", unreached)
         add("nothing", reaches_nothing)
         add("evaluation", fails_in_evaluation)
+        add("penalty", penalty)
+        add("tied", tied)
+        add("groups", groups, folder=folder)
         add("grads", refused, of=lambda state, step, part: step.grads(state, part))
         add("failed", failed)
         if stage:
@@ -247,6 +250,78 @@ def reaches_nothing(state, *, stage):
         except ValueError as error:
             return str(error)
     return "nothing is refused"
+
+
+def same(state, stage, make, loss, optimizer="momentum"):
+    """How far two ranks are from one, for a model and a loss."""
+    ends = []
+    for transform, run in ((zero(stage), state), (af.compose(), af.DistState())):
+        model = make()
+        made = OPTIMIZERS[optimizer](model.parameters())
+        run, step = af.build(run, transform(af.Plan(loss, model, made, count)))
+        for batch in batches(3):
+            run, _ = step(run, batch if run.world_size == 1 else rows_of(batch, run, 11))
+        ends.append(whole(model))
+    return distance(*ends)
+
+
+def penalty(state, *, stage):
+    """A loss with the gradient of its input in it."""
+
+    def loss(model, batch):
+        x, y, mask = batch
+        x = x.clone().requires_grad_()
+        error = ((model(x) - y).square() * mask).sum() / mask.sum()
+        (gradient,) = torch.autograd.grad(error * mask.sum(), x, create_graph=True)
+        return error + gradient.square().sum() / mask.sum()
+
+    try:
+        return same(state, stage, make_model, loss)
+    except RuntimeError as error:
+        return error.__notes__
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x).tanh()).tanh())
+
+
+def tied(state, *, stage):
+    return same(state, stage, Tied, loss_fn)
+
+
+def groups(state, *, stage, folder):
+    """Groups with settings of their own, over a save and a load."""
+    place = folder / f"groups{stage}"
+
+    def built(run, transform):
+        model = make_model()
+        pairs = [
+            {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.03},
+        ]
+        optimizer = torch.optim.AdamW(pairs, 0.01)
+        return *af.build(run, transform(af.Plan(loss_fn, model, optimizer, count))), model
+
+    run, step, _ = built(state, zero(stage))
+    for batch in batches(3):
+        run, _ = step(run, rows_of(batch, run, 11))
+    af.save(place, run, step)
+    run, step, model = built(state, zero(stage))
+    run = af.load(place, run, step)
+    alone, other, model_alone = built(af.DistState(), af.compose())
+    for batch in batches(5):
+        alone, _ = other(alone, batch)
+    for batch in batches(5)[3:]:
+        run, _ = step(run, rows_of(batch, run, 11))
+    return distance(whole(model), whole(model_alone))
 
 
 class Training(nn.Sequential):

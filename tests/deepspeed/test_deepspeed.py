@@ -53,7 +53,7 @@ def test_the_smallest_bound_clips(found, stage):
 
 WORKS = [
     *("forward", "evaluate", "schedule", "activations", "frozen", "weightless"),
-    *("terms", "sum", "unreached", "evaluation"),
+    *("terms", "sum", "unreached", "evaluation", "tied", "groups"),
 ]
 
 
@@ -61,6 +61,18 @@ WORKS = [
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_is_what_it_is_on_one_rank(found, name, stage):
     assert found[f"{name} {stage}"] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_penalty_is_what_it_is_on_one_rank(found, stage):
+    assert found[f"penalty {stage}"] <= ROUNDING
+
+
+def test_stage_3_notes_that_a_gradient_penalty_needs_a_lower_one(found):
+    assert found["penalty 3"] == [
+        "wrap_deepspeed(stage=3): if the loss has gradients of gradients (torch.autograd.grad with "
+        "create_graph=True), use a lower stage: their parameters are not whole any more"
+    ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

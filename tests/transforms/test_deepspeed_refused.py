@@ -329,6 +329,18 @@ def test_a_missing_deepspeed_is_named_on_all_ranks():
     )
 
 
+def test_ranks_of_a_mesh_are_refused():
+    def rank(state):
+        with pytest.raises(PlanError) as found:
+            af.build(state, plan_of(af.wrap_deepspeed()))
+        return str(found.value)
+
+    assert set(simulate(rank, mesh={"dp": 2, "tp": 2})) == {
+        "build: wrap_deepspeed() must have a mesh of dp alone, got dp 2 x tp 2; use wrap_ddp, or "
+        "leave out mesh"
+    }
+
+
 def test_the_lock_of_a_build_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     check_lock(af.DistState())

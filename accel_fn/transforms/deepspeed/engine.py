@@ -38,6 +38,12 @@ _RULE = "step: wrap_deepspeed must have a loss_fn that reaches the same paramete
 _REPAIR = "call each part of the model on every rank, with no rows where it has nothing to do, or use stage=0"
 
 
+_ONCE = (
+    "wrap_deepspeed(stage=3): if the loss has gradients of gradients (torch.autograd.grad with "
+    "create_graph=True), use a lower stage: their parameters are not whole any more"
+)
+
+
 class OneRank(Strategy):
     """A world of one, which has nothing to shard: the update of any plan, with its clipping."""
 
@@ -198,8 +204,13 @@ class ZeRO(Strategy):
         if self._is_due:
             self._is_due = False
             self._check_reached(loss)
-        with self._local_rank():
-            self._engine.backward(loss if seed is None else (loss * seed).sum())
+        try:
+            with self._local_rank():
+                self._engine.backward(loss if seed is None else (loss * seed).sum())
+        except RuntimeError as error:
+            if self._stage == 3:
+                error.add_note(_ONCE)
+            raise
 
     def _check_reached(self, loss: Tensor) -> None:
         """Refuse a loss that reaches no parameter, one of another engine, or others than on another rank."""

@@ -22,6 +22,7 @@ def gather_state(
     from deepspeed.utils import safe_get_full_optimizer_state
 
     found: States = defaultdict(dict)
+    _link(zero)
     for flat, parameters in _shards(zero, groups):
         for key, value in optimizer.state.get(flat, {}).items():
             for each in parameters:
@@ -41,8 +42,7 @@ def write_state(
     """Cut whole parameters and their state into the optimizer's flat shards."""
     for flat, parameters in _shards(zero, groups):
         _make_entries(optimizer.state[flat], flat, parameters, whole)
-    if not hasattr(zero, "fp32_partitioned_groups_flat"):
-        zero._lazy_init_hp_params_optimizer_state()
+    _link(zero)
     for flat, parameters in _shards(zero, groups):
         for each in parameters:
             _set(each, each.detach().float(), None)
@@ -52,12 +52,24 @@ def write_state(
                     _set(each, torch.zeros_like(each) if held is None else held, key)
 
 
+def _link(zero: Any) -> None:
+    """Let parameters know their parts of the optimizer's state."""
+    # At stages 1 and 2 DeepSpeed does so once the first group has some, so that others would be missing.
+    if not _is_stage_3(zero):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def _is_stage_3(zero: Any) -> bool:
+    return hasattr(zero, "fp32_partitioned_groups_flat")
+
+
 def _shards(
     zero: Any, groups: Sequence[Sequence[nn.Parameter]]
 ) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
     """Yield every flat shard of this rank, and the parameters in it."""
     trained = [[each for each in group if each.requires_grad] for group in groups]
-    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+    if _is_stage_3(zero):
         of_shard: dict[int, list[nn.Parameter]] = defaultdict(list)
         for each in (each for group in trained for each in group):
             of_shard[zero.grad_position[zero.get_param_id(each)][0]].append(each)
