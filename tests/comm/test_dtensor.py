@@ -150,27 +150,35 @@ def test_a_model_over_two_axes_is_saved_once_and_loaded(tmp_path, monkeypatch):
     ours.assert_identical(dict(plain.named_parameters()), expected)
 
 
+def gathered_mse(model, batch):
+    """The loss of a model whose parameters are on a mesh, on every rank for the whole batch."""
+    values = {name: each.full_tensor() for name, each in model.named_parameters()}
+    return F.mse_loss(torch.func.functional_call(model, values, batch[0]), batch[1])
+
+
+def built_on(mesh, state):
+    """Build a step of the small model whose optimizer has made an update, cut over a mesh if there is one."""
+    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
+    plan = ours.plan(optimizer=ours.adamw, loss_fn=gathered_mse if mesh else ours.mse)
+    ours.mse(plan.model, batch).backward()
+    plan.optimizer.step()
+    plan.optimizer.zero_grad()
+    plan = af.compose(af.clip(0.1), af.check_replicas(1))(plan)
+    if mesh:
+        plan = replace(
+            plan,
+            shard_model=(lambda state, model: cut_model(model, mesh),),
+            strategy=(af.SlotFunction(af.Strategy),),
+        )
+    return af.build(state, plan)
+
+
 def test_a_step_trains_what_shard_model_has_cut():
-    """The optimizer, which has already made a step, gets the shards; every rank has the whole batch."""
+    """The optimizer, which has already made an update, gets the shards."""
     batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(3)]
 
     def run(state, mesh=None):
-        def gathered(model, batch):
-            values = {name: each.full_tensor() for name, each in model.named_parameters()}
-            return F.mse_loss(torch.func.functional_call(model, values, batch[0]), batch[1])
-
-        plan = ours.plan(optimizer=ours.adamw, loss_fn=gathered if mesh else ours.mse)
-        ours.mse(plan.model, batches[0]).backward()
-        plan.optimizer.step()
-        plan.optimizer.zero_grad()
-        plan = af.compose(af.clip(0.1), af.check_replicas(1))(plan)
-        if mesh:
-            plan = replace(
-                plan,
-                shard_model=(lambda state, model: cut_model(model, mesh),),
-                strategy=(af.SlotFunction(af.Strategy),),
-            )
-        state, step = af.build(state, plan)
+        state, step = built_on(mesh, state)
         found = {}
         for batch in batches:
             state, report = step(state, batch)
@@ -180,6 +188,25 @@ def test_a_step_trains_what_shard_model_has_cut():
     expected = run(af.DistState())
     for found in simulated(run):
         ours.assert_close(found, expected)
+
+
+def test_a_run_over_two_axes_resumes_on_one_process_and_back(tmp_path):
+    batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(4)]
+
+    def run(state, mesh=None, *, folder=tmp_path, since, until):
+        state, step = built_on(mesh, state)
+        state = af.resume(folder, state, step)
+        assert state.step == since
+        for batch in batches[since:until]:
+            state, _ = step(state, batch)
+        af.save(folder, state, step)
+        return ours.whole(dict(step.plan.model.named_parameters()))
+
+    expected = run(af.DistState(), folder=tmp_path / "one", since=0, until=4)
+    simulated(partial(run, since=0, until=1))
+    run(af.DistState(), since=1, until=2)
+    simulated(partial(run, since=2, until=3))
+    ours.assert_close(run(af.DistState(), since=3, until=4), expected)
 
 
 class ByHooks(af.Strategy):
