@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -23,19 +23,21 @@ class LaunchOptions:
         num_microbatches: the default of `accumulate()`.
         wrap: the wrapper that `wrap()` takes.
         timeout_s: the default of `init()`: how long it and any collective wait.
+        mesh: the default of `init()`: the axes that the ranks form, and their sizes.
     """
 
     mixed_precision: Precision | None = None
     num_microbatches: int | None = None
     wrap: Wrapper | None = None
     timeout_s: float | None = None
+    mesh: Mapping[str, int] | None = None
 
 
 def launch_options() -> LaunchOptions:
     """Return the options of training that the launch of this process set.
 
-    Reads ACCEL_FN_MIXED_PRECISION, ACCEL_FN_NUM_MICROBATCHES, ACCEL_FN_WRAP and
-    ACCEL_FN_TIMEOUT_S, which `accel-fn launch` sets from its options of these
+    Reads ACCEL_FN_MIXED_PRECISION, ACCEL_FN_NUM_MICROBATCHES, ACCEL_FN_WRAP,
+    ACCEL_FN_TIMEOUT_S and ACCEL_FN_MESH, which `accel-fn launch` sets from its options of these
     names. One that is absent or empty is not set.
 
     Returns:
@@ -44,18 +46,36 @@ def launch_options() -> LaunchOptions:
     Raises:
         ValueError: a variable holds no value of its option.
 
-    Cost: four look-ups in the environment.
+    Cost: five look-ups in the environment.
 
     >>> import accel_fn as af
     >>> af.launch_options()
-    LaunchOptions(mixed_precision=None, num_microbatches=None, wrap=None, timeout_s=None)
+    LaunchOptions(mixed_precision=None, num_microbatches=None, wrap=None, timeout_s=None, mesh=None)
     """
     return LaunchOptions(
         mixed_precision=_one_of(get_args(Precision), "ACCEL_FN_MIXED_PRECISION"),
         num_microbatches=_count("ACCEL_FN_NUM_MICROBATCHES"),
         wrap=_one_of(get_args(Wrapper), "ACCEL_FN_WRAP"),
         timeout_s=_seconds("ACCEL_FN_TIMEOUT_S"),
+        mesh=launched_mesh(),
     )
+
+
+def launched_mesh() -> dict[str, int] | None:
+    """Return the mesh that the launch sets: axes and sizes, such as dp=-1,tp=2."""
+    name = "ACCEL_FN_MESH"
+    text = os.environ.get(name)
+    if not text:
+        return None
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    try:
+        mesh = {axis.strip(): int(size) for axis, _, size in pairs}
+    except ValueError:
+        mesh = {}
+    if len(mesh) != len(pairs):
+        rule = "be axes and their sizes, each once, such as dp=-1,tp=2"
+        raise ArgumentError(message("launch_options", name, rule, text))
+    return mesh
 
 
 def _one_of(choices: tuple[str, ...], name: str) -> Any:

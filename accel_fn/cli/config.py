@@ -124,6 +124,7 @@ def _effective(resolved: Resolved) -> dict[str, str]:
         "wrap": "ddp",
         "rdzv_backend": machines.backend,
         "timeout_s": "600",
+        "mesh": "dp=-1",
         "log_dir": "none",
         "threads_per_process": str(threads.value),
     }

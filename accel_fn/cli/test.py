@@ -71,7 +71,7 @@ def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
     from accel_fn.comm.world import init
     from accel_fn.testing.promises import check_promises
 
-    state = init()
+    state = init(mesh={"dp": -1})  # the promises are about ranks that share each batch
     report = check_promises(state)
     failed = [outcome.traceback for outcome in report.outcomes if outcome.traceback]
     # The other ranks may wait in a collective of that check, so reports cannot be exchanged.

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from accel_fn.base.launch_options import launch_options
+from accel_fn.base.launch_options import launch_options, launched_mesh
 from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.base.state import Axis, DistState, device_of
 from accel_fn.comm import backends
@@ -75,7 +75,8 @@ def init(
         mesh: the axes that the ranks form and their sizes, such as `{"dp": -1, "tp": 2}`: "pp", "dp", "cp"
             and "tp", outermost first. One may be -1, for all ranks that the others leave; those left
             out have one rank. Ranks that differ in `dp` alone share a global batch; ranks that
-            differ in other axes hold the same part of it. Default: all ranks share it.
+            differ in other axes hold the same part of it. Default: the launch's (`--mesh dp=-1,tp=2`,
+            ACCEL_FN_MESH), else all ranks share it.
 
     Returns:
         A state at step 0.
@@ -158,6 +159,7 @@ def _join(
 ) -> DistState:
     if timeout_s is None:
         timeout_s = launch_options().timeout_s or _TIMEOUT_S
+    mesh = launched_mesh() if mesh is None else mesh
     check_positive("init", "timeout_s", timeout_s)
     check_count("init", "seed", seed, minimum=0)
     backends.check_backend("init", backend)

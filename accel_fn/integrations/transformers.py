@@ -121,6 +121,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         _check(self.args)
         super().create_accelerator_and_postprocess()
         self._state = init(device=self.args.device, seed=self.args.data_seed or self.args.seed)
+        _check_mesh(self._state)
         accelerator: Any = self.accelerator
         accelerator.prepare_model = lambda model, **_: model.to(self.args.device)
         accelerator.prepare_data_loader = lambda loader, **_: self._part_of(loader)
@@ -552,6 +553,13 @@ _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "torch_empty_cache_steps": (lambda args: args.torch_empty_cache_steps, "call it in a callback"),
 }
 """Arguments that are refused: how to see that one is set, and the reason or what to do."""
+
+
+def _check_mesh(state: DistState) -> None:
+    """Refuse ranks that hold the same rows: the Trainer gives each rank rows of its own."""
+    if state.data.world_size < state.world_size:
+        sizes = {axis.name: axis.world_size for axis in state.axes}
+        raise ArgumentError(f"Trainer: mesh must have dp alone, got {sizes}; leave out --mesh")
 
 
 def _check(args: Any) -> None:

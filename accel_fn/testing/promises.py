@@ -67,7 +67,7 @@ def check_this_rank(folder: str) -> RankReport:
 
     Each outcome is a line of JSON in the file of this rank's number, as soon as it is known.
     """
-    state = init()
+    state = init(mesh={"dp": -1})
     with Path(folder, str(state.rank)).open("w", encoding="utf-8", buffering=1) as file:
         return check_promises(state, lambda each: print(json.dumps(asdict(each)), file=file))
 

@@ -11,17 +11,18 @@ from accel_fn.step.plan import slot_names
 from accel_fn.testing import strategies
 from tests.support import strategies as ours
 
-PRECISION, NUMBER, WRAP, TIMEOUT = (
+PRECISION, NUMBER, WRAP, TIMEOUT, MESH = (
     "ACCEL_FN_MIXED_PRECISION",
     "ACCEL_FN_NUM_MICROBATCHES",
     "ACCEL_FN_WRAP",
     "ACCEL_FN_TIMEOUT_S",
+    "ACCEL_FN_MESH",
 )
 
 
 @pytest.fixture
 def said(monkeypatch):
-    for name in (PRECISION, NUMBER, WRAP, TIMEOUT):
+    for name in (PRECISION, NUMBER, WRAP, TIMEOUT, MESH):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch.setenv
 
@@ -47,8 +48,13 @@ def test_options_that_a_launch_sets_are_read(said):
     said(NUMBER, "4")
     said(WRAP, "fsdp")
     said(TIMEOUT, "2.5")
+    said(MESH, "dp=-1, tp=2")
     expected = af.LaunchOptions(
-        mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5
+        mixed_precision="bf16",
+        num_microbatches=4,
+        wrap="fsdp",
+        timeout_s=2.5,
+        mesh={"dp": -1, "tp": 2},
     )
     assert af.launch_options() == expected
 
@@ -64,6 +70,12 @@ def test_options_that_a_launch_sets_are_read(said):
         (NUMBER, "many", "be an integer >= 1, got 'many'"),
         (TIMEOUT, "0", "be a finite number > 0, in seconds, got '0'"),
         (TIMEOUT, "nan", "be a finite number > 0, in seconds, got 'nan'"),
+        (MESH, "dp", "be axes and their sizes, each once, such as dp=-1,tp=2, got 'dp'"),
+        (
+            MESH,
+            "tp=2,tp=2",
+            "be axes and their sizes, each once, such as dp=-1,tp=2, got 'tp=2,tp=2'",
+        ),
         (TIMEOUT, "10min", "be a finite number > 0, in seconds, got '10min'"),
     ],
 )

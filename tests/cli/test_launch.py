@@ -55,15 +55,16 @@ def test_two_processes_on_a_cpu_are_one_world_of_two(launchers, tmp_path):
         total = af.reduce_sum(state.rank + 1, state)
         words = [state.rank, state.local_rank, state.world_size, state.device, total]
         words += [options.mixed_precision, options.num_microbatches, options.wrap, options.timeout_s]
+        words += [*options.mesh.items(), state.data.world_size]
         os.write(1, (" ".join(map(str, words)) + "\\n").encode())
     """
     options = ["--cpu", "--mixed-precision", "bf16", "--num-microbatches", 3, "--timeout-s", 20]
-    options += ["--wrap", "fsdp"]
+    options += ["--wrap", "fsdp", "--mesh", "tp=2"]
     ended = launchers.run(tmp_path, "-n", 2, *options, "script.py", script=script)
     assert ended.exit_code == 0, ended
     assert sorted(ended.stdout.splitlines()) == [
-        "0 0 2 cpu 3 bf16 3 fsdp 20.0",
-        "1 1 2 cpu 3 bf16 3 fsdp 20.0",
+        "0 0 2 cpu 1 bf16 3 fsdp 20.0 ('tp', 2) 1",
+        "1 1 2 cpu 2 bf16 3 fsdp 20.0 ('tp', 2) 1",
     ]
 
 

@@ -222,3 +222,9 @@ def test_what_needs_all_ranks_refuses_the_state_of_an_axis(name, tmp_path):
     text = f"{name}: state must be of all ranks, got one along 'dp'; give the state that along was"
     with pytest.raises(ValueError, match=text):
         calls[name](state.along("dp"))
+
+
+def test_the_mesh_of_a_launch_is_the_default_of_init(monkeypatch):
+    monkeypatch.setenv("ACCEL_FN_MESH", "dp=-1,tp=1")
+    assert [axis.name for axis in af.init(device="cpu").axes] == ["dp", "tp"]
+    assert [axis.name for axis in af.init(device="cpu", mesh={"cp": 1}).axes] == ["dp", "cp"]

@@ -262,3 +262,20 @@ with pytest.raises(ValueError, match="Trainer: args.predict_with_generate must n
     made.train()
 """
     launch(script, imports=(__name__,))
+
+
+def test_ranks_that_hold_the_same_rows_are_refused(tmp_path: Path) -> None:
+    script = f"""
+import os
+from pathlib import Path
+from accel_fn.integrations.transformers import Trainer
+from tests.integrations import tiny
+
+os.environ["ACCEL_FN_MESH"] = "tp=2"
+try:
+    tiny.trainer(Trainer, Path({str(tmp_path)!r}), train_dataset=tiny.samples(9))
+except ValueError as error:
+    say(error)
+"""
+    text = "Trainer: mesh must have dp alone, got {'dp': 1, 'tp': 2}; leave out --mesh"
+    launch(script, num_processes=2, expect=[text] * 2)

@@ -189,7 +189,15 @@ def test_the_allocator_takes_these_values(tmp_path):
 
 
 def test_settings_of_training_and_devices_are_variables():
-    found = given(mixed_precision="bf16", num_microbatches=4, wrap="fsdp", timeout_s=2.5, cpu=True)
+    found = given(
+        mixed_precision="bf16",
+        num_microbatches=4,
+        wrap="fsdp",
+        timeout_s=2.5,
+        cpu=True,
+        mesh="tp=2",
+    )
+    assert found["ACCEL_FN_MESH"] == "tp=2"
     assert found["ACCEL_FN_WRAP"] == "fsdp"
     assert found["ACCEL_FN_MIXED_PRECISION"] == "bf16"
     assert found["ACCEL_FN_NUM_MICROBATCHES"] == "4"

@@ -155,6 +155,7 @@ VALUES = {
     "wrap": st.sampled_from([None, "ddp", "fsdp", "deepspeed"]),
     "rdzv_backend": st.sampled_from([None, "static", "c10d", "etcd-v2"]),
     "timeout_s": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
+    "mesh": st.sampled_from([None, "dp=-1,tp=2", "tp=2"]),
     "log_dir": st.none() | PATHS,
     "tee": st.booleans(),
     "full_traceback": st.booleans(),
@@ -204,3 +205,9 @@ def test_every_setting_is_explained_in_the_file():
 def test_every_value_stands_in_one_line():
     folder = "a folder with a long name/" * 20 + "é"
     assert f"\nlog_dir: {folder}\n" in render(Settings(log_dir=Path(folder)))
+
+
+def test_a_mesh_in_a_file_is_text_or_a_mapping(tmp_path):
+    for line in ("mesh: dp=-1,tp=2\n", "mesh: {dp: -1, tp: 2}\n"):
+        written(tmp_path, line)
+        assert resolved(folder=tmp_path).settings.mesh == "dp=-1,tp=2"

@@ -51,6 +51,7 @@ def launch(
     wrap: str | None = None,
     threads_per_process: int | None = None,
     timeout_s: float | None = None,
+    mesh: Mapping[str, int] | None = None,
     **others: Never,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on every rank of a world of fresh processes.
@@ -80,6 +81,7 @@ def launch(
         wrap: what `wrap()` does, "ddp", "fsdp" or "deepspeed".
         threads_per_process: CPU threads of each; default: the cores, divided.
         timeout_s: seconds that a collective may take before all ranks report and end.
+        mesh: axes that the ranks form and their sizes, as for `init`.
         **others: none; arguments of `fn` go into `kwargs`, which cannot clash with these names.
 
     Returns:
@@ -126,6 +128,7 @@ def launch(
         "wrap": wrap,
         "threads_per_process": threads_per_process,
         "timeout_s": timeout_s,
+        "mesh": mesh,
     }
     where, machine = dict.fromkeys(Settings.model_fields, "launch"), detect()
     settings = check_settings(

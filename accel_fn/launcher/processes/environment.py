@@ -89,7 +89,7 @@ def settings_variables(settings: Settings) -> list[Variable]:
     if settings.gpu_ids is not None:
         ids = ",".join(map(str, settings.gpu_ids))
         found.append(Variable("CUDA_VISIBLE_DEVICES", ids, "gpu_ids"))
-    for name in ("mixed_precision", "num_microbatches", "wrap", "timeout_s"):
+    for name in ("mixed_precision", "num_microbatches", "wrap", "timeout_s", "mesh"):
         value = getattr(settings, name)
         if value is not None:
             found.append(Variable(f"ACCEL_FN_{name.upper()}", f"{value}", name))

@@ -67,9 +67,22 @@ def _path(value: object) -> object:
     return value
 
 
+def _mesh(value: object) -> object:
+    """Parse `dp=-1,tp=2`, and a mapping in a file."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{axis}={size}" for axis, size in value.items())
+    if isinstance(value, str):
+        value = value.replace(" ", "")
+        axes = [pair.partition("=")[0] for pair in value.split(",")]
+        if not _MESH.fullmatch(value) or len(set(axes)) != len(axes) or value.count("-1") > 1:
+            raise SettingsError("no axes with sizes")
+    return value
+
+
 Integer = Annotated[int, BeforeValidator(_no_boolean)]
 Index = Annotated[Integer, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_no_boolean)]
+_MESH = re.compile(r"(pp|dp|cp|tp)=(-1|[1-9]\d*)(,(pp|dp|cp|tp)=(-1|[1-9]\d*))*")
 _HOST = re.compile(r"[^\s/:]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*")
 
 
@@ -110,6 +123,9 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
         description="seconds that a collective may take before all ranks report and end",
+    )
+    mesh: Annotated[str, BeforeValidator(_mesh)] | None = Field(
+        None, description="axes that the ranks form, with their sizes; one may be -1, for the rest"
     )
     log_dir: Annotated[Path, BeforeValidator(_path)] | None = Field(
         None, description="folder for each rank's output"
@@ -184,6 +200,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "wrap": "be one of ddp, fsdp, deepspeed",
         "rdzv_backend": "be one of static, c10d, etcd-v2",
         "timeout_s": "be a finite number > 0",
+        "mesh": "be axes (pp, dp, cp, tp) with sizes, each once, such as dp=-1,tp=2",
         "log_dir": "be a path",
     }
 )
