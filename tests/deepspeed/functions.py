@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
@@ -288,12 +289,14 @@ class Tied(nn.Module):
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
         self.last = nn.Linear(6, 3)
         self.second.weight = self.first.weight
+        self.register_buffer("shift", torch.full((3,), float(os.environ["RANK"])))
 
     def forward(self, x):
-        return self.last(self.second(self.first(x).tanh()).tanh())
+        return self.last(self.second(self.first(x).tanh()).tanh()) + self.shift
 
 
 def tied(state, *, stage):
+    """Two layers share a weight; a buffer is that of rank 0."""
     return same(state, stage, Tied, loss_fn)
 
 

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
 
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("run.py")
@@ -252,3 +257,32 @@ def test_one_process_without_a_launcher_offloads(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert [equal for _, equal in found.values()] == [True] * 3
     assert all(far <= ROUNDING for far, _ in found.values())
+
+
+def plan_that_offloads():
+    model = nn.Linear(3, 1)
+    plan = af.Plan(
+        lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters(), 0.1)
+    )
+    return af.wrap_deepspeed(stage=1, offload="cpu")(plan)
+
+
+def test_ranks_that_are_threads_are_refused():
+    def rank(state):
+        with pytest.raises(ValueError, match="wrap_deepspeed") as found:
+            af.build(state, plan_that_offloads())
+        return str(found.value)
+
+    assert set(simulate(rank, world_size=2)) == {
+        "build: wrap_deepspeed must have all ranks of torch's default process group, which are 1, got 2; use "
+        "accel-fn launch, not threads"
+    }
+
+
+def test_another_device_than_deepspeed_has_is_refused():
+    plan = plan_that_offloads()
+    with pytest.raises(ValueError, match="wrap_deepspeed") as found:
+        plan.strategy[0].validate(af.DistState(device=torch.device("meta")), plan)
+    assert str(found.value) == (
+        "build: wrap_deepspeed must train on DeepSpeed's device, cpu, got meta; set DS_ACCELERATOR=meta"
+    )

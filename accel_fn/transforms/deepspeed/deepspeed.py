@@ -213,9 +213,12 @@ def _check_world(state: DistState) -> None:
     """Refuse ranks and devices that DeepSpeed does not know."""
     from deepspeed.accelerator import get_accelerator
 
-    if state.world_size > 1 and not torch.distributed.is_initialized():
+    is_there = torch.distributed.is_initialized()
+    num = torch.distributed.get_world_size() if is_there else 1
+    if num != state.world_size:
         raise PlanError(
-            "build: wrap_deepspeed must have ranks that are processes, got threads; use accel-fn launch"
+            "build: wrap_deepspeed must have all ranks of torch's default process group, which are "
+            f"{num}, got {state.world_size}; use accel-fn launch, not threads"
         )
     kind = get_accelerator().device_name()
     if kind != state.device.type:

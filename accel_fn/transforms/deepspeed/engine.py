@@ -36,8 +36,6 @@ from accel_fn.transforms.deepspeed.whole_state import gather_state, write_state
 
 _RULE = "step: wrap_deepspeed must have a loss_fn that reaches the same parameters on every rank"
 _REPAIR = "call each part of the model on every rank, with no rows where it has nothing to do, or use stage=0"
-
-
 _ONCE = (
     "wrap_deepspeed(stage=3): if the loss has gradients of gradients (torch.autograd.grad with "
     "create_graph=True), use a lower stage: their parameters are not whole any more"
@@ -86,14 +84,15 @@ class ZeRO(Strategy):
         self._stage = zero["stage"]
         self.pads = self._stage >= 1
         (self._optimizer,) = plan.optimizers.values()
-        self._is_open = self._has_failed = False
+        self._is_open = False
+        """Does the engine hold gradients of a step, which it has not applied?"""
         self._state = state
         self._names = {id(p): name for name, p in plan.model.named_parameters() if p.requires_grad}
         """The trained parameters, by their ids."""
         self._is_due = True
         """Does the next backward look at what the loss reaches?"""
-        for buffer in plan.model.buffers():  # the engine sends the parameters
-            primitives.broadcast(buffer, state, 0, "build")
+        for buffer in plan.model.buffers() if state.world_size > 1 else ():
+            primitives.broadcast(buffer, state, 0, "build")  # the engine sends the parameters
         own = [group["params"] for group in self._optimizer.param_groups]
         dtype = autocast_dtype(plan)
         self._max_norm, self._signature = bound_of(clips), signature_of(clips)
@@ -147,7 +146,7 @@ class ZeRO(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Refuse to go on after a failure: the engine cannot forget the gradients of a part of a batch."""
-        if self._has_failed:
+        if self._is_open:
             raise StateError(
                 "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine "
                 "keeps, got another step; build again and load a checkpoint"
@@ -292,10 +291,6 @@ class ZeRO(Strategy):
                 optimizer.state = shards
             if writes:
                 write_state(zero, optimizer, self._own, loaded)
-
-    def reset(self) -> None:
-        """Remember that a step has failed, if the engine may hold a part of it."""
-        self._has_failed = self._has_failed or self._is_open
 
 
 class _UnderAutocast(nn.Module):
