@@ -126,7 +126,7 @@ def deepspeed(session: nox.Session) -> None:
     )
     built = str(Path(session.virtualenv.location).resolve() / "torch_extensions")
     here = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": built, "DS_BUILD_OPS": "0"}
-    session.run("pytest", "tests/deepspeed", *session.posargs, env=here)
+    session.run("pytest", "--timeout=3600", "tests/deepspeed", *session.posargs, env=here)
 
 
 @nox.session
