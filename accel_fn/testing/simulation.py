@@ -28,6 +28,8 @@ from accel_fn.testing.seed_turns import rank_of
 T = TypeVar("T")
 
 _POLL_S, _GRACE_S, _SETTLE_S, _END_WITHIN_S = 0.05, 1.0, 0.1, 5.0
+_RELEASE_S = 0.1
+"""How long a thread of Gloo may take to release a tensor after its collective."""
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 
@@ -65,6 +67,8 @@ class _IdleWorlds:
     def __init__(self) -> None:
         self._worlds: dict[_Key, list[_World]] = {}
         self._lock = threading.Lock()
+        self._newest_s = -math.inf
+        """When a simulation ended, on the monotonic clock."""
 
     def take(self, key: _Key) -> _World:
         with self._lock:
@@ -77,6 +81,11 @@ class _IdleWorlds:
     def give(self, world: _World) -> None:
         with self._lock:
             self._worlds.setdefault(world.key, []).append(world)
+            self._newest_s = time.monotonic()
+
+    def rest(self) -> None:
+        """Wait until threads of Gloo hold no tensor: one released after Python's end aborts the process."""
+        time.sleep(max(self._newest_s + _RELEASE_S - time.monotonic(), 0.0))
 
 
 class _LostThreads:
@@ -111,6 +120,7 @@ _lost = _LostThreads()
 atexit.register(_lost.join_oldest)
 atexit.register(_exiting.set)
 _idle = _IdleWorlds()
+atexit.register(_idle.rest)
 
 
 def _make_world(key: _Key) -> _World:

@@ -6,6 +6,8 @@ import gc
 import math
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -435,3 +437,17 @@ def test_models_of_other_parameters_are_not_compared():
     other = ours.plan(model=nn.Linear(3, 1).double(), optimizer=ours.adamw)
     with pytest.raises(ValueError, match=r"same parameters and buffers, got 0\.bias \[5\]"):
         assert_equivalent(make_plan(), other, BATCHES)
+
+
+_SHORT = """
+import accel_fn as af
+from accel_fn.testing import simulate
+simulate(lambda state: af.reduce_sum(state.rank, state), world_size=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_right_after_a_simulation():
+    """Without a rest, a thread of Gloo that releases a tensor aborts one such program of seven."""
+    ends = [subprocess.run([sys.executable, "-c", _SHORT], check=False) for _ in range(24)]
+    assert [each.returncode for each in ends] == [0] * 24
