@@ -121,6 +121,7 @@ def test_the_batch_script_of_launchers_starts_one_world(project: Path) -> None:
     assert run_batch_script(project, "One task per machine", "1") == ["0 2 0 3 []", "1 2 0 3 []"]
 
 
+@pytest.mark.slow
 def test_the_batch_script_of_ranks_starts_one_world(project: Path) -> None:
     seen = run_batch_script(project, "One task per rank", "2")
     assert seen == ["0 4 0 10 []", "1 4 1 10 []", "2 4 0 10 []", "3 4 1 10 []"]

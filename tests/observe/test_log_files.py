@@ -335,6 +335,7 @@ path.unlink()
     assert done.stderr.count("removed, renamed or replaced up to step 2; lines of the run") == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_no_run(tmp_path):
     """The limit of a file's size stands for the disk."""
     path = tmp_path / "log.jsonl"
@@ -429,7 +430,13 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        each if each == "by an error" else pytest.param(each, marks=pytest.mark.slow)
+        for each in ENDINGS
+    ],
+)
 def test_the_end_of_a_process_is_noted(ending, launched, tmp_path):
     last, error = ENDINGS[ending]
     script = tmp_path / "train.py"
@@ -449,6 +456,7 @@ state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, eve
     assert (end["event"], end["step"], end["error"]) == ("end", 3, error)
 
 
+@pytest.mark.slow
 def test_a_process_that_the_run_forks_ends_no_log(tmp_path):
     script = f"""
 from tests.observe.test_log_files import *
@@ -464,6 +472,7 @@ print(events_of(Path({str(tmp_path / "log.events.jsonl")!r})))
     assert done.stdout == "['start', 'first_step']\n"
 
 
+@pytest.mark.slow
 def test_a_tracker_that_the_program_closed_ends_the_process_in_order(tmp_path):
     """The last line is pending then, as with an accelerator."""
     script = f"""
