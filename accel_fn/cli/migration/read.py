@@ -60,7 +60,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Script:
-    """What follows from a script that uses accelerate."""
+    """The replacements for a script that uses accelerate, line by line, and its recipe."""
 
     lines: list[Line]
     recipe: list[str]
@@ -183,7 +183,7 @@ class _Reader:
                 self._add_use(argument, f"Accelerator({argument.keyword.value})")
 
     def _read_member(self, node: cst.Attribute, name: str) -> None:
-        """What a script reads from its accelerator, or calls on it."""
+        """Add the use of an attribute or method of the accelerator."""
         call = self.parents[node]
         if name == "prepare" and isinstance(call, cst.Call):
             self._read_prepare(node, call)
@@ -201,7 +201,7 @@ class _Reader:
             self._add_use(node, f"accelerator.{name}")
 
     def _known_figure(self, call: cst.Call) -> str:
-        """What a call gathers, where a report has it."""
+        """Return the field of the report that a call gathers; empty if no report has it."""
         text = self.facts.code(call)
         return next((name for name in ("loss", "grad_norm") if name in text), "")
 
@@ -223,7 +223,7 @@ class _Reader:
             self._add_use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
 
     def _read_prepared(self, node: cst.Attribute) -> None:
-        """What a script calls on the model, the optimizer, a loader or a scheduler."""
+        """Add the call of a method of the model, the optimizer, a loader or a scheduler."""
         name = self.facts.code(node.value)
         key = f"{self.facts.kinds.get(name)}.{node.attr.value}"
         if key == "scheduler.step" and name in self.facts.schedulers_of_epochs:

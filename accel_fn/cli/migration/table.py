@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of a name; text in braces is replaced by the argument of that name."""
+    """The replacement for a name of accelerate; `{name}` in it stands for the argument `name`."""
 
     replacement: str | None
-    """What takes its place; None if it goes, "" if it stays."""
+    """The code to write instead; None: delete the name; empty: keep it."""
     why: str = ""
     differences: tuple[int, ...] = ()
     """Rows of docs/differences.md."""
     arguments: str = ""
     """Names of the positional arguments of a call."""
     transform: str = ""
-    """What it adds to the recipe."""
+    """The transform that it adds to the recipe."""
 
 
 @dataclass(frozen=True)
