@@ -88,11 +88,11 @@ class GlobalMean:
             self._pending.append(self._weights)
 
     def _sum(
-        self, tensor: Tensor, over: DistState, what: str
+        self, tensor: Tensor, state: DistState, what: str
     ) -> primitives.Pending | primitives.PendingTotal:
         # The step's name lets ranks notice one that caught its loss's error and went on.
         name = step_name(self._state.step + 1, self._state.call)
-        return primitives.start_total(tensor, over, "step", what=f"{what}{self._suffix} {name}")
+        return primitives.start_total(tensor, state, "step", what=f"{what}{self._suffix} {name}")
 
     def _losses(self) -> Tensor:
         """The sum of the loss, or of its terms: a view of the sums."""
