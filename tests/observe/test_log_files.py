@@ -322,6 +322,7 @@ def test_a_file_that_is_not_in_its_place_any_more_is_warned_of_once(suffix, move
     assert warning.filename == __file__
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_warns_of_a_file_that_is_not_in_its_place_any_more(tmp_path):
     script = f"""
 from tests.observe.test_log_files import *
@@ -377,6 +378,7 @@ for batch in BATCHES[state.step :]:
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_twice_has_one_log(tmp_path):
     for killed_at in (5, 8, -1):
         command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(killed_at)]
