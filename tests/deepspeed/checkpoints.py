@@ -57,9 +57,9 @@ def cases(folder):
     return found
 
 
-def built(state, strategy, optimizer):
+def built(state, strategy, optimizer, model=None):
     """A program with a schedule, whose model each rank draws anew."""
-    model = make_model()
+    model = make_model() if model is None else model
     with torch.no_grad():  # so that a load has something to do
         for each in model.parameters():
             each.mul_(2)

@@ -259,12 +259,47 @@ def test_one_process_without_a_launcher_offloads(tmp_path):
     assert all(far <= ROUNDING for far, _ in found.values())
 
 
-def plan_that_offloads():
+def plan_that_offloads(recipe=None):
     model = nn.Linear(3, 1)
     plan = af.Plan(
         lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters(), 0.1)
     )
-    return af.wrap_deepspeed(stage=1, offload="cpu")(plan)
+    return (recipe or af.wrap_deepspeed(stage=1, offload="cpu"))(plan)
+
+
+@pytest.fixture
+def libaio():
+    """Skip a test where DeepSpeed cannot compile what reads and writes files."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("libaio-dev is not installed")
+
+
+def test_offloading_to_files_changes_nothing(found, libaio):
+    far, folders = found["nvme"]
+    assert far <= 2 * ROUNDING  # sums of 768 products
+    assert folders == ["rank0", "rank1"]
+
+
+def test_a_resumed_run_that_offloads_to_files_has_the_same_bits(found, libaio):
+    assert found["nvme resume"] is True
+
+
+def test_a_run_that_offloads_to_files_goes_on_under_another_strategy(found, libaio):
+    assert found["nvme moves"] <= ROUNDING
+
+
+def test_a_missing_libaio_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "false")  # so that nothing links
+    recipe = af.wrap_deepspeed(stage=3, offload="nvme", nvme_path=tmp_path)
+    plan = plan_that_offloads(recipe)
+    with pytest.raises(ValueError, match="wrap_deepspeed") as found:
+        plan.strategy[0].validate(af.DistState(), plan)
+    assert str(found.value) == (
+        'build: wrap_deepspeed(offload="nvme") must have libaio, got none that links; install libaio-dev, or '
+        "set CFLAGS and LDFLAGS to where it is"
+    )
 
 
 def test_ranks_that_are_threads_are_refused():

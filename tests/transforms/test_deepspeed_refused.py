@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import accel_fn as af
 from accel_fn.errors import ArgumentError, ArgumentTypeError, ExtraError, PlanError
 from accel_fn.testing import simulate
 from accel_fn.transforms.deepspeed.deepspeed import check_lock
+from accel_fn.transforms.deepspeed.settings import engine_config, read_settings
 
 
 def loss_fn(model, batch):
@@ -56,10 +58,12 @@ def test_stage_is_an_integer(stage):
         af.wrap_deepspeed(stage=stage)
 
 
-def test_offload_is_to_the_cpu():
+def test_offload_is_to_the_cpu_or_to_nvme():
     with pytest.raises(ArgumentError) as found:
         af.wrap_deepspeed(stage=2, offload="disk")
-    assert str(found.value) == ("wrap_deepspeed: offload must be None or \"cpu\", got 'disk'")
+    assert str(found.value) == (
+        'wrap_deepspeed: offload must be None, "cpu" or "nvme", got \'disk\''
+    )
 
 
 def test_stage_0_has_nothing_to_offload():
@@ -100,8 +104,31 @@ def test_stage_0_has_nothing_to_offload():
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            'offload_param.device must be "cpu" or "none", got \'nvme\'; DeepSpeed\'s offload to NVMe is not '
-            "supported",
+            'nvme_path must be the path of a folder if offload_param.device is "nvme", got None',
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
+            'offload_optimizer.device must be "cpu", "nvme" or "none", got \'disk\'',
+        ),
+        (
+            {
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+                "offload": "nvme",
+                "nvme_path": "swap",
+            },
+            "offload (offload_optimizer) must be given once, got 'cpu' in config and 'nvme' as an argument",
+        ),
+        (
+            {"stage": 3, "offload": "nvme"},
+            'nvme_path must be the path of a folder if offload_optimizer.device is "nvme", got None',
+        ),
+        (
+            {"stage": 2, "offload": "nvme", "nvme_path": "swap"},
+            "offload must be None or \"cpu\" below stage 3, got 'nvme'; use stage=3",
+        ),
+        (
+            {"stage": 3, "offload": "cpu", "nvme_path": "swap"},
+            "nvme_path must be left out unless offload is \"nvme\", got 'swap'",
         ),
     ],
 )
@@ -341,14 +368,52 @@ def test_ranks_of_a_mesh_are_refused():
     }
 
 
-def test_the_lock_of_a_build_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("deepspeed_shm_comm", ()), ("pin_memory", {"nvme"}), ("async_io", {"nvme"})],
+)
+def test_the_lock_of_a_build_is_found(name, devices, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     check_lock(af.DistState())
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock = tmp_path / name / "lock"
+    lock.parent.mkdir(exist_ok=True)
     lock.touch()
     with pytest.raises(PlanError) as found:
-        check_lock(af.DistState())
+        check_lock(af.DistState(), devices)
     assert str(found.value) == (
         f"build: wrap_deepspeed must find no lock of a build of DeepSpeed's C++ code, got {lock}; if no "
         "other program is building it, delete that file, or else wait for it"
     )
+
+
+HIDDEN = {
+    "of one": SimpleNamespace(hidden_size=8),
+    "the largest": SimpleNamespace(hidden_sizes=[4, 8]),
+    "of the text": SimpleNamespace(text_config=SimpleNamespace(hidden_size=8)),
+    "the largest of the text": SimpleNamespace(text_config=SimpleNamespace(hidden_sizes=[8, 4])),
+}
+
+
+@pytest.mark.parametrize("config", HIDDEN.values(), ids=HIDDEN)
+def test_sizes_that_are_auto_follow_the_hidden_size(config):
+    assert zero_of(config) == {
+        "stage": 3,
+        "reduce_bucket_size": 64,
+        "stage3_prefetch_bucket_size": 57,
+        "stage3_param_persistence_threshold": 80,
+    }
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace(), {"hidden_size": 8}], ids=str)
+def test_sizes_that_are_auto_are_those_of_deepspeed_without_a_hidden_size(config):
+    assert zero_of(config) == {"stage": 3}
+
+
+def zero_of(config):
+    """The section on ZeRO of the engine of a model that has a configuration."""
+    model = nn.Linear(3, 2)
+    model.config = config
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+    auto = dict.fromkeys((*keys, "stage3_param_persistence_threshold"), "auto")
+    settings = read_settings({"zero_optimization": {"stage": 3, **auto}}, None, None, None, {})
+    return engine_config(settings, None, model)["zero_optimization"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -44,7 +44,8 @@ def wrap_deepspeed(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     stage: Literal[0, 1, 2, 3] | None = None,
-    offload: Literal["cpu"] | None = None,
+    offload: Literal["cpu", "nvme"] | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Transform:
     """Train one model on all ranks by DeepSpeed's ZeRO.
@@ -62,28 +63,32 @@ def wrap_deepspeed(
 
     Args:
         config: DeepSpeed's configuration: a mapping, or the path of its JSON file. "auto", and what is
-            left out, is the plan's, or DeepSpeed's default. What differs from the plan is refused.
+            left out, is the plan's, or DeepSpeed's default. Three sizes of buckets with "auto" follow the
+            hidden size in `model.config`, if it is there. What differs from the plan is refused.
         stage: of ZeRO. Default: that of `config`, else 2.
-        offload: "cpu": keep optimizer state, and at stage 3 parameters, in host memory.
+        offload: "cpu": keep optimizer state, and at stage 3 parameters, in host memory. "nvme", at stage 3:
+            keep optimizer state in files, and parameters in host memory.
+        nvme_path: the folder of these files, of this plan alone.
         **settings: more entries of DeepSpeed's configuration, such as `zero_optimization={...}`.
 
     Returns:
         A transform. The report's `grad_norm` is the engine's: at stage 0 with `clip` alone, else always.
 
     Raises:
-        ValueError: `stage` is not 0, 1, 2 or 3, `offload` is neither None nor "cpu", `config` is no file
-            with a JSON object, a setting is given twice with two values, or a batch size or a scheduler is
-            given. In `build`, on all ranks: a setting that differs from the plan; several optimizers, or
-            one with train and eval modes, state, a group without trained parameters, or an update
-            that needs the shapes of parameters; trained parameters that are not float32, or tables with
-            sparse gradients; a loss scale, and functions in the slots `accept`, `gradients` (but
-            `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and `shard_model`; at stage 3 `average`
-            and `check_replicas`; ranks that are threads; another device than DeepSpeed's; and the lock of a
-            build of DeepSpeed's C++ code. From a step: a loss that reaches no parameter, one of another
-            engine, or others than on another rank, where the first batches are looked at; another step
-            after one that failed; at stage 3 a batch without weight on all ranks. From `step.grads` and
-            `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and from `load` if the
-            optimizer has made another number of updates to some parameters of a group.
+        ValueError: `stage` is not 0, 1, 2 or 3, `offload` is none of its values, or "nvme" below stage 3 or
+            without `nvme_path`, `config` is no file with a JSON object, a setting is given twice with two
+            values, or a batch size or a scheduler is given. In `build`, on all ranks: a setting that differs
+            from the plan; several optimizers, or one with train and eval modes, state, a group without
+            trained parameters, or an update that needs the shapes of parameters; trained parameters that are
+            not float32, or tables with sparse gradients; a loss scale, and functions in the slots `accept`,
+            `gradients` (but `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and `shard_model`; at
+            stage 3 `average` and `check_replicas`; ranks that are threads; another device than DeepSpeed's;
+            the lock of a build of DeepSpeed's C++ code; and "nvme" without libaio. From a step: a loss that
+            reaches no parameter, one of another engine, or others than on another rank, where the first
+            batches are looked at; another step after one that failed; at stage 3 a batch without weight on
+            all ranks. From `step.grads` and `step.update`; from stage 1 on, from `load_model` and
+            `load_accelerate`, and from `load` if the optimizer has made another number of updates to some
+            parameters of a group.
         TypeError: an argument is of the wrong type.
         ModuleNotFoundError: in `build`, on several ranks or with `offload`, without the extra `deepspeed`.
 
@@ -99,7 +104,7 @@ def wrap_deepspeed(
     >>> af.wrap_deepspeed(stage=2)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_deepspeed(stage=2)])
     """
-    found = read_settings(config, stage, offload, settings)
+    found = read_settings(config, stage, offload, nvme_path, settings)
     return fill(strategy=DeepSpeedSlot(make_zero, settings=found, clips=()))
 
 
@@ -151,7 +156,9 @@ class DeepSpeedSlot(SlotFunction):
             return
         check_installed()
         _check_world(state)
-        check_lock(state)
+        check_lock(state, offloads(self.keywords["settings"]))
+        if "nvme" in offloads(self.keywords["settings"]):
+            _check_libaio()
 
 
 def _check_optimizer(plan: Plan, stage: int) -> None:
@@ -228,17 +235,32 @@ def _check_world(state: DistState) -> None:
         )
 
 
-def check_lock(state: DistState) -> None:
+def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
     """Refuse the lock of a build that was killed, on which DeepSpeed would wait without end."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    if state.device.type != "cpu":
-        return  # the op that DeepSpeed needs in order to start is that of the CPU
-    lock = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)) / "lock"
-    if lock.exists():
+    needed = [
+        *(["deepspeed_shm_comm"] if state.device.type == "cpu" else []),
+        *(["pin_memory", "async_io"] if "nvme" in devices else []),
+    ]
+    for name in needed:
+        lock = Path(_get_build_directory(name, verbose=False)) / "lock"
+        if lock.exists():
+            raise PlanError(
+                f"build: wrap_deepspeed must find no lock of a build of DeepSpeed's C++ code, got {lock}; if "
+                "no other program is building it, delete that file, or else wait for it"
+            )
+
+
+def _check_libaio() -> None:
+    """Refuse to offload to NVMe where DeepSpeed's op for it is not built and cannot be."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not installed_ops.get("async_io") and not AsyncIOBuilder().is_compatible():
         raise PlanError(
-            f"build: wrap_deepspeed must find no lock of a build of DeepSpeed's C++ code, got {lock}; if no "
-            "other program is building it, delete that file, or else wait for it"
+            'build: wrap_deepspeed(offload="nvme") must have libaio, got none that links; install '
+            "libaio-dev, or set CFLAGS and LDFLAGS to where it is"
         )
 
 

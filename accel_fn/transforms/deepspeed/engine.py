@@ -100,7 +100,7 @@ class ZeRO(Strategy):
             self._engine, *_ = deepspeed.initialize(
                 model=module if dtype is None else _UnderAutocast(module, state, dtype),
                 optimizer=self._optimizer,
-                config=engine_config(settings, self._max_norm),
+                config=engine_config(settings, self._max_norm, plan.model),
                 dist_init_required=False,
             )
         self._engine.set_gradient_accumulation_boundary(True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn.step.plan import Plan
@@ -18,12 +19,19 @@ _DEFAULT_STAGE = 2
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _OWNED = ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16", "amp")
 """The sections that the plan decides."""
+_OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda size: size * size,
+    "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
+    "stage3_param_persistence_threshold": lambda size: 10 * size,
+}
+"""What "auto" is in zero_optimization, from the hidden size of the model, as transformers has it."""
 
 
 def read_settings(
     config: str | os.PathLike[str] | Mapping[str, Any] | None,
     stage: int | None,
     offload: str | None,
+    nvme_path: str | os.PathLike[str] | None,
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Join a configuration with the arguments of the call; refuse two values of one setting."""
@@ -33,7 +41,7 @@ def read_settings(
             raise _differs(key, found[key], value)
     found = _without_auto(found)
     _set_stage(found, stage)
-    _set_offload(found["zero_optimization"], offload)
+    _set_offload(found["zero_optimization"], offload, nvme_path)
     repairs = dict.fromkeys(_SIZES, "the loader decides how many samples a rank has")
     repairs["scheduler"] = "add schedule(scheduler) to the plan"
     for key in repairs.keys() & found.keys():
@@ -85,39 +93,60 @@ def _differs(key: str, first: Any, second: Any) -> ArgumentError:
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out "auto", so that the plan decides, or DeepSpeed's own default."""
-    found = {key: value for key, value in section.items() if value != "auto"}
+    """Leave out "auto", so that the plan decides, or DeepSpeed's own default; `build` fills in the rest."""
+    found = {k: value for k, value in section.items() if value != "auto" or k in _OF_HIDDEN_SIZE}
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in found.items()
     }
 
 
-def _set_offload(zero: dict[str, Any], offload: str | None) -> None:
-    """Keep optimizer state, and at stage 3 parameters, in host memory."""
+def _set_offload(
+    zero: dict[str, Any], offload: str | None, nvme_path: str | os.PathLike[str] | None
+) -> None:
+    """Keep optimizer state in host memory or in files, and at stage 3 parameters in host memory."""
     stage = zero["stage"]
+    if offload not in (None, "cpu", "nvme"):
+        rule = 'be None, "cpu" or "nvme"'
+        raise ArgumentError(message(_FUNCTION, "offload", rule, offload))
+    if nvme_path is not None and offload != "nvme":
+        rule = 'be left out unless offload is "nvme"'
+        raise ArgumentError(message(_FUNCTION, "nvme_path", rule, nvme_path))
     if offload is not None:
-        if offload != "cpu":
-            raise ArgumentError(message(_FUNCTION, "offload", 'be None or "cpu"', offload))
-        for key in ("offload_optimizer", *(["offload_param"] if stage == 3 else [])):
-            zero.setdefault(key, {"device": offload})
-    for key in ("offload_optimizer", "offload_param"):
-        device = (zero.get(key) or {}).get("device", "none")
-        if device not in ("cpu", "none"):
-            rule, repair = 'be "cpu" or "none"', "DeepSpeed's offload to NVMe is not supported"
-            raise ArgumentError(message(_FUNCTION, f"{key}.device", rule, device, repair))
-        if offload is not None and device == "none" and key in zero:
+        path = {} if nvme_path is None else {"nvme_path": os.fspath(nvme_path)}
+        given = zero.get("offload_optimizer") or {}
+        zero["offload_optimizer"] = {"device": offload, **path, **given}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu", **(zero.get("offload_param") or {})}
+    for key, others in {"offload_optimizer": (), "offload_param": ("cpu",)}.items():
+        section = zero.get(key) or {}
+        device = section.get("device", "none")
+        if device not in ("cpu", "nvme", "none"):
+            rule = 'be "cpu", "nvme" or "none"'
+            raise ArgumentError(message(_FUNCTION, f"{key}.device", rule, device))
+        if offload is not None and device not in (offload, *others) and key in zero:
             raise _differs(f"offload ({key})", device, offload)
-        if device == "cpu" and stage == 0:
+        if device != "none" and stage == 0:
             rule, repair = "be None at stage 0, which shards nothing", "use stage=1, 2 or 3"
             raise ArgumentError(message(_FUNCTION, "offload", rule, device, repair))
+        if device == "nvme":
+            _check_nvme(stage, key, section.get("nvme_path"))
 
 
-def offloads(settings: Mapping[str, Any]) -> bool:
-    """Does the engine keep something in host memory?"""
+def _check_nvme(stage: int, key: str, path: Any) -> None:
+    if stage != 3:  # DeepSpeed would use host memory
+        rule, repair = 'be None or "cpu" below stage 3', "use stage=3"
+        raise ArgumentError(message(_FUNCTION, "offload", rule, "nvme", repair))
+    if not path:
+        rule = f'be the path of a folder if {key}.device is "nvme"'
+        raise ArgumentError(message(_FUNCTION, "nvme_path", rule, path))
+
+
+def offloads(settings: Mapping[str, Any]) -> set[str]:
+    """Return the devices to which the engine offloads."""
     zero = settings["zero_optimization"]
     sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    return any(section.get("device") == "cpu" for section in sections)
+    return {section.get("device", "none") for section in sections} - {"none"}
 
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
@@ -171,7 +200,9 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def engine_config(settings: Mapping[str, Any], max_norm: float | None) -> dict[str, Any]:
+def engine_config(
+    settings: Mapping[str, Any], max_norm: float | None, model: nn.Module
+) -> dict[str, Any]:
     """Return the configuration of the engine: batches, micro-batches and precision are the step's."""
     given = {key: value for key, value in settings.items() if key not in _OWNED}
     return {
@@ -179,10 +210,30 @@ def engine_config(settings: Mapping[str, Any], max_norm: float | None) -> dict[s
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         **given,
+        "zero_optimization": _filled(settings["zero_optimization"], _hidden_size(model)),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm or 0.0,
     }
+
+
+def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
+    """Fill in each "auto"; leave it out if the model has no hidden size."""
+    found = {key: value for key, value in zero.items() if value != "auto"}
+    if size is not None:
+        found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
+    return found
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """Return the hidden size in the configuration of a model of transformers; of several, the largest."""
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        sizes = getattr(each, "hidden_sizes", None) or ()
+        found = getattr(each, "hidden_size", None) or max(sizes, default=None)
+        if isinstance(found, int):
+            return found
+    return None
 
 
 def bound_of(clips: Sequence[Any]) -> float | None:

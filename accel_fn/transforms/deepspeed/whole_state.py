@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def write_state(
 ) -> None:
     """Cut whole parameters and their state into the optimizer's flat shards."""
     for flat, parameters in _shards(zero, groups):
-        _make_entries(optimizer.state[flat], flat, parameters, whole)
+        with _in_memory(zero, flat):
+            _make_entries(optimizer.state[flat], flat, parameters, whole)
     _link(zero)
     for flat, parameters in _shards(zero, groups):
         for each in parameters:
@@ -62,6 +64,18 @@ def _link(zero: Any) -> None:
 
 def _is_stage_3(zero: Any) -> bool:
     return hasattr(zero, "fp32_partitioned_groups_flat")
+
+
+@contextmanager
+def _in_memory(zero: Any, flat: Tensor) -> Iterator[None]:
+    """Hold a flat shard and its state in memory inside, where the engine offloads them to files."""
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is None:
+        yield
+        return
+    swapper.swap_in_optimizer_state(flat)
+    yield
+    swapper.swap_out_optimizer_state(flat)
 
 
 def _shards(
