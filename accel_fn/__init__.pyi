@@ -28,6 +28,7 @@ from accel_fn.comm.main_rank import main_first as main_first
 from accel_fn.comm.main_rank import on_main as on_main
 from accel_fn.comm.main_rank import on_main_only as on_main_only
 from accel_fn.comm.main_rank import print_on_main as print_on_main
+from accel_fn.comm.mesh import device_mesh as device_mesh
 from accel_fn.comm.reduce import reduce_max as reduce_max
 from accel_fn.comm.reduce import reduce_mean as reduce_mean
 from accel_fn.comm.reduce import reduce_min as reduce_min

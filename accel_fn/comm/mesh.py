@@ -19,13 +19,47 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel_fn.base.state import DistState
+from accel_fn.base.state import Axis, DistState, check_state, check_world
 from accel_fn.comm.backends import nccl_of
 from accel_fn.comm.primitives import broadcast, group_of
 from accel_fn.comm.thread_groups import make_group
+from accel_fn.errors import StateError
 
 _TIMEOUT_S = 30.0
 _numbers = itertools.count()  # a store of its own for each mesh that is cut from a group
+
+
+def device_mesh(state: DistState) -> DeviceMesh:
+    """Return torch's mesh of a state's axes, for `parallelize_module`, `fully_shard` and DTensors.
+
+    Axes of one rank are left out. It works in `simulate` too, where torch has no default group.
+
+    Args:
+        state: of all ranks. Without a mesh it has one axis, `dp`.
+
+    Returns:
+        A mesh of the state's own groups, with the names of its axes: `device_mesh(state)["tp"]`.
+
+    Raises:
+        ValueError: the state is that of one axis (`along`).
+
+    Cost: no collective.
+
+    >>> import accel_fn as af
+    >>> from accel_fn.testing import simulate
+    >>> fn = lambda state: af.device_mesh(state)["tp"].size()
+    >>> simulate(fn, mesh={"dp": 2, "tp": 3})
+    [3, 3, 3, 3, 3, 3]
+    """
+    check_state("device_mesh", state)
+    check_world("device_mesh", state)
+    axes = [each for each in state.axes if each.world_size > 1]
+    if not axes:
+        group = _alone() if state.world_size == 1 else group_of(state, "device_mesh")
+        axes = [Axis("dp", state.rank, state.world_size, group)]
+    groups = {each.name: _group_along(each) for each in axes}
+    ranks = torch.arange(state.world_size).view([each.world_size for each in axes])
+    return _mesh_of(state, ranks, groups)
 
 
 def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
@@ -33,21 +67,43 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     ranks, names = torch.arange(state.world_size), ["shard"]
     if replicate > 1:
         ranks, names = ranks.view(replicate, -1), ["replicate", "shard"]
-    kind = state.device.type
     if state.world_size == 1:
-        alone = make_group(HashStore(), 0, 1, _TIMEOUT_S)
-        return _MeshByHand(kind, 0, ranks, {"shard": alone})
+        return _mesh_of(state, ranks, {"shard": _alone()})
     group = group_of(state, "build")
-    if not _is_known(group):
-        return _MeshByHand(kind, state.rank, ranks, _groups_by_hand(state, group, ranks))
     if replicate == 1:
-        return DeviceMesh.from_group(group, kind, mesh_dim_names=tuple(names))
-    mesh = init_device_mesh(kind, tuple(ranks.shape), mesh_dim_names=tuple(names))
+        return _mesh_of(state, ranks, {"shard": group})
+    if not _is_known(group):
+        return _mesh_of(state, ranks, _groups_by_hand(state, group, ranks))
+    mesh = init_device_mesh(state.device.type, tuple(ranks.shape), mesh_dim_names=tuple(names))
     nccl = nccl_of(group)
     for part in mesh.get_all_groups() if nccl is not None else ():
         # torch gives new groups its own default.
         nccl_of(part)._set_default_timeout(nccl.options._timeout)
     return mesh
+
+
+def _alone() -> ProcessGroup:
+    """A group of this rank alone."""
+    return make_group(HashStore(), 0, 1, _TIMEOUT_S)
+
+
+def _group_along(axis: Axis) -> ProcessGroup:
+    if axis.group is None:
+        raise StateError(
+            f"device_mesh: state must have a group along {axis.name!r}, as init and simulate make it"
+        )
+    return axis.group
+
+
+def _mesh_of(state: DistState, ranks: Tensor, groups: Mapping[str, ProcessGroup]) -> DeviceMesh:
+    """Make a mesh of these groups, one for each axis: torch's, or by hand where torch knows none of them."""
+    kind, names = state.device.type, tuple(groups)
+    if not all(map(_is_known, groups.values())):
+        return _MeshByHand(kind, state.rank, ranks, groups)
+    parts = [*groups.values()]
+    if len(parts) == 1:
+        return DeviceMesh.from_group(parts[0], kind, mesh_dim_names=names)
+    return DeviceMesh.from_group(parts, kind, mesh=ranks, mesh_dim_names=names)
 
 
 def _is_known(group: ProcessGroup) -> bool:
@@ -63,18 +119,62 @@ class _MeshByHand(DeviceMesh):
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
     ) -> None:
+        self._rank = rank
         super().__init__(kind, ranks, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
         # Torch caches by mesh what follows from a rank's place in it, for all threads of a process.
         self._thread_id = rank
         self._dim_group_names = [group.group_name for group in groups.values()]
-        self._shards: DeviceMesh = self
-        if ranks.ndim > 1:
-            row = ranks[rank // ranks.size(1)]
-            self._shards = _MeshByHand(kind, rank, row, {"shard": groups["shard"]})
+        self._groups = dict(groups)
+        # torch calls it by this name
+        DeviceMesh._concatenate = staticmethod(_concatenate)  # type: ignore[assignment, method-assign]
 
-    def __getitem__(self, name: Any) -> DeviceMesh:
-        assert name == "shard"
-        return self._shards
+    def __getitem__(self, names: Any) -> DeviceMesh:
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if wanted == self.mesh_dim_names:
+            return self
+        return self._part(self._get_slice_mesh_layout(wanted), wanted)
+
+    def _part(self, layout: Any, names: tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh of some axes: what `DeviceMesh` makes of them, but for this rank."""
+        part = object.__new__(_MeshByHand)
+        part._rank = self._rank
+        DeviceMesh.__init__(
+            part,
+            self.device_type,
+            mesh_dim_names=names,
+            _layout=layout,
+            _rank_map=self._rank_map,
+            _root_mesh=self._get_root_mesh(),
+            _init_backend=False,
+            _rank=self._rank,
+        )
+        part._thread_id = self._thread_id
+        part._groups = self._groups
+        part._dim_group_names = [part._groups[name].group_name for name in names]
+        return part
+
+    def _get_mesh_tensor_from_full_mesh(  # type: ignore[override]
+        self, full_mesh: Tensor, current_rank: int | None = None
+    ) -> Tensor:
+        return DeviceMesh._get_mesh_tensor_from_full_mesh(full_mesh, self._rank)
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        group: ProcessGroup = self.get_group(mesh_dim)
+        return group.rank()
+
+
+def _concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Join axes of one mesh, as `fully_shard` does on a model that is split over another axis."""
+    root = meshes[0]._get_root_mesh()
+    if not isinstance(root, _MeshByHand):
+        return _concatenate_by_torch(meshes)
+    return root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
+
+
+_concatenate_by_torch = DeviceMesh._concatenate
 
 
 def _groups_by_hand(
