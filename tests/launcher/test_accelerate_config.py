@@ -79,6 +79,12 @@ LEFT_OUT = {
 }
 
 
+def parallel(**sizes):
+    """Lines of a file of accelerate with such sizes."""
+    lines = [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
+    return "\n".join(["distributed_type: FSDP", "use_cpu: true", "parallelism_config:", *lines, ""])
+
+
 def used(name, **context):
     """Return the settings of a file that differ from the defaults."""
     found = resolved(config=WRITTEN / f"{name}.yaml", **context)
@@ -235,6 +241,48 @@ def test_what_happens_anyway_is_no_news(tmp_path, lines):
         assert resolved(config=file).settings.wrap == "fsdp"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ({"tp": 2}, "dp=-1,tp=2"),
+        ({"cp": 2, "tp": 1}, "dp=-1,cp=2"),
+        ({"tp": 4, "dp_shard": 2, "cp": 2}, "dp=-1,cp=2,tp=4"),
+    ],
+)
+def test_sizes_of_axes_are_the_mesh_and_the_warning_names_those_that_nothing_splits(
+    tmp_path, sizes, mesh
+):
+    file = written(tmp_path, parallel(**sizes) + "num_processes: 16\n")
+    axes = mesh.removeprefix("dp=-1,").replace("=2", "").replace("=4", "").replace(",", ", ")
+    text = (
+        f"accel_fn has no transform yet that splits a model along {axes} of the mesh: without one of "
+        "yours, ranks along it compute the same"
+    )
+    with pytest.warns(UnusedSettingsWarning, match=re.escape(text)) as caught:
+        found = resolved(config=file)
+    (warning,) = caught
+    assert "left out" not in str(warning.message)
+    assert found.settings.mesh == mesh
+    assert found.sources["mesh"] == str(file)
+
+
+def test_replicas_and_shards_are_ranks_along_dp_and_a_flag_goes_before_the_mesh_of_the_file(
+    tmp_path,
+):
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    file = written(tmp_path, parallel(**sizes) + "num_processes: 8\n")
+    text = re.escape(
+        "parallelism_config_dp_replicate_size is wrap_fsdp(replicate=2); accel_fn has no tr"
+    )
+    with pytest.warns(UnusedSettingsWarning, match=text):
+        assert resolved({"mesh": "dp=8"}, config=file).settings.mesh == "dp=8"
+
+
+def test_without_an_axis_of_several_ranks_a_file_of_accelerate_sets_no_mesh(tmp_path):
+    file = written(tmp_path, parallel(tp=1, cp=1))
+    assert resolved(config=file).settings.mesh is None
+
+
 def test_every_key_that_accelerate_writes_is_known():
     (folder,) = find_spec("accelerate").submodule_search_locations
     asking, launching = (
@@ -369,6 +417,13 @@ def test_an_unquoted_no_is_a_type(tmp_path):
             "distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config:\n"
             "  gradient_accumulation_steps: 0\n",
             ":3: num_microbatches must be an integer >= 1, got 0",
+        ),
+        *(
+            (
+                parallel(tp=size),
+                f":3: parallelism_config_tp_size must be an integer >= 1, got {size!r}",
+            )
+            for size in ("two", -1)
         ),
     ],
 )

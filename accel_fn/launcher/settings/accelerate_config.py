@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from accel_fn.errors import SettingsError, shown
@@ -154,6 +155,9 @@ _MICROBATCHES = (
     ("megatron_lm_config", "megatron_lm_num_micro_batches"),
 )
 
+_AXES = {"cp": "parallelism_config_cp_size", "tp": "parallelism_config_tp_size"}
+"""Axes of the mesh, beside `dp`, and the keys of their sizes."""
+
 _Entry = tuple[str, str, object]
 """A section (or none), a key and its value."""
 
@@ -192,10 +196,12 @@ def translate(given: Mapping[str, Given]) -> Layer:
         "mixed_precision": _precision(given),
         "num_microbatches": _microbatches(given, sections),
         "wrap": kind.becomes(_WRAPPED[str(kind.value)]) if kind.value in _WRAPPED else None,
+        "mesh": _mesh(given, sections),
     }
     values = {name: each for name, each in translated.items() if each is not None}
     on_cpu = "cpu" in values and bool(values["cpu"].value)
-    _warn(kind.source, [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)])
+    others = [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)]
+    _warn(kind.source, others, _sizes(sections))
     accelerators = None if kind.value == "NO" or on_cpu else kind
     return Layer(values, accelerators=accelerators, sagemaker=sagemaker)
 
@@ -270,6 +276,24 @@ def _microbatches(
     return None
 
 
+def _mesh(given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]) -> Given | None:
+    """Make a mesh where an axis has several ranks; replicas and shards are both ranks along `dp`."""
+    sizes = _sizes(sections)
+    if not sizes:
+        return None
+    section = given["parallelism_config"]
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            section.becomes(size).refuse(_AXES[axis], "be an integer >= 1")
+    return section.becomes(",".join(["dp=-1", *(f"{axis}={size}" for axis, size in sizes.items())]))
+
+
+def _sizes(sections: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """Return the sizes of axes beside `dp` that have several ranks."""
+    section = sections.get("parallelism_config", {})
+    return {axis: section[key] for axis, key in _AXES.items() if section.get(key, 1) != 1}
+
+
 def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Entry]:
     """Entries outside of the sections that are no settings here."""
     if kind.value in _OTHER_TYPES:
@@ -291,19 +315,20 @@ def _in_sections(
             continue
         if name == "parallelism_config" and _shards_fill_replicas(section, values):
             taken = [*taken, "parallelism_config_dp_shard_size"]
+        taken = [*taken, *_AXES.values()]
         yield from ((name, key, value) for key, value in section.items() if key not in taken)
 
 
 def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
     """Do all ranks of a replica shard it, as here?"""
-    replicas = section.get("parallelism_config_dp_replicate_size", 1)
-    shards = section.get("parallelism_config_dp_shard_size", 1)
-    if not isinstance(replicas, int) or not isinstance(shards, int):
+    keys = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+    sizes = [section.get(key, 1) for key in (*keys, *_AXES.values())]
+    if not all(isinstance(size, int) for size in sizes):
         return False
-    return "num_processes" in values and values["num_processes"].value == replicas * shards
+    return "num_processes" in values and values["num_processes"].value == math.prod(sizes)
 
 
-def _warn(source: str, entries: Iterable[_Entry]) -> None:
+def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None:
     """Warn once: what to write in the script, and what has no counterpart."""
     written: list[str] = []
     missing: dict[str, list[str]] = {}
@@ -319,6 +344,11 @@ def _warn(source: str, entries: Iterable[_Entry]) -> None:
     if missing:
         left = [f"{name} ({', '.join(keys)})" if keys else name for name, keys in missing.items()]
         lines.append(f"accel_fn has no counterpart yet for {', '.join(left)}; left out")
+    if axes:
+        lines.append(
+            f"accel_fn has no transform yet that splits a model along {', '.join(axes)} of the mesh: "
+            "without one of yours, ranks along it compute the same"
+        )
     if lines:
         warnings.warn(f"{source}: {'; '.join(lines)}", UnusedSettingsWarning, stacklevel=3)
 
