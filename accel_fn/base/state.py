@@ -155,7 +155,7 @@ class Watchdog(Protocol):
         """Has a collective failed because another rank is gone?"""
 
     def enter(
-        self, function: str, leaves: Sequence[Any], *, counts: bool = True
+        self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
     ) -> AbstractContextManager[None]:
         """Record the start of a collective; enter the result to wait for it."""
 

@@ -67,7 +67,9 @@ def waiting(
     """Record in the state's watchdog, if any, that a collective begins; enter the result to wait for it."""
     _calls.number += counts
     watchdog = state.watchdog
-    return _UNWATCHED if watchdog is None else watchdog.enter(function, leaves, counts=counts)
+    if watchdog is None:
+        return _UNWATCHED
+    return watchdog.enter(function, leaves, counts=counts, axis=state.axis)
 
 
 class Pending:
@@ -255,7 +257,7 @@ def exchange_number(number: int, state: DistState, function: str) -> list[int]:
 class _Heads:
     """A few numbers of every rank with the name of its collective: the same, or an error on all."""
 
-    __slots__ = ("_function", "_head", "_rank", "_received", "_work")
+    __slots__ = ("_function", "_head", "_received", "_state", "_work")
 
     def __init__(self, numbers: bytes, what: str, state: DistState, function: str) -> None:
         self._head = struct.Struct(f"{max(len(numbers), _NUMBERS_BYTES)}s{_NAME_BYTES}s")
@@ -264,7 +266,7 @@ class _Heads:
         head = bytearray(packed * state.world_size)
         data = torch.frombuffer(head, dtype=torch.uint8)
         self._received = torch.empty_like(data)
-        self._rank = state.rank
+        self._state = state
         self._function = function
         self._work = group_of(state, function).alltoall_base(self._received, data, [], [])
 
@@ -274,12 +276,13 @@ class _Heads:
     def numbers(self) -> list[bytes]:
         """The numbers, in rank order."""
         heads = [*self._head.iter_unpack(self._received.numpy().tobytes())]
-        own = heads[self._rank][1]
+        own = heads[self._state.rank][1]
         for rank, (_, other) in enumerate(heads):
             if other != own:
                 names = [name.rstrip(b"\0").decode() for name in (other, own)]
+                along = f" along {self._state.axis}" if self._state.axis else ""
                 raise WorldError(
-                    f"{self._function}: every rank must be in the same collective, got {names[0]} on "
-                    f"rank {rank} and {names[1]} on rank {self._rank}"
+                    f"{self._function}: every rank{along} must be in the same collective, got {names[0]} "
+                    f"on rank {rank} and {names[1]} on rank {self._state.rank}"
                 )
         return [number for number, _ in heads]

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -46,6 +46,7 @@ def join_world(
     serves: bool,
     backend: str,
     timeout_s: float,
+    mesh: Mapping[str, int],
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     """Join the world of all processes that call this; return its group and this rank's watchdog.
 
@@ -63,7 +64,7 @@ def join_world(
     )
 
     def meet_in(store: Store) -> tuple[ProcessGroup, StoreWatchdog]:
-        make = partial(_make_group, backend, place)
+        make = partial(_make_group, backend, place, mesh)
         met = meet(store, place, _num_groups(), make, _leave_made)
         atexit.register(_keep, store)  # peers may still use it: it ends with this process
         return met
@@ -114,7 +115,7 @@ def meet_at(reach: Callable[[], Store], place: Place, meet_in: Callable[[Store],
 
 
 def _make_group(
-    backend: str, place: Place, store: Store, num_groups: int
+    backend: str, place: Place, mesh: Mapping[str, int], store: Store, num_groups: int
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     timeout = timedelta(seconds=place.timeout_s)
     # Torch names groups by this count, which a failed try leaves behind.
@@ -128,13 +129,13 @@ def _make_group(
         group = dist.group.WORLD
     assert group is not None
     try:
-        return group, _watchdog(group, place)
+        return group, _watchdog(group, place, mesh)
     except BaseException:
         leave_world(group, None)
         raise
 
 
-def _watchdog(group: ProcessGroup, place: Place) -> StoreWatchdog:
+def _watchdog(group: ProcessGroup, place: Place, mesh: Mapping[str, int]) -> StoreWatchdog:
     nccl = nccl_of(group)
     if nccl is not None:
         # NCCL ends a process without a report, so the watchdog must come first.
@@ -146,6 +147,7 @@ def _watchdog(group: ProcessGroup, place: Place) -> StoreWatchdog:
         timeout_s=place.timeout_s,
         libraries=_LIBRARIES,
         times_steps=device_backend(group) is not None,
+        mesh=mesh,
     )
 
 

@@ -184,6 +184,7 @@ def _join(
             serves=launch.serves,
             backend=backend,
             timeout_s=timeout_s,
+            mesh=shape,
         )
     state = DistState(
         rank=launch.rank,

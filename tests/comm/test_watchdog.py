@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
 from accel_fn.comm import primitives
-from accel_fn.comm.watchdog.hang_report import Place, Stack, list_ranks
+from accel_fn.comm.watchdog import watchdog as watchdog_module
+from accel_fn.comm.watchdog.hang_report import Place, Ranks, Stack
 from accel_fn.comm.watchdog.store_log import Entry, StoreLog
 from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
 from accel_fn.testing import simulate
 from tests.support.processes import free_port
 
+SQUARE = Ranks(4, {"dp": 2, "cp": 1, "tp": 2})
 LIBRARIES = (f"{af.__path__[0]}/", f"{torch.__path__[0]}/")
 
 
@@ -37,11 +40,10 @@ class CountingStore:
         return getattr(self.store, name)
 
 
-def make_watchdog(log=None, *, rank=0, timeout_s=60.0, **options):
-    log = log or StoreLog(HashStore(), None)
-    return StoreWatchdog(
-        log, rank=rank, world_size=2, timeout_s=timeout_s, libraries=LIBRARIES, **options
-    )
+def make_watchdog(log=None, *, rank=0, timeout_s=60.0, mesh=None, **options):
+    log, world_size = log or StoreLog(HashStore(), None), 2 if mesh is None else SQUARE.world_size
+    options |= {"rank": rank, "timeout_s": timeout_s, "mesh": mesh}
+    return StoreWatchdog(log, world_size=world_size, libraries=LIBRARIES, **options)
 
 
 def here():
@@ -231,7 +233,7 @@ def test_errors_of_other_kinds_are_nothing_to_a_watchdog(error):
 
 def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     store = HashStore()
-    abort = Abort(StoreLog(store, None), rank=1, world_size=3, notice_s=30.0)
+    abort = Abort(StoreLog(store, None), rank=1, ranks=Ranks(3, {}), notice_s=30.0)
     waiting = threading.Thread(target=abort.wait_for_reports, args=(2,))
     waiting.start()
     waiting.join(0.3)
@@ -240,7 +242,7 @@ def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     waiting.join(10)
     assert not waiting.is_alive()
     start = time.monotonic()
-    Abort(StoreLog(HashStore(), None), rank=1, world_size=3, notice_s=0.1).wait_for_reports(2)
+    Abort(StoreLog(HashStore(), None), rank=1, ranks=Ranks(3, {}), notice_s=0.1).wait_for_reports(2)
     assert time.monotonic() - start < 5
 
 
@@ -324,7 +326,7 @@ def test_the_names_that_phases_are_read_off_are_those_of_a_step():
 
 def test_ranks_that_do_the_same_share_a_line():
     entries = {rank: Entry(rank, "waits") for rank in (0, 1, 2, 5)} | {3: Entry(3, "computes")}
-    assert list_ranks(entries, 8).splitlines() == [
+    assert Ranks(8, {}).list_work(entries, range(8)).splitlines() == [
         "  ranks 0-2, 5: waits",
         "  rank 3: computes",
         "  ranks 4, 6-7: no entry; killed, or not here yet",
@@ -333,9 +335,84 @@ def test_ranks_that_do_the_same_share_a_line():
 
 def test_a_report_on_many_ranks_stays_short():
     entries = {rank: Entry(rank, f"at line {rank}") for rank in range(1000)}
-    lines = list_ranks(entries, 1000).splitlines()
+    lines = Ranks(1000, {}).list_work(entries, range(1000)).splitlines()
     assert len(lines) == 13
     assert lines[-1] == "  ... and 988 lines more"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        ([3], "rank 3 (dp 1, tp 1)"),
+        ([0, 1], "ranks 0-1 (dp 0)"),
+        ([1, 3], "ranks 1, 3 (tp 1)"),
+        ([0, 1, 3], "ranks 0-1, 3"),
+    ],
+)
+def test_ranks_are_named_with_the_places_in_the_mesh_that_they_share(ranks, name):
+    assert SQUARE.name(ranks) == name
+    assert Ranks(4, {}).name(ranks) == name.partition(" (")[0]
+
+
+def test_a_collective_along_an_axis_names_it_and_is_counted_for_itself():
+    watchdog = make_watchdog(mesh=SQUARE.mesh)
+    state = af.DistState(world_size=2, watchdog=watchdog)
+    along = replace(state, axis="tp")
+    for each in (state, along, state, along, along):
+        primitives.waiting(each, "barrier")
+    assert str(watchdog._last).startswith("collective 3 along tp, barrier, at ")
+    primitives.waiting(state, "barrier")
+    assert str(watchdog._last).startswith("collective 3, barrier, at ")
+
+
+def test_a_wait_along_an_axis_names_the_ranks_of_that_axis(ends):
+    watchdog = make_watchdog(rank=2, mesh=SQUARE.mesh)
+    with watchdog.enter("gather", [], axis="tp"):
+        watchdog._check(time.monotonic() + 61.0)
+    assert ends == [
+        "gather along tp on ranks 2-3 (dp 1) has waited for longer than timeout_s=60",
+        "another rank has waited for too long",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axis", "shown"),
+    [
+        ("tp", ["rank 3 (dp 1, tp 1): has left"]),
+        ("dp", ["rank 0 (dp 0, tp 0): no entry; killed, or not here yet"]),
+        ("", ["rank 3 (dp 1, tp 1): has left", "ranks 0-1 (dp 0): no entry; killed, or not here"]),
+    ],
+)
+def test_a_rank_that_is_gone_is_sought_along_the_axis_of_the_collective_alone(
+    axis, shown, monkeypatch
+):
+    monkeypatch.setattr(watchdog_module, "_SLACK_S", 0.1)  # it waits so long for another entry
+    log = StoreLog(HashStore(), None)
+    log.add(Entry(3, "has left", left=True))
+    watchdog = make_watchdog(log, rank=2, mesh=SQUARE.mesh)
+    along = f" along {axis}" if axis else ""
+    rule = f"gather: every rank{along} must stay until all have finished, got one that is gone\n"
+    with pytest.raises(RuntimeError, match=rule) as caught, watchdog.enter("gather", [], axis=axis):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    lines = str(caught.value).splitlines()[1:]
+    own = f"  rank 2 (dp 1, tp 0): in collective 1{along}, gather, at "
+    assert [line for line in lines if line.startswith(own)]
+    others = [line for line in lines if not line.startswith(own)]
+    assert len(others) == len(shown)
+    assert all(line.startswith(f"  {text}") for line, text in zip(others, shown, strict=True))
+
+
+def test_two_collectives_at_once_along_an_axis_name_it():
+    def run(state):
+        row = state.along("tp")
+        with pytest.raises(RuntimeError) as caught:
+            af.barrier(row) if row.rank else af.reduce_sum(1, row)
+        return str(caught.value)
+
+    ours = "every rank along tp must be in the same collective, got"
+    first = f"reduce_sum: {ours} barrier on rank 1 and reduce_sum on rank 0"
+    other = f"barrier: {ours} reduce_sum on rank 0 and barrier on rank 1"
+    assert simulate(run, mesh={"dp": 2, "tp": 2}) == [first, other] * 2
 
 
 def test_the_watchdog_is_neither_shown_nor_pickled_nor_compared():

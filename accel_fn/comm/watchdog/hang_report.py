@@ -1,4 +1,4 @@
-"""The parts of a hang report: places in code, collectives, stacks, a line for ranks that do the same."""
+"""The parts of a hang report: places in code, collectives, stacks, the names of ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.comm.watchdog.store_log import Entry
 
 _PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -62,8 +63,10 @@ class Collective(NamedTuple):
     """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """The same on every rank; 0 for a message between two ranks."""
+    """The same on every rank that takes part; 0 for a message between two ranks."""
     function: str
+    axis: str
+    """Of the mesh, along which it goes; empty for all ranks."""
     shapes: tuple[Any, ...]
     place: Place | None
 
@@ -72,6 +75,7 @@ class Collective(NamedTuple):
         shown += ["..."] if len(self.shapes) > _NUM_TENSORS else []
         of = f" of {', '.join(shown)}" if shown else ""
         kind = f"collective {self.number}" if self.number else "a message"
+        kind += f" along {self.axis}" if self.axis else ""
         return f"{kind}, {self.function}{of}, at {self.place}"
 
 
@@ -138,27 +142,44 @@ class Stack:
         return "".join([*head, *lines])
 
 
-def list_ranks(entries: Mapping[int, Entry], world_size: int) -> str:
-    """Return a line for all ranks that do the same, and one for those without an entry."""
-    by_text: dict[str, list[int]] = {}
-    for rank in range(world_size):
-        by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)
-    silent = by_text.pop("", [])
-    lines = [f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-    if len(lines) > _NUM_LINES:
-        lines[_NUM_LINES:] = [f"... and {len(lines) - _NUM_LINES} lines more"]
-    if silent:
-        lines.append(f"{_ranks(silent)}: no entry; killed, or not here yet")
-    return "".join(f"  {line}\n" for line in lines)
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The names of a world's ranks, with their places in its mesh."""
 
+    world_size: int
+    mesh: Mapping[str, int]
+    """The number of ranks along each axis; empty without a mesh."""
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """`ranks 0-3, 7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    shown = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    def along(self, axis: str, rank: int) -> range:
+        """Return the ranks that a collective of this one goes over."""
+        return ranks_along(self.mesh, axis, rank) if axis in self.mesh else range(self.world_size)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """`ranks 2-3, 7 (dp 1)`, with the places that they share."""
+        runs: list[list[int]] = []
+        for rank in ranks:
+            if runs and rank == runs[-1][-1] + 1:
+                runs[-1] = [runs[-1][0], rank]
+            else:
+                runs.append([rank])
+        shown = f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
+        places = {
+            axis: {ranks_along(self.mesh, axis, rank).index(rank) for rank in ranks}
+            for axis, size in self.mesh.items()
+            if size > 1
+        }
+        shared = [f"{axis} {min(found)}" for axis, found in places.items() if len(found) == 1]
+        return f"{shown} ({', '.join(shared)})" if shared else shown
+
+    def list_work(self, entries: Mapping[int, Entry], shown: Sequence[int]) -> str:
+        """Return a line for all of these ranks that do the same, and one for those without an entry."""
+        by_text: dict[str, list[int]] = {}
+        for rank in shown:
+            by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)
+        silent = by_text.pop("", [])
+        lines = [f"{self.name(ranks)}: {text}" for text, ranks in by_text.items()]
+        if len(lines) > _NUM_LINES:
+            lines[_NUM_LINES:] = [f"... and {len(lines) - _NUM_LINES} lines more"]
+        if silent:
+            lines.append(f"{self.name(silent)}: no entry; killed, or not here yet")
+        return "".join(f"  {line}\n" for line in lines)

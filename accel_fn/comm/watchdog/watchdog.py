@@ -10,15 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
 from accel_fn.comm.watchdog.hang_report import (
     Collective,
     Place,
+    Ranks,
     Stack,
     is_compiling,
-    list_ranks,
     place_of,
     shapes_of,
 )
@@ -54,16 +55,17 @@ class StoreWatchdog:
         timeout_s: float,
         libraries: Sequence[str],
         times_steps: bool = False,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         self._log = log
         self._rank = rank
-        self._world_size = world_size
+        self._ranks = Ranks(world_size, mesh or {})
         self._timeout_s = timeout_s
         self._libraries = tuple(libraries)
         self._period_s = max(min(_LONGEST_PERIOD_S, timeout_s / 8), world_size / _READS_PER_S)
-        self._abort = Abort(log, rank, world_size, self._period_s)
+        self._abort = Abort(log, rank, self._ranks, self._period_s)
         self._progress_at = time.monotonic()
-        self._number = 0
+        self._numbers: dict[str, int] = {}
         self._last: Collective | None = None
         self._step: tuple[str, Place | None] | None = None
         self._waits: dict[int, tuple[float, Collective]] = {}
@@ -95,15 +97,19 @@ class StoreWatchdog:
                 faulthandler.disable()
         self._thread.join()
 
-    def enter(self, function: str, leaves: Sequence[Any], *, counts: bool = True) -> Waiting:
+    def enter(
+        self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
+    ) -> Waiting:
         """Record that a collective of these leaves begins; enter the result to wait for it."""
         place = place_of(sys._getframe(1), self._libraries)
         # Ranks send each other different numbers of messages: only collectives have one number on all.
         if not counts:
-            return Waiting(self, Collective(0, function, shapes_of(leaves), place))
+            return Waiting(self, Collective(0, function, axis, shapes_of(leaves), place))
         self._progress_at = time.monotonic()
-        self._number += 1
-        self._last = Collective(self._number, function, shapes_of(leaves), place)
+        # Ranks along one axis need not have been in as many collectives along another.
+        number = self._numbers.get(axis, 0) + 1
+        self._numbers[axis] = number
+        self._last = Collective(number, function, axis, shapes_of(leaves), place)
         return Waiting(self, self._last)
 
     def begin_wait(self, collective: Collective) -> None:
@@ -126,28 +132,32 @@ class StoreWatchdog:
         """Record that the step has returned or raised."""
         self._step_began = None
 
-    def diagnose(self, error: BaseException, function: str) -> None:
+    def diagnose(self, error: BaseException, function: str, axis: str = "") -> None:
         """Abort if a Gloo error is a time-out; raise a WorldError if it means that a rank is gone."""
         text = str(error)
         if _OF_GLOO not in text:
             return
+        peers = self._ranks.along(axis, self._rank)
         # Else the thread would report where this is, and not where the error was.
         with self._diagnosing:
             if _TIMED_OUT in text:
-                self._request_abort(function, error)
-            entries = self._abort.wait_for_entries(self._explains, 0)
+                self._request_abort(function, axis, error)
+            entries = self._abort.wait_for_entries(partial(self._explains, peers), 0)
             # Ranks that abort close their connections, which is an error here, too.
             if self._log.is_abort_requested():
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
-        ranks = list_ranks(entries, self._world_size) + self._log.missing_server()
-        rule = "every rank must stay until all have finished, got one that is gone"
+        # A rank that is not along the axis has no part in this, and may be well without an entry.
+        ranks = self._ranks.list_work(entries, peers) + self._log.missing_server()
+        along = f" along {axis}" if axis else ""
+        rule = f"every rank{along} must stay until all have finished, got one that is gone"
         raise WorldError(f"{function}: {rule}\n{ranks.rstrip()}") from error
 
-    def _explains(self, entries: Mapping[int, Entry]) -> bool:
-        """Do these entries explain why a connection was closed?"""
-        return any(entry.left for entry in entries.values()) or self._log.is_abort_requested()
+    def _explains(self, peers: Sequence[int], entries: Mapping[int, Entry]) -> bool:
+        """Do these entries explain why a connection to one of these ranks was closed?"""
+        has_left = any(entry.left for rank, entry in entries.items() if rank in peers)
+        return has_left or self._log.is_abort_requested()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
@@ -159,7 +169,7 @@ class StoreWatchdog:
         longest = self._timeout_s + self._period_s
         for since, collective in list(self._waits.values()):
             if now - since > longest:
-                self._request_abort(collective.function)
+                self._request_abort(collective.function, collective.axis)
         began = self._step_began
         # A compiler may take longer than any collective.
         if began and now - began > longest and not is_compiling():
@@ -167,9 +177,15 @@ class StoreWatchdog:
         if now - self._progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
             self._end(_ABORTED)
 
-    def _request_abort(self, function: str, error: BaseException | None = None) -> NoReturn:
+    def _request_abort(
+        self, function: str, axis: str = "", error: BaseException | None = None
+    ) -> NoReturn:
         self._log.request_abort()
-        self._end(f"{function} has waited for longer than timeout_s={self._timeout_s:g}", error)
+        peers = self._ranks.along(axis, self._rank)
+        along = f" along {axis} on {self._ranks.name(peers)}" if axis else ""
+        self._end(
+            f"{function}{along} has waited for longer than timeout_s={self._timeout_s:g}", error
+        )
 
     def _end(self, reason: str, error: BaseException | None = None) -> NoReturn:
         main, here = threading.main_thread(), threading.current_thread()
@@ -221,7 +237,7 @@ class Waiting:
     ) -> None:
         try:
             if error is not None:
-                self._watchdog.diagnose(error, self._collective.function)
+                self._watchdog.diagnose(error, self._collective.function, self._collective.axis)
         finally:
             self._watchdog.end_wait()
 
@@ -232,7 +248,7 @@ class Abort:
 
     log: StoreLog
     rank: int
-    world_size: int
+    ranks: Ranks
     notice_s: float
     """Time until every rank that can has seen the request to abort."""
     begun: threading.Lock = field(default_factory=threading.Lock)
@@ -245,7 +261,7 @@ class Abort:
         try:
             self.log.add(entry)
             entries = self.wait_for_entries(
-                lambda found: len(found) == self.world_size, self.notice_s
+                lambda found: len(found) == self.ranks.world_size, self.notice_s
             )
             _write(self._report(reason, {**entries, self.rank: entry}, stacks))
             # A launcher stops all ranks when the first one ends, which would cut reports short.
@@ -268,10 +284,11 @@ class Abort:
     def _report(
         self, reason: str, entries: Mapping[int, Entry], stacks: Mapping[str, Stack]
     ) -> str:
-        rank = f"rank {self.rank} of {self.world_size} ({socket.gethostname()}, pid {os.getpid()})"
+        world_size, process = self.ranks.world_size, f"{socket.gethostname()}, pid {os.getpid()}"
+        rank = f"{self.ranks.name([self.rank])} of {world_size} ({process})"
         shown = [f"{name}, innermost call last:\n{stack}" for name, stack in stacks.items()]
         head = f"accel_fn: {rank} ends with exit code {EXIT_CODE}: {reason}\n"
-        ranks = list_ranks(entries, self.world_size)
+        ranks = self.ranks.list_work(entries, range(world_size))
         return "".join([head, ranks, self.log.missing_server(), *shown])
 
     def wait_for_reports(self, num_ranks: int) -> None:

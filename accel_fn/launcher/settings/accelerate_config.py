@@ -322,10 +322,11 @@ def _in_sections(
 def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
     """Do all ranks of a replica shard it, as here?"""
     keys = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
-    sizes = [section.get(key, 1) for key in (*keys, *_AXES.values())]
-    if not all(isinstance(size, int) for size in sizes):
+    given = [section.get(key, 1) for key in (*keys, *_AXES.values())]
+    sizes = [size for size in given if isinstance(size, int)]
+    if len(sizes) < len(given) or "num_processes" not in values:
         return False
-    return "num_processes" in values and values["num_processes"].value == math.prod(sizes)
+    return values["num_processes"].value == math.prod(sizes)
 
 
 def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None:
