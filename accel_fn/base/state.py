@@ -350,12 +350,16 @@ def over(state: DistState, axis: str | None = None) -> DistState:
     return state.along("dp" if axis is None else axis)
 
 
+def mesh_of(state: DistState) -> dict[str, int]:
+    """Return the number of ranks along each axis; without a mesh, all are along `dp`."""
+    return {each.name: each.world_size for each in state.axes} or {"dp": state.world_size}
+
+
 def data_places(state: DistState) -> slice:
     """Return the places, among all ranks, of those that share a global batch with this one."""
     if not state.axes:
         return slice(None)
-    shape = {each.name: each.world_size for each in state.axes}
-    ranks = ranks_along(shape, "dp", state.rank)
+    ranks = ranks_along(mesh_of(state), "dp", state.rank)
     return slice(ranks.start, ranks.stop, ranks.step)
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.optimizer_modes import in_train_mode
 from accel_fn.base.rng import derive_random, random_state, restore_random
-from accel_fn.base.state import DistState, check_state, check_world
+from accel_fn.base.state import DistState, check_state, check_world, mesh_of
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
@@ -200,8 +201,13 @@ class _Loading:
         ]
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
-        self._is_known = state.rank < self.manifest.world_size
-        number = state.rank if self._is_known else 0
+        self._same_mesh = self.manifest.mesh == mesh_of(state)
+        # On another mesh, ranks along axes other than dp must draw alike: each as one of its place on dp.
+        self._places = ranks_along(self.manifest.mesh, "dp", 0)
+        self._is_known = state.data.rank < len(self._places)
+        number = self._places[state.data.rank] if self._is_known else 0
+        if self._same_mesh:
+            number = state.rank
         keys = {COMMON: COMMON_KEYS, file_of("rank", number, "pt"): _RANK_KEYS}
         check_files(path, self.manifest, keys)
         read = (dict_from_plain(path / name, keys[name], "load") for name in keys)
@@ -259,9 +265,8 @@ class _Loading:
                 self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
         buffers = self._of_rank["buffers"]
         names = self._tensors.keys() & buffers.keys() & set(before.buffers)
-        # In a world of another size, every rank takes the buffers of rank 0.
-        same_size = manifest.world_size == self._state.world_size
-        self._buffers = {name: buffers[name] for name in names if same_size}
+        # On another mesh, every rank takes the buffers of rank 0.
+        self._buffers = {name: buffers[name] for name in names if self._same_mesh}
 
     def check_share(self, names: Sequence[str]) -> None:
         total = sum(self.manifest.files[name].size for name in names)
@@ -302,12 +307,12 @@ class _Loading:
             read_tensors(self._path, self._tensors, self.manifest.entries, count)
         for name, buffer in self._buffers.items():
             self._tensors[name].copy_(buffer)
-        if self._state.is_main and self._state.world_size > self.manifest.world_size:
+        if self._state.is_main and self._state.data.world_size > len(self._places):
             _LOG.warning(
-                "saved in a world of %d, loaded in one of %d: random generators of the new ranks are "
+                "ranks that share a batch: %d when saved, %d now; random generators of the new ranks are "
                 "derived from seed, rank and step",
-                self.manifest.world_size,
-                self._state.world_size,
+                len(self._places),
+                self._state.data.world_size,
             )
         loaded = self._put_back()
         # The checkpoint was saved in eval mode.

@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_fn.base.file_lock import FileLock
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import random_state
-from accel_fn.base.state import DistState, check_state, check_world
+from accel_fn.base.state import DistState, check_state, check_world, mesh_of
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
@@ -319,6 +319,7 @@ def _head(
         call=state.call,
         seed=state.seed,
         world_size=state.world_size,
+        mesh=mesh_of(state),
         score=None if score is None else float(score),
         accel_fn=_VERSION,
         torch=str(torch.__version__),

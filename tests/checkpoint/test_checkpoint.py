@@ -221,7 +221,7 @@ def test_generators_of_new_ranks_are_derived_and_that_is_logged(tmp_path, capsys
 
     simulate(run, world_size=2)
     assert capsys.readouterr().err == (
-        "saved in a world of 1, loaded in one of 2: random generators of the new ranks are derived "
+        "ranks that share a batch: 1 when saved, 2 now; random generators of the new ranks are derived "
         "from seed, rank and step\n"
     )
 

@@ -313,6 +313,10 @@ NOT_OF_THIS_VERSION = {
     "no text": (put("accel_fn", 3), "accel_fn=3, which must be str"),
     "no texts": (put("tied", {"a": 3}), r"tied\['a'\]=3, which must be str"),
     "other step": (put("step", 2), "step=2, which must be 1, its folder's"),
+    "another mesh": (
+        put("mesh", {"dp": 2}),
+        r"mesh=\{'dp': 2\}, which must be of 1 ranks, with an axis dp",
+    ),
     "no ranks": (put("world_size", 0), "which must be those of 0 ranks"),
     "more ranks": (put("world_size", 10**15), r"files=\[.*, which must be those of 10{15} ranks"),
     "other ranks": (put("world_size", 2), r"which must be names that have rank_00001\.pt among"),
@@ -881,10 +885,10 @@ def test_a_checkpoint_without_the_fields_of_scores_and_frozen_parameters_has_non
     loads(tmp_path, 1)
 
 
-def test_a_checkpoint_without_the_field_of_calls_was_saved_between_batches(tmp_path):
+def test_a_checkpoint_without_calls_and_mesh_was_saved_between_batches_by_ranks_along_dp(tmp_path):
     """It was written by an earlier version, in which each step advanced."""
     run(tmp_path, 1)
-    with_manifest(tmp_path / "step_00000001", lambda body: body.pop("call"))
+    with_manifest(tmp_path / "step_00000001", lambda body: (body.pop("call"), body.pop("mesh")))
     state, step = make(7)
     state = af.load(tmp_path, replace(state, call=3), step)
     assert (state.step, state.call) == (1, 0)

@@ -58,6 +58,8 @@ class Manifest:
     call: int
     seed: int
     world_size: int
+    mesh: Mapping[str, int]
+    """The number of ranks along each axis, outermost first."""
     score: float | None
     accel_fn: str
     torch: str
@@ -102,7 +104,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
             )
         if isinstance(found, dict):
             # Checkpoints may have been written before there were these fields.
-            found = {"score": None, "call": 0, "frozen": {}, **found}
+            added = {
+                "score": None,
+                "call": 0,
+                "frozen": {},
+                "mesh": {"dp": found.get("world_size")},
+            }
+            found = {**added, **found}
         manifest: Manifest = read_as(Manifest, found, "manifest")
         here = step_of(checkpoint)
         _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")
@@ -142,12 +150,14 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _check_files(found: Manifest) -> None:
-    files, world_size = found.files, found.world_size
+    files, mesh, world_size = found.files, found.mesh, found.world_size
     for name in files:
         _require(name == Path(name).name, "files", name, "names of files beside it")
     _require(0 < world_size < len(files), "files", [*files], f"those of {world_size} ranks")
     for needed in (COMMON, *(file_of("rank", rank, "pt") for rank in range(world_size))):
         _require(needed in files, "files", [*files], f"names that have {needed} among them")
+    fits = "dp" in mesh and prod(mesh.values()) == world_size
+    _require(fits, "mesh", dict(mesh), f"of {world_size} ranks, with an axis dp")
 
 
 def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None:
