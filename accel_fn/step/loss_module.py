@@ -40,6 +40,8 @@ class LossModule(nn.Module):
         # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
         # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
+        # `wrap_fsdp` sets it to False: it adds up gradients of what is unsharded alone.
+        self.reaches_shards = True
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
         """The mean loss of a batch; for None, a zero that reaches every parameter.
@@ -61,9 +63,10 @@ class LossModule(nn.Module):
         sparse = [each.weight for each in sparse_tables(self.model).values()]
         # DDP has no zeros for a sparse gradient, so tables count as used in either case.
         reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
-        # `wrap_fsdp` adds up gradients of what is unsharded alone.
-        whole = [each for each in reached if each.requires_grad and not is_sharded(each)]
-        zeros = [_empty_zero(each, sparse) for each in whole] or [torch.zeros(())]
+        wanted = [each for each in reached if each.requires_grad]
+        if not self.reaches_shards:
+            wanted = [each for each in wanted if not is_sharded(each)]
+        zeros = [_empty_zero(each, sparse) for each in wanted] or [torch.zeros(())]
         return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
 
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
@@ -96,7 +99,9 @@ def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
     if any(each is parameter for each in sparse):
         no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return F.embedding(no_rows, parameter, sparse=True).sum()
-    return parameter.flatten()[:0].sum()
+    # Zeros of plain tensors and of shards on any mesh have one sum.
+    own = parameter.to_local() if is_sharded(parameter) else parameter
+    return own.flatten()[:0].sum()
 
 
 def checked_metrics(metrics: Any, loss: Tensor, terms: Sequence[str] = ()) -> Metrics:

@@ -37,6 +37,7 @@ class ShardedLoss(nn.Module):
     def __init__(self, module: nn.Module, *, keeps_whole: bool) -> None:
         super().__init__()
         self.module = module
+        loss_module_of(module).reaches_shards = False
         self._keeps_whole = keeps_whole
         """Do parameters stay whole between micro-batches?"""
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
