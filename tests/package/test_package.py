@@ -98,6 +98,12 @@ DISTRIBUTED = {
     "comm/dtensor.py": {"torch.distributed.tensor"},
     "transforms/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
     "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},
+    "transforms/tp/split_sequence.py": {
+        "torch.distributed.device_mesh",
+        "torch.distributed.tensor",
+        "torch.distributed.tensor.parallel",
+    },
+    "transforms/tp/styles.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/deepspeed/deepspeed.py": {"torch._C._distributed_c10d"},  # the store of one rank
     "testing/simulation.py": {"torch._C._distributed_c10d"},
     "launcher/function/ranks.py": {

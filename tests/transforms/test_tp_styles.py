@@ -1,0 +1,351 @@
+"""Parallel styles by pattern of names: each module's style, and mappings that are refused."""
+
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import accel_fn as af
+from accel_fn.comm.mesh import make_mesh
+from accel_fn.testing import simulate
+from accel_fn.transforms.tp.split_sequence import SplitSequence
+from accel_fn.transforms.tp.styles import styles_of
+
+
+class Attention(nn.Module):
+    def __init__(self, width, num_heads):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, inputs):
+        q, k, v = (
+            layer(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width, num_heads):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, inputs):
+        hidden = inputs + self.attention(self.norm(inputs))
+        return hidden + self.down(self.up(hidden).tanh())
+
+
+class Words(nn.Module):
+    """A language model whose head is tied to its embedding."""
+
+    def __init__(self, width=8, num_heads=4, depth=2):
+        super().__init__()
+        self.embed = nn.Embedding(12, width, padding_idx=9)
+        self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(depth))
+        self.head = nn.Linear(width, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class Conv1D(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+
+class Holder(nn.Module):
+    """Modules by name, and attributes."""
+
+    def __init__(self, attributes=(), **modules):
+        super().__init__()
+        for name, value in (*dict(attributes).items(), *modules.items()):
+            setattr(self, name, value)
+
+
+STYLES = {
+    "layers.*.norm": "sequence",
+    "layers.*.attention.[qkv]": "colwise",
+    "layers.*.attention.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+}
+TIED = {"embed": "rowwise", "head": ColwiseParallel(output_layouts=Replicate())}
+
+
+def loss_and_gradients(model, gradient=lambda each: each.grad):
+    tokens = torch.tensor([[0, 3, 9, 11, 5], [7, 7, 2, 9, 1]])
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return [loss.detach(), *map(gradient, model.parameters())]
+
+
+@pytest.mark.parametrize("styles", [STYLES, STYLES | TIED], ids=["layers", "layers and table"])
+def test_sharded_model_has_the_loss_and_the_gradients_of_one_process(styles):
+    model = Words().double()
+    expected = loss_and_gradients(model)
+
+    def run(state):
+        mine = Words().double()
+        mine.load_state_dict(model.state_dict())
+        mesh = make_mesh(state, 1)
+        for name, style in styles_of(mine, styles, state.world_size).items():
+            parallelize_module(mine.get_submodule(name), mesh, style, src_data_rank=None)
+        if "head" in styles:
+            mine.head.weight = mine.embed.weight
+        return loss_and_gradients(
+            mine, lambda each: getattr(each.grad, "full_tensor", lambda: each.grad)()
+        )
+
+    for results in simulate(run, world_size=2):
+        torch.testing.assert_close(results, expected, rtol=0, atol=1e-12)
+
+
+def test_styles_are_those_of_torch_in_the_order_of_the_model():
+    with torch.device("meta"):
+        model = Words(depth=1)
+    found = styles_of(
+        model, dict(reversed((STYLES | {"embed": "rowwise", "head": "colwise"}).items())), 2
+    )
+    kinds = {name: type(style) for name, style in found.items()}
+    assert list(kinds.items()) == [
+        ("embed", RowwiseParallel),
+        ("layers.0.norm", SplitSequence),
+        *((f"layers.0.attention.{name}", ColwiseParallel) for name in "qkv"),
+        ("layers.0.attention.o", RowwiseParallel),
+        ("layers.0.up", ColwiseParallel),
+        ("layers.0.down", RowwiseParallel),
+        ("head", ColwiseParallel),
+    ]
+    assert found["embed"].input_layouts == (Replicate(),)
+    assert found["layers.0.down"].input_layouts == (Shard(-1),)
+
+
+def test_each_module_has_a_copy_of_a_given_style():
+    given = ColwiseParallel(output_layouts=Replicate())
+    first, second = styles_of(Words(), {"layers.*.up": given}, 2).values()
+    assert first.output_layouts == second.output_layouts == (Replicate(),)
+    assert len({id(given), id(first), id(second)}) == 3
+
+
+def test_another_style_of_torch_may_name_any_module():
+    given = {
+        "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "layers.*": SequenceParallel(),
+    }
+    assert list(styles_of(Words(), given, 2)) == ["", "layers.0", "layers.1"]
+
+
+def test_module_in_two_places_has_one_style():
+    layer = nn.Linear(4, 4)
+    model = Holder(first=layer, second=layer)
+    assert list(styles_of(model, {"first": "colwise", "second": "colwise"}, 2)) == ["first"]
+
+
+def test_gathered_features_need_not_divide():
+    given = {
+        "up": ColwiseParallel(output_layouts=Replicate()),
+        "down": RowwiseParallel(input_layouts=Replicate()),
+    }
+    model = Holder({"num_heads": 3}, up=nn.Linear(4, 7), down=nn.Linear(7, 4))
+    assert list(styles_of(model, given, 2)) == ["up", "down"]
+
+
+def test_configuration_counts_for_attention_alone():
+    config = Holder({"num_attention_heads": 3})
+    model = Holder(mlp=Holder({"config": config}, up=nn.Linear(4, 8)))
+    assert list(styles_of(model, {"mlp.up": "colwise"}, 2)) == ["mlp.up"]
+
+
+@pytest.mark.parametrize(
+    ("model", "styles", "words"),
+    [
+        (
+            Words(),
+            "colwise",
+            'map names of modules to styles, got \'colwise\'; such as {"layers.*.up": "colwise", '
+            '"layers.*.down": "rowwise"}',
+        ),
+        (
+            Words(),
+            {"layers.*.atention.q": "colwise"},
+            "match modules of the model, got 'layers.*.atention.q'; did you mean layers.*.attention.q or",
+        ),
+        (Words(), {"zzz": "colwise"}, "match modules of the model, got 'zzz'"),
+        (
+            Words(),
+            {"*": "sequence", "embed": "sequence"},
+            'give "sequence" to norms and dropouts alone',
+        ),
+        (
+            Words(),
+            {"layers.*.up": "colwise", "layers.0.*": "rowwise"},
+            "give layers.0.up one style, got {'layers.*.up': 'colwise', 'layers.0.*': 'rowwise'}",
+        ),
+        (
+            Words(),
+            {"layers.0.up": "columns"},
+            'be "colwise", "rowwise", "sequence" or one of torch\'s ParallelStyle objects, '
+            "got {'layers.0.up': 'columns'}",
+        ),
+        (
+            Words(),
+            {"layers.*.norm": "colwise"},
+            'give "colwise" to nn.Linear and nn.Embedding alone, got layers.0.norm, of class LayerNorm',
+        ),
+        (
+            Holder(c_attn=Conv1D()),
+            {"c_attn": RowwiseParallel()},
+            'give "rowwise" to nn.Linear and nn.Embedding alone, got c_attn, of class Conv1D, whose '
+            "weight is transposed, so that torch has no style for it",
+        ),
+        (
+            Words(),
+            {"layers.*": "sequence"},
+            'give "sequence" to norms and dropouts alone, which have no matrix, got layers.0, of class '
+            "Layer",
+        ),
+        (
+            Words(),
+            {"embed": RowwiseParallel()},
+            "take the tokens of an embedding whole, got embed: RowwiseParallel(input_layouts="
+            "(Shard(dim=-1),), output_layouts=(Replicate(),), use_local_output=True); use "
+            "RowwiseParallel(input_layouts=Replicate())",
+        ),
+        (
+            nn.TransformerEncoderLayer(8, 2),
+            {"self_attn.out_proj": "rowwise"},
+            "leave out the layers of MultiheadAttention, which reads their weights without calling them, "
+            "got self_attn.out_proj, of class NonDynamicallyQuantizableLinear; write the attention with "
+            "nn.Linear layers",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 7)),
+            {"0": "colwise"},
+            "have output features that the number of ranks along the axis, 2, divides, got 7 of 0",
+        ),
+        (
+            nn.Sequential(nn.Embedding(4, 7)),
+            {"0": "colwise"},
+            "have output features that the number of ranks along the axis, 2, divides, got 7 of 0",
+        ),
+        (
+            nn.Sequential(nn.Linear(7, 4)),
+            {"0": "rowwise"},
+            "have input features that the number of ranks along the axis, 2, divides, got 7 of 0",
+        ),
+        (
+            nn.Sequential(nn.Embedding(1, 4)),
+            {"0": "rowwise"},
+            "leave every rank a row of an embedding, got 1 rows of 0 for 2 ranks",
+        ),
+        (
+            Words(6, num_heads=3),
+            {"layers.*.attention.q": "colwise"},
+            "have heads that the number of ranks along the axis, 2, divides, got num_heads=3 of "
+            "layers.0.attention; leave out its layers, or choose another size of the axis",
+        ),
+        (
+            Holder({"n_kv_heads": 1}, q=nn.Linear(4, 4)),
+            {"q": "colwise"},
+            "got n_kv_heads=1 of the model; leave out",
+        ),
+        (
+            Holder(
+                a=Holder(
+                    {"head_dim": 4, "config": Holder({"num_key_value_heads": 1})}, k=nn.Linear(4, 4)
+                )
+            ),
+            {"a.k": "colwise"},
+            "got config.num_key_value_heads=1 of a; leave out",
+        ),
+        (
+            Words(),
+            {"head": "colwise"},
+            "cut a tied parameter in one way, got embed.weight whole and head.weight cut along dimension "
+            '0; "rowwise" cuts an embedding as "colwise" cuts a linear layer',
+        ),
+        (
+            Words(),
+            {"head": "colwise", "embed": "colwise"},
+            "got embed.weight cut along dimension 1 and head.weight cut along dimension 0",
+        ),
+    ],
+)
+def test_styles_that_do_not_fit_are_refused(model, styles, words):
+    with pytest.raises(
+        af.errors.PlanError, match=f"^build: wrap_tp's styles must .*{re.escape(words)}"
+    ):
+        styles_of(model, styles, 2)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.ones(4),)], ids=["none", "one dimension"])
+def test_module_that_splits_the_sequence_needs_a_sequence(inputs):
+    def run(state):
+        model = parallelize_module(nn.Dropout(0.0), make_mesh(state, 1), SplitSequence())
+        got = f"Dropout({', '.join('Tensor' for _ in inputs)})"
+        words = f'^step: a module of style "sequence" must be called with a tensor .*, got {re.escape(got)}$'
+        with pytest.raises(af.errors.PlanError, match=words):
+            model(*inputs)
+
+    simulate(run, world_size=2)
+
+
+NAMES = st.sampled_from(["0", "1", "10", "up", "down", "up1"])
+
+
+@st.composite
+def trees(draw, depth=2):
+    """Draw linear layers in modules of modules."""
+    names = draw(st.lists(NAMES, unique=True, min_size=1, max_size=3))
+    is_leaf = depth == 0
+    return nn.Sequential(
+        OrderedDict(
+            (name, nn.Linear(2, 2) if is_leaf or draw(st.booleans()) else draw(trees(depth - 1)))
+            for name in names
+        )
+    )
+
+
+@given(
+    tree=trees(),
+    patterns=st.lists(
+        st.lists(NAMES | st.just("*"), min_size=1, max_size=3).map(".".join),
+        unique=True,
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_a_star_stands_for_one_name(tree, patterns):
+    layers = {name for name, each in tree.named_modules() if isinstance(each, nn.Linear)}
+    tests = {each: re.compile(re.escape(each).replace(r"\*", "[^.]+")) for each in patterns}
+    named = {
+        pattern: {name for name, _ in tree.named_modules() if test.fullmatch(name)}
+        for pattern, test in tests.items()
+    }
+    every = set().union(*named.values())
+    if all(named.values()) and every <= layers:
+        assert set(styles_of(tree, dict.fromkeys(patterns, "colwise"), 2)) == every
+    else:
+        with pytest.raises(af.errors.PlanError, match=r"match modules|nn\.Linear and"):
+            styles_of(tree, dict.fromkeys(patterns, "colwise"), 2)
