@@ -14,9 +14,10 @@ from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.extras import check_extras
 from accel_fn.checkpoint.format.names import is_name
+from accel_fn.checkpoint.run_state import prefix_of, with_prefix
 from accel_fn.checkpoint.tied_weights import is_expanded
 from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.dtensor import local
+from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, check_folder, message
 from accel_fn.step.plan import Plan
@@ -57,8 +58,8 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
             raise ArgumentError(message(function, "step", rule, name))
 
 
-def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
-    """Refuse expanded tensors of a model, in which `load` could not write each element."""
+def check_model(tensors: Mapping[str, Tensor], steps: Mapping[str, Step], function: str) -> None:
+    """Refuse tensors of a model that are expanded, or parts of which no checkpoint knows the place."""
     for name, tensor in tensors.items():
         shard = local(tensor)
         if is_model(name) and is_expanded(shard):
@@ -66,6 +67,15 @@ def check_model(tensors: Mapping[str, Tensor], function: str) -> None:
                 f"{function}: step must hold tensors of the model that can be written, none that was "
                 f"expanded, got strides {shard.stride()} for {name!r}; clone it"
             )
+    for step_name, step in steps.items():
+        own = with_prefix(prefix_of("model", step_name), tensors)
+        for name, place in step.strategy.placements(own).items():
+            if place and name in own and not is_sharded(own[name]):
+                raise ArgumentError(
+                    f"{function}: step must hold tensors of the model whole or as DTensors, got a plain "
+                    f"part of {name!r} on each rank by {type(step.strategy).__name__}; hold parts as "
+                    "DTensors on af.device_mesh(state)"
+                )
 
 
 def check_at(at: str | int, function: str) -> None:

@@ -191,7 +191,7 @@ class _Loading:
         schedule: Choice,
     ) -> None:
         self._before = run_state_of(steps)
-        checks.check_model(self._before.tensors, "load")
+        checks.check_model(self._before.tensors, steps, "load")
         self._path, self._steps, self._state, self._extras = path, steps, state, extras
         self._strict, self._random = strict, random_state(state.device)
         self._training = [

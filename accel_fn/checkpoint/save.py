@@ -109,8 +109,8 @@ def save(
     Raises:
         ValueError: on every rank: an argument breaks its rule or differs between ranks, `keep_best`
             is given without `keep`, extras hold more than tensors and plain data, the model has a
-            tensor that was expanded, or, with `only`, what is left out has changed since it was last
-            saved or loaded.
+            tensor that was expanded, or of which ranks hold parts that are no DTensors, or, with `only`, what
+            is left out has changed since it was last saved or loaded.
         Exception: raised by `beside` on the main rank; a `RuntimeError` on the others.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. A failure in the background is
@@ -180,7 +180,7 @@ def save(
 
 def _contents(steps: Mapping[str, Step]) -> RunState:
     contents = run_state_of(steps)
-    checks.check_model(contents.tensors, "save")
+    checks.check_model(contents.tensors, steps, "save")
     return contents
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.comm.dtensor import local, place_of
+from accel_fn.comm.dtensor import local
 from accel_fn.errors import ReplicaError, check_equal
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan, describe, slot_names
+
+if TYPE_CHECKING:
+    from accel_fn.step.strategy import Strategy
 
 _PIECE, _PIECE_ON_HOST = 2**22, 2**16
 """So many words at a time: many for few kernels, few on the host for its cache."""
@@ -65,7 +68,7 @@ def _identity(fn: Any) -> str:
     return describe(fn) if is_ours else describe(inner)
 
 
-def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
+def check_same_gradients(strategy: Strategy, state: DistState, plan: Plan, grads: Grads) -> None:
     """Raise on every rank if the gradients for the optimizer differ between ranks.
 
     Cost: one read of the gradients, two small collectives, one host synchronisation.
@@ -77,33 +80,43 @@ def check_same_gradients(state: DistState, plan: Plan, grads: Grads) -> None:
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
         tensors[names[id(parameter)]] = tensor
     check_same(
-        tensors,
+        strategy,
         state,
+        tensors,
         "step: gradients must be equal on all ranks, {name} differs on {ranks}; average with "
         "reduce_mean what is computed by rank, and draw random numbers by state.step",
     )
 
 
-def check_same(tensors: Mapping[str, Tensor | None], state: DistState, words: str) -> None:
+def check_same(
+    strategy: Strategy, state: DistState, tensors: Mapping[str, Tensor | None], words: str
+) -> None:
     """Raise an error of these words on every rank, about the first tensor that differs between ranks.
 
-    Ranks that hold the same shard of a tensor, along every axis that cuts it, are compared.
+    The strategy names the ranks that are compared, and the part of a tensor that each holds. A tensor
+    that other ranks do not have is compared among those that have it.
 
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
+    compared = tuple(strategy.compared_ranks(state))
+    if len(compared) == 1:  # so on every rank
+        return
     prints = fingerprints(list(tensors.values()))
-    places = [() if each is None else place_of(each) for each in tensors.values()]
-    own = dict(zip(tensors, zip(places, prints, strict=True), strict=True))
-    every = primitives.exchange(own, state, words.partition(":")[0])
-    for name in tensors:
-        firsts: dict[tuple[int, ...], int] = {}
-        found = [of_rank[name] for of_rank in every]
-        num_axes = len(found[0][0])  # none, if rank 0 has no gradient
-        wrong = [
-            rank
-            for rank, (at, it) in enumerate(found)
-            if len(at) != num_axes or firsts.setdefault(at, it) != it
-        ]
+    places = strategy.placements(tensors)
+    own = {name: (places.get(name, ()), it) for name, it in zip(tensors, prints, strict=True)}
+    every = primitives.exchange((compared, own), state, words.partition(":")[0])
+    for name in dict.fromkeys(name for _, entries in every for name in entries):
+        num_axes: dict[tuple[int, ...], int] = {}
+        firsts: dict[Any, int] = {}
+        wrong = []
+        for rank, (peers, entries) in enumerate(every):
+            if name not in entries:
+                continue
+            place, it = entries[name]
+            # A rank without a gradient of a shard has none of its axes, and no rank to differ from.
+            same_axes = num_axes.setdefault(peers, len(place)) == len(place)
+            if not same_axes or firsts.setdefault((peers, place), it) != it:
+                wrong.append(rank)
         if wrong:
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             raise ReplicaError(words.format(name=name, ranks=ranks))

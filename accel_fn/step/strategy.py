@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
+from accel_fn.comm.dtensor import place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
 from accel_fn.step import loop
 from accel_fn.step.checks.graph import GraphChecks
@@ -38,8 +39,6 @@ class Strategy:
     subclass wraps the loss module, then calls `super().__init__`.
     """
 
-    traits: ClassVar[frozenset[str]] = frozenset({"equal_on_ranks"})
-    """"equal_on_ranks": all ranks give the optimizer the same gradients."""
     finds_unused: bool = True
     """May a loss leave parameters without a gradient?"""
     pads: bool = False
@@ -69,7 +68,7 @@ class Strategy:
         """The optimizers' parameters that require a gradient, in their order."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
-        self._compares = state.world_size > 1 and "equal_on_ranks" in self.traits
+        self._compares = state.world_size > 1
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
         self.layout = Layout(
             loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
@@ -198,13 +197,28 @@ class Strategy:
         """Stage one of an update: every collective, and all that may raise. Changes nothing."""
         prepared = prepare(plan, state, grads, report)
         if self._compares:
-            check_same_gradients(state, plan, prepared.grads)
+            check_same_gradients(self, state, plan, prepared.grads)
             self._compares = False
         return prepared
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Stage two of an update: optimizers and loss scale. Local writes alone."""
         return apply(plan, state, prepared, self._optimizers, self._always)
+
+    def placements(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
+        """Which part this rank holds of each tensor, by name: its indices, () or no entry if all of it.
+
+        The tensors are those of the model, or gradients by the names of their parameters.
+        """
+        return {name: place_of(each) for name, each in tensors.items() if each is not None}
+
+    def compared_ranks(self, state: DistState) -> Sequence[int]:
+        """The ranks, this one among them, whose tensors must equal its own if they hold the same part.
+
+        The first update compares gradients so, and `check_replicas` parameters. Every rank has others to
+        be compared with, or none has.
+        """
+        return range(state.world_size)
 
     def whole(self, *, writes: bool) -> AbstractContextManager[None]:
         """A context in which model and optimizers hold whole tensors, or shards that know their place.

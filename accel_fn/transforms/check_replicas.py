@@ -8,6 +8,7 @@ from accel_fn.step.observers import Observer
 from accel_fn.step.plan import Plan, Stateful
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same
+from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, transform
 
 
@@ -18,7 +19,7 @@ def check_replicas(every: int) -> Transform:
     Replicas diverge if something changes them on one rank: a loss that writes to
     parameters, random numbers that depend on the rank, faulty memory. No other check finds it.
     With `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; a single group
-    of shards has nothing to compare.
+    of shards has nothing to compare. `placements` and `compared_ranks` of a strategy of yours decide.
 
     Law: the step computes the same bits as without it.
 
@@ -55,11 +56,14 @@ class ReplicaComparison(Observer):
     def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
         self._model, self._every = plan.model, every
 
+    def built(self, step: Step) -> None:
+        """Note the strategy, which names the ranks to compare."""
+        self._strategy = step.strategy
+
     def __call__(self, state: DistState, report: Report) -> DistState:
         if state.world_size > 1 and state.step % self._every == 0:
             tensors = {name: each.detach() for name, each in self._model.named_parameters()}
             rule = f"check_replicas: parameters must be equal on all ranks at step {state.step}"
-            check_same(
-                tensors, state, rule + ", {name} differs on {ranks}; resume from a checkpoint"
-            )
+            words = rule + ", {name} differs on {ranks}; resume from a checkpoint"
+            check_same(self._strategy, state, tensors, words)
         return state

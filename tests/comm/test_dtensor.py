@@ -80,17 +80,24 @@ def test_a_norm_counts_every_element_once_over_all_axes():
         assert abs(norm - expected) <= 1e-12 * expected
 
 
+def compared(state, tensors, make_strategy=af.Strategy):
+    """Compare tensors over the ranks; return the error, or an empty text."""
+    plan = replace(ours.plan(), strategy=(af.SlotFunction(make_strategy),))
+    strategy = af.build(state, plan)[1].strategy
+    try:
+        check_same(strategy, state, tensors, "check: {name} differs on {ranks}")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("placements", CUTS.values(), ids=CUTS)
 def test_ranks_that_hold_the_same_shard_are_compared_and_no_others(placements):
     def run(state, mesh, bad_rank):
         tensor = cut(VALUES, mesh, placements)
         if state.rank == bad_rank:
             local(tensor).view(-1)[0] += 1
-        try:
-            check_same({"it": tensor}, state, "check: {name} differs on {ranks}")
-        except RuntimeError as error:
-            return str(error)
-        return ""
+        return compared(state, {"it": tensor})
 
     assert simulated(partial(run, bad_rank=None)) == [""] * 4
     is_replica = any(each.is_replicate() for each in placements)
@@ -101,10 +108,30 @@ def test_ranks_that_hold_the_same_shard_are_compared_and_no_others(placements):
 def test_a_shard_without_a_gradient_on_one_rank_is_found():
     def run(state, mesh):
         tensor = None if state.rank == 1 else cut(VALUES, mesh, (Shard(0), Shard(0)))
-        with pytest.raises(RuntimeError, match=r"it differs on rank 1$"):
-            check_same({"it": tensor}, state, "check: {name} differs on {ranks}")
+        return compared(state, {"it": tensor})
 
-    simulated(run)
+    assert simulated(run) == ["check: it differs on rank 1"] * 4
+
+
+class OfStages(af.Strategy):
+    """Ranks 0 and 1 are one stage of a pipeline, ranks 2 and 3 the next."""
+
+    def compared_ranks(self, state):
+        return (0, 1) if state.rank < 2 else (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("bad_rank", "words"),
+    [(None, ""), (1, "check: first differs on rank 1"), (3, "check: next differs on rank 3")],
+)
+def test_a_tensor_is_compared_among_the_ranks_that_hold_it_and_are_to_be_equal(bad_rank, words):
+    def run(state):
+        stage = state.rank // 2
+        change = int(state.rank == bad_rank)
+        tensors = {("first", "next")[stage]: VALUES + change, "number of the stage": VALUES * stage}
+        return compared(state, tensors, OfStages)
+
+    assert simulate(run, world_size=4) == [words] * 4
 
 
 WAYS = {

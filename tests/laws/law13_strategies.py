@@ -66,8 +66,11 @@ class Split(nn.Module):
 class SplitOverTP(af.Strategy):
     """Averages gradients along `dp`; its norm counts the units of all ranks along `tp`."""
 
-    traits = frozenset()  # gradients along `tp` are of different units
     finds_unused = False
+
+    def placements(self, tensors):
+        tp = self.model.state
+        return dict.fromkeys(("up", "bias", "down"), (tp.rank,)) if tp.world_size > 1 else {}
 
     def average(self, state):
         for parameter in self.trainable():
@@ -77,6 +80,13 @@ class SplitOverTP(af.Strategy):
     def norm(self, tensors):
         *of_units, of_all = [each.square().sum() for each in tensors]
         return (summed(torch.stack(of_units).sum(), self.model.state) + of_all).sqrt()
+
+
+def built(state, whole, recipe):
+    model = Split(whole, state.along("tp"))
+    plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    state, step = af.build(state, recipe(replace(plan, strategy=(SplitOverTP,))))
+    return state, step, model
 
 
 @st.composite
@@ -101,10 +111,8 @@ def test_a_strategy_over_two_axes_is_one_process(dealt, num_microbatches):
     parts = ours.dealt(batches, sizes)
 
     def run(state):
-        model = Split(whole, state.along("tp"))
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
         recipe = af.compose(af.accumulate(num_microbatches), af.clip(0.05))
-        state, step = af.build(state, recipe(replace(plan, strategy=(SplitOverTP,))))
+        state, step, model = built(state, whole, recipe)
         found = []
         for part in parts[state.data.rank]:
             state, report = step(state, part)
@@ -120,3 +128,54 @@ def test_a_strategy_over_two_axes_is_one_process(dealt, num_microbatches):
     for found, actual in simulate(run, mesh=mesh):
         ours.assert_close(actual, expected)
         assert found == pytest.approx(losses, rel=1e-6)
+
+
+BATCH = (torch.eye(3).double(), torch.ones(3, 1).double())
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("up", 3), ("down", 2)])
+def test_one_changed_element_is_found_among_the_ranks_that_hold_the_same_units(name, rank):
+    """On 2 x 2, ranks 0 and 2 hold the same units, and ranks 1 and 3."""
+    whole = perceptron()
+
+    def run(state):
+        state, step, model = built(state, whole, af.check_replicas(2))
+        state, _ = step(state, BATCH)
+        if state.rank == rank:
+            with torch.no_grad():
+                model.get_parameter(name).view(-1)[-1] += 1e-9
+        with pytest.raises(RuntimeError, match=f"at step 2, {name} differs on rank {rank};"):
+            step(state, BATCH)
+
+    simulate(run, mesh={"dp": 2, "tp": 2})
+
+
+def test_units_of_one_rank_in_a_plain_tensor_are_not_saved_as_the_whole(tmp_path):
+    whole = perceptron()
+
+    def run(state):
+        state, step, _ = built(state, whole, lambda plan: plan)
+        rule = "must hold tensors of the model whole or as DTensors, got a plain part of 'up' on each"
+        words = f"save: step {rule} rank by SplitOverTP; hold parts as DTensors on af.device_mesh"
+        with pytest.raises(ValueError, match=words):
+            af.save(tmp_path, state, step)
+        return af.resume(tmp_path, state, step).step
+
+    assert simulate(run, mesh={"dp": 1, "tp": 2}) == [0, 0]
+
+    def run_alone(state):
+        state, step, _ = built(state, whole, lambda plan: plan)
+        af.save(tmp_path, state, step)
+
+    simulate(run_alone, mesh={"dp": 2, "tp": 1})
+
+    def load(state):
+        state, step, _ = built(state, whole, lambda plan: plan)
+        with pytest.raises(ValueError, match="load: step must hold tensors of the model whole"):
+            af.resume(tmp_path, state, step)
+
+    simulate(load, mesh={"dp": 1, "tp": 2})

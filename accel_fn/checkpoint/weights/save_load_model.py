@@ -72,6 +72,7 @@ def save_model(
 
     Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. With `wrap_fsdp`,
     or stage 3 of `wrap_deepspeed`, call it on every rank: the first one gathers the model, and writes.
+    Plain tensors count as whole, also those of which a strategy of yours gives each rank a part.
 
     Args:
         model: with dense tensors of the dtypes that safetensors knows, on any device.

@@ -22,7 +22,8 @@ def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
     are those of the model as it was before it was wrapped or compiled.
 
     Args:
-        model: the plan's model, under any strategy. (Under `local_sgd`, the main rank's own one.)
+        model: the plan's model, under any strategy. (Under `local_sgd`, and of what
+            a strategy of yours splits into plain tensors, the main rank's own.)
         state: of this rank.
 
     Returns:

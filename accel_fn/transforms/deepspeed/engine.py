@@ -65,7 +65,6 @@ class OneRank(Strategy):
 class ZeRO(Strategy):
     """ZeRO's stages 0 to 3 by DeepSpeed's engine, which owns gradients and update."""
 
-    traits = frozenset()  # gradients are shards, which nobody compares
     hooks_parameters = True
 
     def __init__(

@@ -166,7 +166,6 @@ class OwnMean(GlobalMean):
 class LocalGradients(Strategy):
     """Lets every rank update from its own part of the batch; all start from rank 0's parameters."""
 
-    traits = frozenset()
     mean_type = OwnMean
 
     def __init__(
@@ -185,6 +184,10 @@ class LocalGradients(Strategy):
             if isinstance(each, RankAverage):
                 each.has_gradient = [tensor is not None for tensor in grads.tensors]
         return super().prepare(plan, state, grads, report)
+
+    def compared_ranks(self, state: DistState) -> Sequence[int]:
+        """Return this rank alone: each has gradients and parameters of its own."""
+        return (state.rank,)
 
     def evaluating(
         self, plan: Plan, state: DistState, function: str
