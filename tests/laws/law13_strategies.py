@@ -159,7 +159,9 @@ def test_units_of_one_rank_in_a_plain_tensor_are_not_saved_as_the_whole(tmp_path
 
     def run(state):
         state, step, _ = built(state, whole, lambda plan: plan)
-        rule = "must hold tensors of the model whole or as DTensors, got a plain part of 'up' on each"
+        rule = (
+            "must hold tensors of the model whole or as DTensors, got a plain part of 'up' on each"
+        )
         words = f"save: step {rule} rank by SplitOverTP; hold parts as DTensors on af.device_mesh"
         with pytest.raises(ValueError, match=words):
             af.save(tmp_path, state, step)
