@@ -67,6 +67,11 @@ def launched_mesh() -> dict[str, int] | None:
     text = os.environ.get(name)
     if not text:
         return None
+    return parse_mesh("launch_options", name, text)
+
+
+def parse_mesh(function: str, name: str, text: str) -> dict[str, int]:
+    """Parse axes and sizes, as in `dp=-1,tp=2`."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     try:
         mesh = {axis.strip(): int(size) for axis, _, size in pairs}
@@ -74,7 +79,7 @@ def launched_mesh() -> dict[str, int] | None:
         mesh = {}
     if len(mesh) != len(pairs):
         rule = "be axes and their sizes, each once, such as dp=-1,tp=2"
-        raise ArgumentError(message("launch_options", name, rule, text))
+        raise ArgumentError(message(function, name, rule, text))
     return mesh
 
 

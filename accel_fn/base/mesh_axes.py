@@ -45,3 +45,8 @@ def ranks_along(shape: Mapping[str, int], name: str, rank: int) -> range:
     stride = math.prod(shape[inner] for inner in names[names.index(name) + 1 :])
     first = rank - rank // stride % shape[name] * stride
     return range(first, first + stride * shape[name], stride)
+
+
+def mesh_name(shape: Mapping[str, int]) -> str:
+    """`dp 2 x tp 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in shape.items())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from accel_fn.base.mesh_axes import AXES, ranks_along
+from accel_fn.base.mesh_axes import AXES, mesh_name, ranks_along
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -311,9 +311,7 @@ class DistState:
         names = [name for name, each in self.__dataclass_fields__.items() if each.repr]
         shown = [f"{name}={getattr(self, name)!r}" for name in names if name != "axis" or self.axis]
         if self.axes:
-            shown.append(
-                "mesh=" + " x ".join(f"{each.name} {each.world_size}" for each in self.axes)
-            )
+            shown.append(f"mesh={mesh_name(mesh_of(self))}")
         return f"DistState({', '.join(shown)})"
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accel_fn.base.launch_options import parse_mesh
 from accel_fn.cli.output import (
     SHELL_FILE,
     at_work,
     interruptible,
     json_option,
+    mesh_option,
     one_line_errors,
     print_json,
     print_table,
@@ -55,6 +57,7 @@ def _count_option(*names: str, text: str) -> Callable[[Any], Any]:
 )
 @_count_option("-n", "--num-processes", text="Ranks that share the batch.")
 @_count_option("--num-microbatches", text="Micro-batches of a rank's part of the batch.")
+@mesh_option("Axes that the ranks form, such as dp=-1,tp=2: those along dp share the batch.")
 @click.option("--device", help="The device whose kernels run.  [default: this machine's]")
 @json_option("Print JSON, in bytes.")
 def estimate(
@@ -64,6 +67,7 @@ def estimate(
     loss: str | None,
     num_processes: tuple[int, ...],
     num_microbatches: tuple[int, ...],
+    mesh: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -84,6 +88,7 @@ def estimate(
             loss_fn=None if loss is None else load_target(loss, "estimate", "loss"),
             world_sizes=num_processes,
             num_microbatches=num_microbatches,
+            mesh=parse_mesh("estimate", "mesh", mesh) if mesh else None,
             **options,
         ):
             found.append(each)

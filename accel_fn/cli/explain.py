@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from accel_fn.base.launch_options import launched_mesh
+from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.cli.output import (
     SHELL_FILE,
     config_option,
     interruptible,
     json_option,
+    mesh_option,
     num_processes_option,
     one_line_errors,
     print_json,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("target", type=SHELL_FILE)
 @num_processes_option("Ranks of the step.  [default: the launch's]")
+@mesh_option("Axes of the ranks, such as dp=-1,tp=2.  [default: the launch's]")
 @click.option("--device", help="Device of the ranks.  [default: this machine's]")
 @config_option()
 @json_option()
@@ -40,6 +44,7 @@ def explain(
     *,
     target: str,
     num_processes: int | None,
+    mesh: str | None,
     device: str | None,
     config_file: Path | None,
     as_json: bool,
@@ -50,7 +55,7 @@ def explain(
     gives one. What it leaves to the launch is read from the settings (`accel-fn config --show`).
     """
     with interruptible():
-        explain_target(target, num_processes, device, config_file, as_json=as_json)
+        explain_target(target, num_processes, device, config_file, mesh=mesh, as_json=as_json)
 
 
 def explain_target(
@@ -59,27 +64,31 @@ def explain_target(
     device: str | None,
     config_file: Path | None = None,
     *,
+    mesh: str | None = None,
     as_json: bool,
 ) -> None:
     """Print the step of the plan that `target` names, as it would be if it were launched from here.
 
     This process gets the variables that such a launch would give its ranks: the plan reads them.
     """
-    from accel_fn.base.state import DistState
+    from accel_fn.base.state import Axis, DistState, mesh_of
     from accel_fn.launcher.processes.environment import settings_variables
     from accel_fn.observe.explain import explain as explain_plan
     from accel_fn.observe.explain import phases
 
-    settings = resolve_settings({}, config_file).settings
+    settings = resolve_settings({"mesh": mesh} if mesh else {}, config_file).settings
     variables = {each.name: each.value for each in settings_variables(settings)}
     os.environ.update({name: value for name, value in variables.items() if value is not None})
     num_processes = num_processes or settings.num_processes or 1
     with one_line_errors():
-        state = DistState(world_size=num_processes, device=_device(device))
+        sizes = launched_mesh()
+        shape = mesh_shape("explain", sizes, num_processes) if sizes else {}
+        axes = tuple([Axis(axis, 0, size, None) for axis, size in shape.items()])
+        state = DistState(world_size=num_processes, device=_device(device), axes=axes)
         plan = _load_plan(target)
     if as_json:
         found = {"num_processes": num_processes, "device": str(state.device)}
-        print_json({**found, "phases": phases(plan, state)})
+        print_json({**found, "mesh": mesh_of(state), "phases": phases(plan, state)})
     else:
         text = explain_plan(plan, state)
         print(_wrapped(text) if sys.stdout.isatty() else text)

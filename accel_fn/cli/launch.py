@@ -17,6 +17,7 @@ from accel_fn.cli.output import (
     SHELL_FILE,
     config_option,
     json_option,
+    mesh_option,
     one_line_errors,
     print_json,
     print_table,
@@ -78,9 +79,7 @@ _FEW, _LATER = 4, "(at the start)"
     type=click.Choice(["ddp", "fsdp", "deepspeed"]),
     help="What wrap() does: replicas, shards, or ZeRO's stage 2.  [default: ddp]",
 )
-@click.option(
-    "--mesh", metavar="AXES", help="Axes that the ranks form, such as dp=-1,tp=2: pp, dp, cp, tp."
-)
+@mesh_option("Axes that the ranks form, such as dp=-1,tp=2: pp, dp, cp, tp.")
 @click.option("--log-dir", type=_FOLDER, help="Write the output of each rank to files in it.")
 @click.option("--tee", is_flag=True, default=None, help="Print it, too, each line with its rank.")
 @click.option(

@@ -38,6 +38,10 @@ def num_processes_option(text: str) -> Callable[[Any], Any]:
     return click.option("-n", "--num-processes", type=kind, metavar="N", help=text)
 
 
+def mesh_option(text: str) -> Callable[[Any], Any]:
+    return click.option("--mesh", metavar="AXES", help=text)
+
+
 def runs_argument() -> Callable[[Any], Any]:
     kind = click.Path(exists=True, path_type=Path)
     return click.argument("paths", nargs=-1, required=True, metavar="RUN...", type=kind)

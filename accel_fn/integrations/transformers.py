@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from accel_fn.base.batch import num_samples
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.split_batch import part_bounds
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, mesh_of
 from accel_fn.checkpoint.load import load
 from accel_fn.checkpoint.save import save
 from accel_fn.checkpoint.weights.save_load_model import load_model
@@ -558,8 +558,9 @@ _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def _check_mesh(state: DistState) -> None:
     """Refuse ranks that hold the same rows: the Trainer gives each rank rows of its own."""
     if state.data.world_size < state.world_size:
-        sizes = {axis.name: axis.world_size for axis in state.axes}
-        raise ArgumentError(f"Trainer: mesh must have dp alone, got {sizes}; leave out --mesh")
+        raise ArgumentError(
+            f"Trainer: mesh must have dp alone, got {mesh_of(state)}; leave out --mesh"
+        )
 
 
 def _check(args: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_fn.base.batch import map_tensors, num_samples, tensors_of
+from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.base.split_batch import split_batch, take_part
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
@@ -31,7 +32,7 @@ class MemoryEstimate:
     """Bytes that one rank holds, for a number of ranks and of micro-batches.
 
     Attributes:
-        world_size: ranks that share the global batch.
+        world_size: number of ranks, which share the global batch; of a mesh, those along `dp` do.
         num_microbatches: parts in which each rank computes its share.
         parameters: of the model, each storage once.
         buffers: likewise.
@@ -63,6 +64,7 @@ def estimate_memory(
     precision: str = "no",
     world_sizes: Iterable[int] = (1,),
     num_microbatches: Iterable[int] = (1,),
+    mesh: Mapping[str, int] | None = None,
     device: torch.device | str | None = None,
 ) -> list[MemoryEstimate]:
     """Estimate the memory of one training step, without using it: tensors have shapes and no data.
@@ -73,7 +75,8 @@ def estimate_memory(
 
     Ranks hold replicas, as under `wrap_ddp`: more of them, or more
     micro-batches, make activations smaller and nothing else. A rank that
-    shares gradients or accumulates them holds them through the whole step.
+    shares gradients or accumulates them holds them through the whole step. On a mesh, a rank has a part of
+    the batch for its place along `dp`; what other axes split of the model is not counted.
 
     Args:
         make_model: returns the model, or a model and a batch. Called once, without memory.
@@ -84,6 +87,8 @@ def estimate_memory(
         precision: "no", "bf16" or "fp16", as for `with_amp`.
         world_sizes: numbers of ranks to estimate for.
         num_microbatches: numbers of micro-batches, likewise.
+        mesh: axes that each number of ranks forms and their sizes, as for `init`; default: all ranks share
+            the batch.
         device: which device's kernels to run; default: the accelerator of this
             machine, or the CPU.
 
@@ -110,6 +115,7 @@ def estimate_memory(
             precision=precision,
             world_sizes=world_sizes,
             num_microbatches=num_microbatches,
+            mesh=mesh,
             device=device,
         )
     ]
@@ -124,12 +130,17 @@ def estimates(
     precision: str,
     world_sizes: Iterable[int],
     num_microbatches: Iterable[int],
+    mesh: Mapping[str, int] | None,
     device: torch.device | str | None,
 ) -> Iterator[MemoryEstimate]:
     """Yield what `estimate_memory` returns, each as soon as it is known."""
     if precision not in _AUTOCAST:
         raise ArgumentError(message(_FUNCTION, "precision", 'be "no", "bf16" or "fp16"', precision))
     sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
+    if mesh is not None:
+        places = {size: mesh_shape(_FUNCTION, mesh, size)["dp"] for size in sizes}
+    else:
+        places = {size: size for size in sizes}
     counts = [check_count(_FUNCTION, "num_microbatches", each) for each in num_microbatches]
     kind = _optimizer_class(optimizer)
     here = torch.accelerator.current_accelerator(check_available=True)
@@ -141,7 +152,7 @@ def estimates(
     for size, count in product(sizes, counts):
         try:
             with mode, place:
-                found = run.estimate(batch, size, count)
+                found = run.estimate(batch, size, places[size], count)
         except DataDependentOutputException as error:
             rule = "not read the values of its tensors"
             raise ArgumentError(message(_FUNCTION, "the step", rule, str(error))) from error
@@ -244,14 +255,16 @@ class _Run:
     device: torch.device
     autocast: torch.dtype | None
 
-    def estimate(self, batch: Any, world_size: int, num_microbatches: int) -> MemoryEstimate:
+    def estimate(
+        self, batch: Any, world_size: int, num_parts: int, num_microbatches: int
+    ) -> MemoryEstimate:
         parameters, buffers = list(self.model.parameters()), list(self.model.buffers())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         state = [each for held in self.optimizer.state.values() for each in tensors_of(held)]
         gradients = [torch.zeros_like(parameter) for parameter in trained]
         part = None
         if batch is not None:
-            part = _microbatch(batch, world_size, num_microbatches)
+            part = _microbatch(batch, num_parts, num_microbatches)
         kept = world_size > 1 or num_microbatches > 1
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient if kept else None
@@ -285,12 +298,12 @@ class _Run:
         return alive, ledger.peak
 
 
-def _microbatch(batch: Any, world_size: int, num_microbatches: int) -> Any:
+def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:
     """Copy the largest micro-batch of any rank."""
-    if world_size > num_samples(batch):
-        rule = f"be at most the {num_samples(batch)} samples of the global batch"
-        raise ArgumentError(message(_FUNCTION, "world_sizes", rule, world_size))
-    part = split_batch(take_part(batch, 0, world_size), num_microbatches)[0]
+    if num_parts > num_samples(batch):
+        rule = f"make at most {num_samples(batch)} parts of the global batch, of a sample each"
+        raise ArgumentError(message(_FUNCTION, "world_sizes", rule, num_parts))
+    part = split_batch(take_part(batch, 0, num_parts), num_microbatches)[0]
     return map_tensors(Tensor.clone, part)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.mesh_axes import mesh_name
+from accel_fn.base.state import DistState, check_state, mesh_of
 from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
 from accel_fn.step.step import Step
@@ -57,19 +58,20 @@ def explain(plan: Plan | Step, state: DistState) -> str:
         described["backward"] = plan.strategy.describe(state, plan.plan)
         described["check"] = f"the loss {plan.checks.loss.verdict}"
     lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
-    return "\n".join([f"one step on {_ranks(state)}, {state.device}", *lines])
+    mesh = f" ({mesh_name(mesh_of(state))})" if state.axes else ""
+    return "\n".join([f"one step on {_ranks(state.world_size)}{mesh}, {state.device}", *lines])
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
     """Describe what one step does, by the names of its phases, in their order; idle ones are left out."""
-    several = state.world_size > 1
     texts = {
         "start": _listed(plan.init_state),
         "model": _listed(
             [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
         ),
+        "data": _data(state),
         "split": _split(plan),
-        "weigh": describe(plan.weight_fn) + (f", summed over {_ranks(state)}" if several else ""),
+        "weigh": describe(plan.weight_fn) + _summed(state),
         "place": _listed(plan.place_batch) or "batches stay where they are",
         "forward": _forward(plan),
         "backward": describe_backward(state, plan),
@@ -97,8 +99,23 @@ def _stops(plan: Plan) -> str:
     return f"after this step, if {calls} requests it on any rank" if calls else ""
 
 
-def _ranks(state: DistState) -> str:
-    return f"{state.world_size} ranks" if state.world_size > 1 else "1 rank"
+def _data(state: DistState) -> str:
+    """Which ranks share a batch; nothing where all of them do."""
+    others = [axis for axis, size in mesh_of(state).items() if size > 1 and axis != "dp"]
+    if not others:
+        return ""
+    shared = f"a part of each batch for {_ranks(state.data.world_size)} along dp"
+    return f"{shared}, the same rows along {', '.join(others)}"
+
+
+def _summed(state: DistState) -> str:
+    size = state.data.world_size
+    along = " along dp" if state.axes else ""
+    return f", summed over {_ranks(size)}{along}" if size > 1 else ""
+
+
+def _ranks(count: int) -> str:
+    return f"{count} ranks" if count > 1 else "1 rank"
 
 
 def _listed(functions: Sequence[Any]) -> str:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accel_fn.base.state import DistState
+from accel_fn.base.mesh_axes import mesh_name
+from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
@@ -150,8 +151,7 @@ def _check_mesh(state: DistState, plan: Plan) -> None:
     for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
         raise PlanError(
             f"build: {describe(each)} must have a mesh of dp alone, got "
-            f"{' x '.join(f'{axis.name} {axis.world_size}' for axis in state.axes)}; use wrap_ddp, or leave "
-            "out mesh"
+            f"{mesh_name(mesh_of(state))}; use wrap_ddp, or leave out mesh"
         )
 
 

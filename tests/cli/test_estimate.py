@@ -62,7 +62,9 @@ def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
 
 
 def test_the_command_gives_bytes_to_programs(launchers, script):
-    done = launchers.command(script, "estimate", "net.py:model", "--optimizer", "SGD", "--json")
+    done = launchers.command(
+        script, "estimate", "net.py:model", "--optimizer", "SGD", "--json", "--mesh", "tp=1"
+    )
     assert done.exit_code == 0, done.stderr
     [found] = json.loads(done.stdout)
     assert found == {
@@ -84,6 +86,9 @@ def test_mistakes_of_the_command_are_one_line(launchers, script):
     expected = (
         "Error: estimate: target must name something in net.py, got 'modle'; did you mean model?"
     )
+    assert done.stderr.strip() == expected
+    done = launchers.command(script, "estimate", "net.py:model", "--mesh", "dp")
+    expected = "Error: estimate: mesh must be axes and their sizes, each once, such as dp=-1,tp=2, got 'dp'"
     assert done.stderr.strip() == expected
     done = launchers.command(script, "estimate", "net.py:model", "-n", "1,none")
     assert done.exit_code == 2

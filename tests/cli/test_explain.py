@@ -184,6 +184,7 @@ def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):
     shown = json.loads(capsys.readouterr().out)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert shown["num_processes"] == 1
+    assert shown["mesh"] == {"dp": 1}
     assert shown["device"] == str(accelerator or "cpu")
     assert shown["phases"]["backward"] == (
         "the mean over the global batch; wrap_ddp() has nothing to do"
@@ -192,6 +193,22 @@ def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):
     assert list(shown["phases"]) == [
         "model", "split", "weigh", "place", "forward", "backward", "gradients", "update",
     ]  # fmt: skip
+
+
+def test_the_mesh_is_that_of_the_option_else_of_the_launch(here, capsys, monkeypatch):
+    monkeypatch.setenv("ACCEL_FN_MESH", "dp=-1,tp=4")
+    explain_target("train:make_plan", 8, "cpu", as_json=False)
+    assert capsys.readouterr().out.startswith("one step on 8 ranks (dp 2 x tp 4), cpu\n")
+    explain_target("train:make_plan", 8, "cpu", mesh="dp=4,tp=2", as_json=True)
+    assert json.loads(capsys.readouterr().out)["mesh"] == {"dp": 4, "tp": 2}
+    with pytest.raises(
+        click.ClickException, match="explain: mesh must have sizes that divide the nu"
+    ):
+        explain_target("train:make_plan", 6, "cpu", mesh="dp=-1,tp=4", as_json=False)
+    with pytest.raises(
+        click.ClickException, match=r"mesh must be axes \(pp, dp, cp, tp\) with sizes"
+    ):
+        explain_target("train:make_plan", 6, "cpu", mesh="ep=4", as_json=False)
 
 
 @pytest.mark.parametrize(

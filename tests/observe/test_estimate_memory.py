@@ -1,5 +1,7 @@
 """estimate_memory: the bytes of a step, compared with the same step on real tensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,6 +126,19 @@ def test_activations_are_what_backward_needs_of_the_largest_microbatch(
     assert found.batch == samples * (16 + 8) * 4
 
 
+def test_on_a_mesh_ranks_along_dp_share_the_batch_and_all_hold_gradients():
+    def estimated(world_size, mesh):
+        return af.estimate_memory(
+            make_mlp, loss_fn=mse, world_sizes=[world_size], mesh=mesh, device="cpu"
+        )[0]
+
+    shared = estimated(2, None)
+    assert estimated(4, {"dp": -1, "tp": 2}) == replace(shared, world_size=4)
+    assert estimated(4, {"dp": -1}) == estimated(4, None)
+    whole = estimated(2, {"tp": -1})
+    assert (whole.batch, whole.peak > estimated(1, None).peak) == (2 * shared.batch, True)
+
+
 def test_activations_under_autocast_are_the_casts_that_backward_needs():
     """By hand: inputs, hidden activations and second weight in bfloat16, the loss's sum in
     float32."""
@@ -195,8 +210,10 @@ class Reads(nn.Linear):
         ({"optimizer": "Adamw"}, "optimizer must be one of torch.optim, got 'Adamw'; did you mean Adam"),
         ({"optimizer": "LBFGS"}, "optimizer must take such parameters and step .*closure.*'LBFGS'"),
         ({"precision": "fp8"}, 'precision must be "no", "bf16" or "fp16", got \'fp8\''),
-        ({"world_sizes": [13]}, "world_sizes must be at most the 12 samples of the global batch, got 13"),
+        ({"world_sizes": [13]}, "world_sizes must make at most 12 parts of the global batch"),
         ({"world_sizes": [0]}, "world_sizes must be an integer >= 1, got 0"),
+        ({"world_sizes": [3], "mesh": {"dp": -1, "tp": 2}}, "mesh must have sizes that divide the"),
+        ({"world_sizes": [26], "mesh": {"dp": -1, "tp": 2}}, "world_sizes must make at most 12 parts"),
         ({"num_microbatches": [1.5]}, "num_microbatches must be an integer >= 1, got 1.5"),
         ({"make_model": lambda: 3}, "make_model must give an nn.Module, or one and a batch, got 'int'"),
         ({"make_model": nn.ReLU}, "model must have parameters that require a gradient, got 'ReLU'"),

@@ -6,12 +6,51 @@ import torch
 from torch import nn
 
 import accel_fn as af
+from accel_fn.testing import simulate
 from tests.support import strategies as ours
 
 
 def explained(*groups, **options):
     plan = af.Plan(ours.mse, nn.Linear(3, 1), torch.optim.AdamW(groups, **options))
     return af.explain(plan, af.DistState())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "lines"),
+    [
+        (
+            {"dp": 2, "tp": 3},
+            [
+                "one step on 6 ranks (dp 2 x tp 3), cpu",
+                "  data       a part of each batch for 2 ranks along dp, the same rows along tp",
+                "  weigh      num_samples, summed over 2 ranks along dp",
+            ],
+        ),
+        (
+            {"dp": 1, "cp": 2},
+            [
+                "one step on 2 ranks (dp 1 x cp 2), cpu",
+                "  data       a part of each batch for 1 rank along dp, the same rows along cp",
+                "  weigh      num_samples",
+            ],
+        ),
+        (
+            {"dp": 2, "tp": 1},
+            [
+                "one step on 2 ranks (dp 2 x tp 1), cpu",
+                "  weigh      num_samples, summed over 2 ranks along dp",
+            ],
+        ),
+    ],
+)
+def test_a_mesh_is_shown_with_the_axis_that_data_are_shared_over(mesh, lines):
+    plan = af.Plan(ours.mse, nn.Linear(3, 1), torch.optim.AdamW(weights(1)))
+
+    def run(state):
+        return [line for line in af.explain(plan, state).splitlines() if line.startswith(starts)]
+
+    starts = ("one", "  data", "  weigh")
+    assert simulate(run, mesh=mesh)[0] == lines
 
 
 def weights(count):

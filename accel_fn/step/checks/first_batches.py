@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.mesh_axes import ranks_along
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
@@ -151,7 +151,7 @@ def _check_copies(state: DistState, every: Sequence[Looks]) -> None:
     """Raise on all ranks if two that differ in other axes than `dp` have different rows."""
     if not state.axes:
         return
-    shape = {axis.name: axis.world_size for axis in state.axes}
+    shape = mesh_of(state)
     firsts: dict[int, Looks] = {}
     for rank, looks in enumerate(every):
         place = ranks_along(shape, "dp", rank).index(rank)
