@@ -91,7 +91,9 @@ def over_loader(
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
     looks: Looks | None = ([], []) if isinstance(loader, ShardedLoader | Epoch) else None
-    together = step.strategy.pads and state.world_size > 1
+    # Ranks along other axes than `dp` may meet in a forward.
+    together = state.data.world_size < state.world_size
+    together = together or (step.strategy.pads and state.world_size > 1)
     with restored_random(state.device):
         batches = numbered_batches(loader)
         modes = in_eval_mode(step.plan.optimizers.values())

@@ -86,6 +86,9 @@ class GlobalMean:
             self._totals = torch.tensor([*numbers, count, *more], dtype=torch.float64)
             self._weights = self._sum(self._totals, state, "weights")
             self._pending.append(self._weights)
+            if self._num_ranks < state.world_size:
+                # Ranks along other axes may meet in the forward, where one that failed never comes.
+                self.total()
 
     def _sum(
         self, tensor: Tensor, state: DistState, what: str
