@@ -27,6 +27,7 @@ OPTIMIZERS = {
         parameters, 0.1, momentum=0.9, weight_decay=0.01
     ),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True),
 }
 
 

@@ -277,13 +277,27 @@ def libaio():
 
 
 def test_offloading_to_files_changes_nothing(found, libaio):
-    far, folders = found["nvme"]
-    assert far <= 2 * ROUNDING  # sums of 768 products
-    assert folders == ["rank0", "rank1"]
+    far, *folders = found["nvme"]
+    assert far <= 2 * ROUNDING  # sums of 777 products
+    assert folders == [["rank0", "rank1"], []]
 
 
-def test_a_resumed_run_that_offloads_to_files_has_the_same_bits(found, libaio):
-    assert found["nvme resume"] is True
+def test_offloading_parameters_to_files_changes_nothing(found, libaio):
+    far, *folders = found["nvme parameters"]
+    assert far <= 2 * ROUNDING
+    assert folders == [["rank0", "rank1"]] * 2
+
+
+def test_parameters_in_files_are_refused_where_they_would_be_rounded(found, libaio):
+    assert found["nvme parameters refused"] == (
+        'build: wrap_deepspeed\'s offload_param.device must be "cpu" on a device without fp16, where '
+        "DeepSpeed's files hold bfloat16, got 'nvme'; leave out offload_param"
+    )
+
+
+@pytest.mark.parametrize("name", ["nvme resume", "nvme parameters resume"])
+def test_a_resumed_run_that_offloads_to_files_has_the_same_bits(found, name, libaio):
+    assert found[name] is True
 
 
 def test_a_run_that_offloads_to_files_goes_on_under_another_strategy(found, libaio):

@@ -127,6 +127,20 @@ def test_stage_0_has_nothing_to_offload():
             "offload must be None or \"cpu\" below stage 3, got 'nvme'; use stage=3",
         ),
         (
+            {
+                "zero_optimization": {"offload_optimizer": {"nvme_path": "other"}},
+                "stage": 3,
+                "offload": "nvme",
+                "nvme_path": "swap",
+            },
+            "nvme_path must be given once, got 'other' in config and 'swap' as an argument; leave out one",
+        ),
+        (
+            {"stage": 3, "overlap_comm": True},
+            "overlap_comm must be in zero_optimization, got True; give "
+            'zero_optimization={"overlap_comm": ...}',
+        ),
+        (
             {"stage": 3, "offload": "cpu", "nvme_path": "swap"},
             "nvme_path must be left out unless offload is \"nvme\", got 'swap'",
         ),
@@ -407,6 +421,19 @@ def test_sizes_that_are_auto_follow_the_hidden_size(config):
 @pytest.mark.parametrize("config", [None, SimpleNamespace(), {"hidden_size": 8}], ids=str)
 def test_sizes_that_are_auto_are_those_of_deepspeed_without_a_hidden_size(config):
     assert zero_of(config) == {"stage": 3}
+
+
+def test_files_set_what_they_need():
+    offload = {"offload_param": {"device": "nvme"}, "sub_group_size": 10**9}
+    config = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto", **offload}}
+    settings = read_settings(config, None, "nvme", "swap", {})
+    assert engine_config(settings, None, nn.Linear(3, 2))["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "swap", "buffer_count": 5},
+        "offload_param": {"device": "nvme", "nvme_path": "swap"},
+        "sub_group_size": 1,
+        "stage3_prefetch_bucket_size": 0,
+    }
 
 
 def zero_of(config):

@@ -23,6 +23,7 @@ from accel_fn.transforms.deepspeed.engine import OneRank, ZeRO
 from accel_fn.transforms.deepspeed.settings import (
     bound_of,
     check_agrees,
+    device_of,
     offloads,
     read_settings,
 )
@@ -67,9 +68,10 @@ def wrap_deepspeed(
             hidden size in `model.config`, if it is there. What differs from the plan is refused.
         stage: of ZeRO. Default: that of `config`, else 2.
         offload: "cpu": keep optimizer state, and at stage 3 parameters, in host memory. "nvme", at stage 3:
-            keep optimizer state in files, and parameters in host memory.
+            keep optimizer state in files, and parameters in host memory, or as `offload_param` in `config`.
         nvme_path: the folder of these files, of this plan alone.
-        **settings: more entries of DeepSpeed's configuration, such as `zero_optimization={...}`.
+        **settings: more entries of DeepSpeed's configuration, such as `zero_optimization={...}`. With state
+            in files `sub_group_size` is 1, and with parameters there `stage3_prefetch_bucket_size` is 0.
 
     Returns:
         A transform. The report's `grad_norm` is the engine's: at stage 0 with `clip` alone, else always.
@@ -77,18 +79,18 @@ def wrap_deepspeed(
     Raises:
         ValueError: `stage` is not 0, 1, 2 or 3, `offload` is none of its values, or "nvme" below stage 3 or
             without `nvme_path`, `config` is no file with a JSON object, a setting is given twice with two
-            values, or a batch size or a scheduler is given. In `build`, on all ranks: a setting that differs
-            from the plan; several optimizers, or one with train and eval modes, state, a group without
-            trained parameters, or an update that needs the shapes of parameters; trained parameters that are
-            not float32, or tables with sparse gradients; a loss scale, and functions in the slots `accept`,
-            `gradients` (but `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and `shard_model`; at
-            stage 3 `average` and `check_replicas`; ranks that are threads; another device than DeepSpeed's;
-            the lock of a build of DeepSpeed's C++ code; and "nvme" without libaio. From a step: a loss that
-            reaches no parameter, one of another engine, or others than on another rank, where the first
-            batches are looked at; another step after one that failed; at stage 3 a batch without weight on
-            all ranks. From `step.grads` and `step.update`; from stage 1 on, from `load_model` and
-            `load_accelerate`, and from `load` if the optimizer has made another number of updates to some
-            parameters of a group.
+            values or in the wrong section, or a batch size or a scheduler is given. In `build`, on all ranks:
+            a setting that differs from the plan; several optimizers, or one with train and eval modes, state,
+            a group without trained parameters, or an update that needs the shapes of parameters; trained
+            parameters that are not float32, or tables with sparse gradients; a loss scale, and functions in
+            the slots `accept`, `gradients` (but `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and
+            `shard_model`; at stage 3 `average` and `check_replicas`; ranks that are threads; another device
+            than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme" without libaio; and
+            parameters in files on a device without fp16. From a step: a loss that reaches no parameter, one
+            of another engine, or others than on another rank, where the first batches are looked at; another
+            step after one that failed; at stage 3 a batch without weight on all ranks. From `step.grads` and
+            `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and from `load` if the
+            optimizer has made another number of updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
         ModuleNotFoundError: in `build`, on several ranks or with `offload`, without the extra `deepspeed`.
 
@@ -157,8 +159,7 @@ class DeepSpeedSlot(SlotFunction):
         check_installed()
         _check_world(state)
         check_lock(state, offloads(self.keywords["settings"]))
-        if "nvme" in offloads(self.keywords["settings"]):
-            _check_libaio()
+        _check_files(self.keywords["settings"])
 
 
 def _check_optimizer(plan: Plan, stage: int) -> None:
@@ -252,15 +253,24 @@ def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
             )
 
 
-def _check_libaio() -> None:
-    """Refuse to offload to NVMe where DeepSpeed's op for it is not built and cannot be."""
+def _check_files(settings: Mapping[str, Any]) -> None:
+    """Refuse to offload to NVMe what DeepSpeed cannot keep in files here."""
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    if "nvme" not in offloads(settings):
+        return
     if not installed_ops.get("async_io") and not AsyncIOBuilder().is_compatible():
         raise PlanError(
             'build: wrap_deepspeed(offload="nvme") must have libaio, got none that links; install '
             "libaio-dev, or set CFLAGS and LDFLAGS to where it is"
+        )
+    parameters = device_of(settings["zero_optimization"], "offload_param")
+    if parameters == "nvme" and not get_accelerator().is_fp16_supported():
+        raise PlanError(
+            'build: wrap_deepspeed\'s offload_param.device must be "cpu" on a device without fp16, where '
+            "DeepSpeed's files hold bfloat16, got 'nvme'; leave out offload_param"
         )
 
 

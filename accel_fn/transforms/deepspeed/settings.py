@@ -19,6 +19,14 @@ _DEFAULT_STAGE = 2
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _OWNED = ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16", "amp")
 """The sections that the plan decides."""
+_OF_ZERO = (
+    *("offload_optimizer", "offload_param", "sub_group_size", "overlap_comm", "reduce_scatter"),
+    *("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"),
+    *("contiguous_gradients", "round_robin_gradients", "leaf_module"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
+    *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+)
+"""Settings that DeepSpeed reads in zero_optimization, and ignores beside it."""
 _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda size: size * size,
     "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
@@ -46,6 +54,9 @@ def read_settings(
     repairs["scheduler"] = "add schedule(scheduler) to the plan"
     for key in repairs.keys() & found.keys():
         raise ArgumentError(message(_FUNCTION, key, "be left out", found[key], repairs[key]))
+    for key in set(_OF_ZERO) & found.keys():
+        rule, repair = "be in zero_optimization", f'give zero_optimization={{"{key}": ...}}'
+        raise ArgumentError(message(_FUNCTION, key, rule, found[key], repair))
     return found
 
 
@@ -105,7 +116,6 @@ def _set_offload(
     zero: dict[str, Any], offload: str | None, nvme_path: str | os.PathLike[str] | None
 ) -> None:
     """Keep optimizer state in host memory or in files, and at stage 3 parameters in host memory."""
-    stage = zero["stage"]
     if offload not in (None, "cpu", "nvme"):
         rule = 'be None, "cpu" or "nvme"'
         raise ArgumentError(message(_FUNCTION, "offload", rule, offload))
@@ -115,22 +125,27 @@ def _set_offload(
     if offload is not None:
         path = {} if nvme_path is None else {"nvme_path": os.fspath(nvme_path)}
         given = zero.get("offload_optimizer") or {}
+        if path and given.get("nvme_path", path["nvme_path"]) != path["nvme_path"]:
+            raise _differs("nvme_path", given["nvme_path"], path["nvme_path"])
         zero["offload_optimizer"] = {"device": offload, **path, **given}
-        if stage == 3:
-            zero["offload_param"] = {"device": "cpu", **(zero.get("offload_param") or {})}
+        if zero["stage"] == 3:
+            zero["offload_param"] = {"device": "cpu", **path, **(zero.get("offload_param") or {})}
+    _check_offload(zero, offload)
+
+
+def _check_offload(zero: Mapping[str, Any], offload: str | None) -> None:
     for key, others in {"offload_optimizer": (), "offload_param": ("cpu",)}.items():
-        section = zero.get(key) or {}
-        device = section.get("device", "none")
+        device = device_of(zero, key)
         if device not in ("cpu", "nvme", "none"):
             rule = 'be "cpu", "nvme" or "none"'
             raise ArgumentError(message(_FUNCTION, f"{key}.device", rule, device))
         if offload is not None and device not in (offload, *others) and key in zero:
             raise _differs(f"offload ({key})", device, offload)
-        if device != "none" and stage == 0:
+        if device != "none" and zero["stage"] == 0:
             rule, repair = "be None at stage 0, which shards nothing", "use stage=1, 2 or 3"
             raise ArgumentError(message(_FUNCTION, "offload", rule, device, repair))
         if device == "nvme":
-            _check_nvme(stage, key, section.get("nvme_path"))
+            _check_nvme(zero["stage"], key, zero[key].get("nvme_path"))
 
 
 def _check_nvme(stage: int, key: str, path: Any) -> None:
@@ -145,8 +160,13 @@ def _check_nvme(stage: int, key: str, path: Any) -> None:
 def offloads(settings: Mapping[str, Any]) -> set[str]:
     """Return the devices to which the engine offloads."""
     zero = settings["zero_optimization"]
-    sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    return {section.get("device", "none") for section in sections} - {"none"}
+    return {device_of(zero, key) for key in ("offload_optimizer", "offload_param")} - {"none"}
+
+
+def device_of(zero: Mapping[str, Any], key: str) -> str:
+    """Return the device to which a section of `zero_optimization` offloads, or "none"."""
+    device: str = (zero.get(key) or {}).get("device", "none")
+    return device
 
 
 def autocast_dtype(plan: Plan) -> torch.dtype | None:
@@ -218,10 +238,18 @@ def engine_config(
 
 
 def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
-    """Fill in each "auto"; leave it out if the model has no hidden size."""
+    """Fill in each "auto", or leave it out if the model has no hidden size; set what files need."""
     found = {key: value for key, value in zero.items() if value != "auto"}
     if size is not None:
         found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
+    if device_of(zero, "offload_optimizer") == "nvme":
+        # DeepSpeed reads a gradient wrongly if it begins inside of a block of the file.
+        found["sub_group_size"] = 1
+        # A parameter, its gradient, and as many tensors of state as AdamW has with amsgrad.
+        found["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
+    if device_of(zero, "offload_param") == "nvme":
+        # Its prefetch asks twice for what forward and backward both need, and fails.
+        found["stage3_prefetch_bucket_size"] = 0
     return found
 
 
