@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class Checkpoint:
         world_size: ranks that saved it; 0 if it cannot be read.
         damage: why it is not complete; empty if all files have the right sizes.
         score: what `save` was given; None if nothing, or if it cannot be read.
+        mesh: the number of ranks along each axis; without a mesh, all were along "dp"; empty if it cannot
+            be read.
     """
 
     path: Path
@@ -35,6 +38,7 @@ class Checkpoint:
     world_size: int = 0
     damage: str = ""
     score: float | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -92,17 +96,18 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def _look(path: Path, step: int) -> Checkpoint | None:
     """Describe a checkpoint; None if the run that saves here has removed it."""
-    damage, size, world_size, score = "", 0, 0, None
+    damage, size, world_size, score, mesh = "", 0, 0, None, {}
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         size, world_size, score = manifest.size, manifest.world_size, manifest.score
+        mesh = dict(manifest.mesh)
     except CheckpointError as error:
         damage = str(error).removeprefix("load: ")
     for each in (path / NAME, path):
         with suppress(OSError):
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
-            return Checkpoint(path, step, saved_at, size, world_size, damage, score)
+            return Checkpoint(path, step, saved_at, size, world_size, damage, score, mesh)
     with suppress(FileNotFoundError):
         path.stat()  # raises where the folder can be listed and not searched
     return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from accel_fn.base.mesh_axes import mesh_name
 from accel_fn.cli.output import (
     Cell,
     json_option,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @json_option()
 def checkpoints(*, folder: Path, as_json: bool) -> None:
-    """List the checkpoints of FOLDER, oldest first: step, age, size, ranks, whole or not, score.
+    """List the checkpoints of FOLDER, oldest first: step, age, size, ranks or mesh, whole or not, score.
 
     Whole is one whose files are all there with the right sizes; their content is checked when
     it is loaded. The exit code is 1 where one is not whole.
@@ -57,6 +58,7 @@ def _as_dict(found: Checkpoint) -> dict[str, object]:
         "saved_at": found.saved_at.isoformat(),
         "size": found.size,
         "world_size": found.world_size,
+        "mesh": found.mesh,
         "score": found.score,
         "whole": not found.damage,
         "damage": found.damage,
@@ -66,7 +68,7 @@ def _as_dict(found: Checkpoint) -> dict[str, object]:
 def _row(found: Checkpoint, now: datetime) -> list[str | Cell]:
     whole: Cell = (found.damage, "red") if found.damage else ("yes", "green")
     size = readable_bytes(found.size or None)
-    ranks = str(found.world_size) if found.world_size else "-"
+    ranks = mesh_name(found.mesh) if len(found.mesh) > 1 else str(found.world_size or "-")
     return [str(found.step), _age(now - found.saved_at), size, ranks, whole]
 
 

@@ -317,6 +317,10 @@ NOT_OF_THIS_VERSION = {
         put("mesh", {"dp": 2}),
         r"mesh=\{'dp': 2\}, which must be of 1 ranks, with an axis dp",
     ),
+    "an axis of another version": (
+        put("mesh", {"dp": 1, "ep": 1}),
+        r"mesh=\{'dp': 1, 'ep': 1\}, which m",
+    ),
     "no ranks": (put("world_size", 0), "which must be those of 0 ranks"),
     "more ranks": (put("world_size", 10**15), r"files=\[.*, which must be those of 10{15} ranks"),
     "other ranks": (put("world_size", 2), r"which must be names that have rank_00001\.pt among"),

@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import accel_fn as af
+from accel_fn.cli.checkpoints import checkpoints
+from accel_fn.testing import simulate
 from tests.support import strategies as ours
 
 
@@ -35,6 +38,18 @@ def test_a_table_lists_the_checkpoints(launchers, folder, tmp_path):
     assert heading.split() == ["step", "age", "size", "ranks", "whole"]
     assert re.fullmatch(r"1 +\d+ s +[\d.]+ KiB +1 +yes", first)
     assert re.fullmatch(r"2 +\d+ s +[\d.]+ KiB +1 +yes", second)
+
+
+def test_the_mesh_stands_in_place_of_the_number_of_ranks(tmp_path):
+    def run(state):
+        state, step = ours.built(af.wrap_ddp(), state)
+        af.save(tmp_path, state, step)
+
+    simulate(run, mesh={"dp": 2, "tp": 2})
+    table = CliRunner().invoke(checkpoints, [str(tmp_path)]).stdout
+    assert re.search(r"KiB +dp 2 x tp 2 +yes$", table.strip())
+    (found,) = json.loads(CliRunner().invoke(checkpoints, [str(tmp_path), "--json"]).stdout)
+    assert (found["world_size"], found["mesh"]) == (4, {"dp": 2, "tp": 2})
 
 
 def test_scores_are_listed_where_there_are_any(launchers, tmp_path):

@@ -81,7 +81,8 @@ class Place:
         (SQUARE, [0, 1, 2, 3]),
         ({"dp": 2, "cp": 2}, [0, 0, 2, 2]),
         ({"dp": 2}, [0, 2]),
-        ({"tp": 2}, [0, 0]),
+        ({"tp": 4}, [0, 0, 0, 0]),
+        ({"dp": 1}, [0]),
         ({"dp": 4}, [0, 2, 0, 0]),  # generators of the last two are derived
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 
+from accel_fn.base.mesh_axes import AXES
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
 from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
 from accel_fn.errors import CheckpointError, shown
@@ -156,7 +157,7 @@ def _check_files(found: Manifest) -> None:
     _require(0 < world_size < len(files), "files", [*files], f"those of {world_size} ranks")
     for needed in (COMMON, *(file_of("rank", rank, "pt") for rank in range(world_size))):
         _require(needed in files, "files", [*files], f"names that have {needed} among them")
-    fits = "dp" in mesh and prod(mesh.values()) == world_size
+    fits = "dp" in mesh and mesh.keys() <= {*AXES} and prod(mesh.values()) == world_size
     _require(fits, "mesh", dict(mesh), f"of {world_size} ranks, with an axis dp")
 
 
