@@ -62,6 +62,17 @@ def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[D
     return found
 
 
+def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up gradients that are still to be summed over an axis that does not cut their parameter.
+
+    Cost: one collective for each such gradient.
+    """
+    for each in parameters:
+        grad = each.grad
+        if is_sharded(grad) and any(placement.is_partial() for placement in grad.placements):
+            each.grad = _summed(grad)
+
+
 def _summed(tensor: DTensor) -> DTensor:
     from torch.distributed.tensor import Replicate
 

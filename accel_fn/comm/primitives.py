@@ -118,6 +118,12 @@ def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
     return Pending(group_of(state, function).allreduce([tensor]), wait)
 
 
+def start_sums(tensors: Sequence[Tensor], state: DistState, function: str) -> Pending:
+    """Start to sum tensors of one dtype, in place; ranks must have agreed on their shapes."""
+    wait = waiting(state, function, tensors)
+    return Pending(group_of(state, function).allreduce_coalesced([*tensors]), wait)
+
+
 def start_total(
     numbers: Tensor, state: DistState, function: str, what: str | None = None
 ) -> Pending | PendingTotal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,8 +40,8 @@ class LossModule(nn.Module):
         # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
         # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
-        # `wrap_fsdp` sets it to False: it adds up gradients of what is unsharded alone.
-        self.reaches_shards = True
+        self.shards: Collection[nn.Parameter] = ()
+        """The parameters whose gradients `wrap_fsdp` adds up, but for what of them is unsharded."""
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
         """The mean loss of a batch; for None, a zero that reaches every parameter.
@@ -63,10 +63,8 @@ class LossModule(nn.Module):
         sparse = [each.weight for each in sparse_tables(self.model).values()]
         # DDP has no zeros for a sparse gradient, so tables count as used in either case.
         reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
-        wanted = [each for each in reached if each.requires_grad]
-        if not self.reaches_shards:
-            wanted = [each for each in wanted if not is_sharded(each)]
-        zeros = [_empty_zero(each, sparse) for each in wanted] or [torch.zeros(())]
+        trained = [each for each in reached if each.requires_grad and each not in self.shards]
+        zeros = [_empty_zero(each, sparse) for each in trained] or [torch.zeros(())]
         return torch.stack([zero.to(zeros[0]) for zero in zeros]).sum()
 
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:

@@ -131,13 +131,14 @@ def _check_world(state: DistState, plan: Plan) -> None:
     sharded = next((name for name, each in named if is_sharded(each)), None)
     if sharded is not None and not plan.having("shards"):
         raise PlanError(
-            f"build: model must hold its parameters whole, got {sharded}, a DTensor; models after "
-            "parallelize_module or fully_shard are not supported: give the model as it was before, and "
-            "wrap_fsdp()"
+            f"build: model must hold its parameters whole, got {sharded}, a DTensor; add wrap_tp(), which "
+            "takes a model after parallelize_module as it is; after fully_shard, give the model as it was "
+            "before, and wrap_fsdp()"
         )
-    if not plan.strategy:
+    num_replicas = state.data.world_size if plan.shard_model else state.world_size
+    if not plan.strategy and num_replicas > 1:
         raise PlanError(
-            f"build: plan must average gradients over the {state.world_size} ranks, got nothing that "
+            f"build: plan must average gradients over the {num_replicas} ranks, got nothing that "
             "does; add wrap_ddp()"
         )
     if not plan.having("local_gradients"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
-from accel_fn.comm.dtensor import place_of
+from accel_fn.comm.dtensor import is_sharded, place_of, sum_partial
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
 from accel_fn.step import loop
 from accel_fn.step.checks.graph import GraphChecks
@@ -63,6 +63,8 @@ class Strategy:
         """May a rank fail before gradients are averaged, and all do the batch again?"""
         self.reachable = self.trainable()
         """The parameters that a backward may reach."""
+        self._is_split = any(map(is_sharded, self.reachable))
+        """Does a rank hold parts of parameters, which it computes with?"""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self.trained = plan.trained()
         """The optimizers' parameters that require a gradient, in their order."""
@@ -184,6 +186,8 @@ class Strategy:
 
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks, if the last backward has not done so."""
+        if self._is_split:
+            sum_partial(self.reachable)
 
     def take(self, state: DistState, weight: Weight) -> Grads:
         """Take the averaged gradients off the parameters."""

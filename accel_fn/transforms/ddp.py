@@ -6,21 +6,23 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, over
+from accel_fn.comm import primitives
 from accel_fn.comm.backends import device_backend
+from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import ArgumentError, PlanError, message
 from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
-from accel_fn.step.plan import Plan, SlotFunction
+from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
@@ -90,6 +92,12 @@ class DDPSlot(SlotFunction):
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what DDP would not see."""
+        given = [name for name, value in self.keywords.items() if value not in (None, False)]
+        if plan.shard_model and given:
+            raise PlanError(
+                f"build: wrap_ddp({given[0]}) must not be used with {describe(plan.shard_model[0])}, whose "
+                "parameters DDP does not take; leave it out"
+            )
         if self.keywords.get("static_graph") and plan.split:
             raise PlanError(
                 "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
@@ -126,10 +134,40 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def make_ddp(
     state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None, **options: Any
 ) -> Strategy:
-    """DDP over the state's group; one rank in a world of one."""
-    if state.world_size == 1:
+    """DDP over the state's group; of a split model, replicas over `dp`; one rank in a world of one."""
+    is_split = any(map(is_sharded, plan.model.parameters()))
+    if state.world_size == 1 or (is_split and state.data.world_size == 1):
         return Strategy(state, module, plan, inner)
+    if is_split:
+        return SplitReplicas(state, module, plan, inner)
     return DDP(state, module, plan, inner, **options)
+
+
+class SplitReplicas(Strategy):
+    """Replicas of a model that is split over another axis than `dp`: DDP takes no DTensors."""
+
+    def __init__(
+        self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
+    ) -> None:
+        super().__init__(state, module, plan, inner)
+        self._replicas = over(state)
+        """The ranks that hold the same parts."""
+        self.finds_unused = False
+
+    def average(self, state: DistState) -> None:
+        """Average the gradients over the replicas, after the last backward."""
+        super().average(state)
+        named = self.model.named_parameters()
+        missed = [name for name, each in named if each.requires_grad and each.grad is None]
+        if missed:
+            raise not_reached(missed)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for each in self.reachable:
+            by_dtype.setdefault(each.dtype, []).append(local(cast("Tensor", each.grad)))
+        sums = [primitives.start_sums(same, self._replicas, "step") for same in by_dtype.values()]
+        for same, pending in zip(by_dtype.values(), sums, strict=True):
+            pending.wait()
+            torch._foreach_div_(same, self._replicas.world_size)
 
 
 class _Turn:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -17,27 +18,23 @@ from torch.distributed.fsdp import (
 )
 
 from accel_fn.base.blocks import Blocks, check_blocks
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, data_places, over
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.mesh import make_mesh
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.comm.mesh import device_mesh, make_mesh
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
+from accel_fn.step.checks.sharded_optimizers import check_updates_shards
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
 from accel_fn.step.microbatches import Parts, Weights
-from accel_fn.step.plan import Plan, SlotFunction
+from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import follow_shards
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
-from accel_fn.transforms.fsdp.units import (
-    check_optimizer,
-    check_shardable,
-    ignored_in,
-    tops_of,
-    units_of,
-)
+from accel_fn.transforms.fsdp.units import check_shardable, ignored_in, tops_of, units_of
 
 
 @transform
@@ -136,6 +133,15 @@ class FSDPSlot(SlotFunction):
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what FSDP cannot shard, or what its collectives cannot follow."""
         replicate = self.keywords["replicate"]
+        if replicate > 1 and plan.shard_model:
+            rule, repair = f"be 1 with {describe(plan.shard_model[0])}", "leave it out"
+            raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate, repair))
+        alone = [name for name in ("param_dtype", "offload") if self.keywords.get(name)]
+        if alone and plan.shard_model and state.data.world_size == 1 < state.world_size:
+            raise PlanError(
+                f"build: wrap_fsdp({alone[0]}) must have two ranks along dp or more with "
+                f"{describe(plan.shard_model[0])}, got one; leave wrap_fsdp out"
+            )
         if state.world_size % replicate:
             rule = f"divide the number of ranks, {state.world_size}"
             raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
@@ -148,7 +154,6 @@ class FSDPSlot(SlotFunction):
                 "memory cannot join the collectives of the others; give a number of micro-batches, or "
                 "use wrap_ddp"
             )
-        alone = [name for name in ("param_dtype", "offload") if self.keywords.get(name)]
         if plan.compile_step and alone:
             raise PlanError(
                 f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
@@ -156,18 +161,28 @@ class FSDPSlot(SlotFunction):
             )
         blocks, ignore = self.keywords["blocks"], self.keywords["ignore"]
         units = units_of(plan.model, blocks, ignore)
-        check_shardable(plan.model, units, ignored_in(plan.model, ignore))
+        is_split = bool(plan.shard_model)
+        check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
         for optimizer in plan.optimizers.values():
-            check_optimizer(optimizer)
+            check_updates_shards(optimizer, "wrap_fsdp")
 
 
 def make_fsdp(
-    state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None, **settings: Any
+    state: DistState,
+    module: nn.Module,
+    plan: Plan,
+    inner: Strategy | None = None,
+    *,
+    replicate: int,
+    **settings: Any,
 ) -> Strategy:
-    """Make FSDP over the state's group, or one rank if there is nothing to do."""
-    if state.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
+    """Make FSDP over the state's group, or over `dp` of a split model; one rank if there is nothing to do."""
+    is_split = any(map(is_sharded, plan.model.parameters()))
+    ranks = over(state) if is_split else state
+    if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
         return Strategy(state, module, plan, inner)
-    return FSDP(state, module, plan, inner, **settings)
+    mesh = device_mesh(state)["dp"] if is_split else make_mesh(state, replicate)
+    return FSDP(state, module, plan, inner, ranks=ranks, mesh=mesh, **settings)
 
 
 class FSDP(Strategy):
@@ -183,19 +198,23 @@ class FSDP(Strategy):
         plan: Plan,
         inner: Strategy | None = None,
         *,
+        ranks: DistState,
+        mesh: DeviceMesh,
         reshard_after_forward: bool,
         **settings: Any,
     ) -> None:
+        self._ranks = ranks
+        """The ranks that share each parameter."""
         before = dict(plan.model.named_parameters())
         sharded = ShardedLoss(module, keeps_whole=not reshard_after_forward)
-        _shard(state, sharded, reshard_after_forward=reshard_after_forward, **settings)
+        _shard(state, sharded, mesh, reshard_after_forward=reshard_after_forward, **settings)
         for optimizer in plan.optimizers.values():
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan, inner)
         names = {each: name for name, each in plan.model.named_parameters()}
-        self.order = UnitOrder(state, [names.get(each, "a parameter") for each in self.trained])
-        sharded.keep_order(self.order)
+        self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
+        sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
         # In a forward the model holds unsharded parameters, else shards. Any other one was put in since.
         self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
@@ -223,23 +242,25 @@ class FSDP(Strategy):
         """
         # Only a forward knows which blocks it reaches, and in which order, so it must be a real one.
         # To gather the whole model instead would take the memory that sharding saves.
-        if state.world_size == 1:
+        ranks = self._ranks
+        if ranks.world_size == 1:
             return parts, weights
         if mean is not None:
             mean.total()  # if one rank could not count its batch, all raise here
             # In one number: how many micro-batches a rank has, and whether one of them counts.
-            counts = [2 * num + bool(weight) for weight, num in mean.of_ranks]
+            found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks
+            counts = [2 * num + bool(weight) for weight, num in found]
         else:
             code = 2 * len(parts) + any(weights)
-            counts = primitives.exchange_number(code, state, "step")
+            counts = primitives.exchange_number(code, ranks, "step")
         # A micro-batch that counts, if there is one: its loss is finite in a healthy run.
         source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
         most = max(counts) // 2
         self.order.begin(torch.is_grad_enabled(), most)
         if min(counts) == 2 * most + counts[source] % 2:
             return parts, weights
-        spare = parts[-1] if state.rank == source else None  # those that count are last
-        spare = broadcast(spare, state, source=source)
+        spare = parts[-1] if ranks.rank == source else None  # those that count are last
+        spare = broadcast(spare, ranks, source=source)
         if not any(weights):
             # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
             parts, weights = parts[: most - 1], weights[: most - 1]
@@ -250,6 +271,9 @@ class FSDP(Strategy):
         """Compare what all ranks have gathered and reduced, and which parameters have a gradient."""
         trained = self.trained if torch.is_grad_enabled() else ()
         self.order.end([index for index, each in enumerate(trained) if each.grad is None])
+
+    def average(self, state: DistState) -> None:
+        """FSDP has averaged them in the last backward."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context whose backward leaves the gradients on this rank, unsharded."""
@@ -264,10 +288,10 @@ class FSDP(Strategy):
 def _shard(
     state: DistState,
     sharded: ShardedLoss,
+    mesh: DeviceMesh,
     *,
     blocks: Blocks,
     ignore: Blocks,
-    replicate: int,
     reshard_after_forward: bool,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
@@ -277,10 +301,9 @@ def _shard(
     model = loss_module_of(sharded).model
     units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
     tops = {name: top for name, top in tops_of(model, "") if name in units}
-    if state.world_size > 1:
-        for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in [*model.parameters(), *model.buffers()] if state.world_size > 1 else ():
+        if not is_sharded(tensor):  # what is split has rank 0's values
             primitives.broadcast(tensor.detach(), state, 0, "build")
-    mesh = make_mesh(state, replicate)
     pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -296,6 +319,7 @@ def _shard(
     for top in tops.values():
         sharded.add_top(top)
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)
+    loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():
         sharded(None)  # FSDP takes the module that runs first for the root
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from accel_fn.base.batch import map_tensors
-from accel_fn.comm.dtensor import axes_of, is_sharded
+from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import LossError
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.transforms.fsdp.unit_order import OrderedGather, OrderedReduce, UnitOrder
@@ -37,7 +38,6 @@ class ShardedLoss(nn.Module):
     def __init__(self, module: nn.Module, *, keeps_whole: bool) -> None:
         super().__init__()
         self.module = module
-        loss_module_of(module).reaches_shards = False
         self._keeps_whole = keeps_whole
         """Do parameters stay whole between micro-batches?"""
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
@@ -148,20 +148,19 @@ class ShardedLoss(nn.Module):
         for parameter in self._group_parameters():
             parameter.unsharded_accumulated_grad = None
 
-    def keep_order(self, order: UnitOrder) -> None:
+    def keep_order(self, order: UnitOrder, mesh: DeviceMesh) -> None:
         """Have every collective of a unit meet those of the other ranks in this order."""
         if order.state.world_size == 1:
             return
+        shard_axis, *others = mesh.get_all_groups()[::-1]
         names = {each: name for name, each in loss_module_of(self).model.named_modules()}
         for number, unit in enumerate(self._kinds):
             name = names[unit] or "the model outside of its blocks"
             if not any(self._group_parameters([unit])):  # inner units hold all of its parameters
                 continue
-            shards = [each for each in unit.parameters() if is_sharded(each)]
-            shard_axis, *others = axes_of(shards[:1])
-            replicas = others[0].group if others else None
+            replicas = others[0] if others else None
             gather = OrderedGather(order, number, name)
-            reduce = OrderedReduce(order, number, name, replicas, shard_axis.world_size)
+            reduce = OrderedReduce(order, number, name, replicas, shard_axis.size())
             self._call("set_custom_all_gather", [unit], gather)
             self._call("set_custom_reduce_scatter", [unit], reduce)
 
@@ -174,12 +173,13 @@ class ShardedLoss(nn.Module):
 
     def trainable(self) -> list[nn.Parameter]:
         """Return parameters that a backward may reach: each one unsharded, and its shard."""
-        found = []
+        shards, found = self._shards(), []
+        known = {*map(id, shards)}
         for module in self._kinds:
             self._call("unshard", [module])
-            found += [each for each in module.parameters() if not is_sharded(each)]
+            found += [each for each in module.parameters() if id(each) not in known]
             self._call("reshard", [module])
-        return [each for each in [*found, *self._shards()] if each.requires_grad]
+        return [each for each in [*found, *shards] if each.requires_grad]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

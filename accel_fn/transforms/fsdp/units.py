@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
+from torch import nn
 
 from accel_fn.base.blocks import Blocks, find_blocks, is_container, modules_in
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError, message
-
-_WHOLE_ONLY = (Adafactor, Rprop)
-_NOT_FUSED = (SGD, Adagrad)
 
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
@@ -38,7 +34,11 @@ def tops_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_shardable(
-    model: nn.Module, units: Mapping[str, nn.Module], ignored: Collection[nn.Parameter]
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    ignored: Collection[nn.Parameter],
+    *,
+    is_split: bool,
 ) -> None:
     """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
     holders: dict[nn.Parameter, tuple[str, str]] = {}
@@ -60,7 +60,7 @@ def check_shardable(
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         # FSDP adds up the gradients of a unit in one buffer.
         is_of_one_dtype = parameter.dtype == first.dtype or not parameter.requires_grad
-        whole = not is_sharded(parameter)
+        whole = is_split or not is_sharded(parameter)
         rules = {
             "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
             "tie parameters within a block, or outside of all; name other blocks": elsewhere
@@ -78,30 +78,3 @@ def check_shardable(
 
 def _is_in(name: str, unit: str) -> bool:
     return not unit or name.startswith(f"{unit}.")
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse those of torch's whose update torch cannot compute on shards."""
-    name = type(optimizer).__name__
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if isinstance(optimizer, Muon):
-        rule = "update elements one by one: of a shard of a matrix it computes another update"
-        repair = "use AdamW, for example, or wrap_ddp"
-    elif isinstance(optimizer, _WHOLE_ONLY):
-        rule, repair = "be one that can update shards", "use AdamW, for example"
-    elif fused and isinstance(optimizer, _NOT_FUSED):
-        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
-    else:
-        rule, repair, name = _broken_state(optimizer)
-    if rule:
-        raise PlanError(f"build: wrap_fsdp's optimizer must {rule}, got {name}; {repair}")
-
-
-def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
-    """Rule, repair and shapes of optimizer state that cannot be sharded with its parameter."""
-    for parameter, held in optimizer.state.items():
-        for name, value in held.items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
-                return "hold tensors of its parameters' shapes", "make a new optimizer", shapes
-    return "", "", ""

@@ -1,0 +1,38 @@
+"""A check of optimizers over parameters of which a rank holds a shard."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop
+
+from accel_fn.errors import PlanError
+
+_WHOLE_ONLY = (Adafactor, Rprop)
+_NOT_FUSED = (SGD, Adagrad)
+
+
+def check_updates_shards(optimizer: Optimizer, transform: str) -> None:
+    """Refuse those of torch's whose update torch cannot compute on shards."""
+    name = type(optimizer).__name__
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, Muon):
+        rule = "update elements one by one: of a shard of a matrix it computes another update"
+        repair = "use AdamW, for example, or wrap_ddp alone"
+    elif isinstance(optimizer, _WHOLE_ONLY):
+        rule, repair = "be one that can update shards", "use AdamW, for example"
+    elif fused and isinstance(optimizer, _NOT_FUSED):
+        rule, repair, name = "have a kernel for shards", "leave out fused", f"{name}(fused=True)"
+    else:
+        rule, repair, name = _broken_state(optimizer)
+    if rule:
+        raise PlanError(f"build: {transform}'s optimizer must {rule}, got {name}; {repair}")
+
+
+def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
+    """Rule, repair and shapes of optimizer state that cannot be sharded with its parameter."""
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                shapes = f"{name!r} of shape {list(value.shape)} for one of {list(parameter.shape)}"
+                return "hold tensors of its parameters' shapes", "make a new optimizer", shapes
+    return "", "", ""

@@ -1,0 +1,106 @@
+"""Split a model over one axis of a mesh: layers by their styles, everything else as replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from accel_fn.base.state import DistState
+from accel_fn.comm import primitives
+from accel_fn.comm.dtensor import is_sharded, local
+from accel_fn.comm.mesh import device_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def split_model(
+    state: DistState, model: nn.Module, styles: Mapping[str, ParallelStyle], axis: str
+) -> None:
+    """Split the layers that have a style over an axis, in place, from the values of rank 0.
+
+    All other parameters are whole on every rank, and DTensors of the same axis too: so an optimizer, an
+    average and a norm meet tensors of one kind.
+    """
+    _send_values(state, model)
+    mesh = device_mesh(state)[axis]
+    ties = _ties(model)
+    for name, style in styles.items():
+        # Without a source each rank cuts its own copy, which is rank 0's by now.
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    for module in model.modules():
+        _replicate(module, mesh)
+    for (holder, its), *others in ties:
+        for module, name in others:
+            module._parameters[name] = holder._parameters[its]
+
+
+def _send_values(state: DistState, model: nn.Module) -> None:
+    """Overwrite parameters and buffers with those of rank 0; of parts, with those of rank 0 along `dp`."""
+    data = state.along("dp")
+    for tensor in (*model.parameters(), *model.buffers()):
+        ranks = data if is_sharded(tensor) else state
+        if ranks.world_size > 1:
+            primitives.broadcast(local(tensor.detach()), ranks, 0, "build")
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Find the parameters that several modules hold, or one under several names."""
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module, name))
+    return [each for each in holders.values() if len(each) > 1]
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
+    names = [name for name, each in module._parameters.items() if _is_plain(each)]
+    for name in names:
+        plain = module._parameters[name]
+        assert plain is not None
+        whole = DTensor.from_local(plain.detach(), mesh, [Replicate()], run_check=False)
+        module._parameters[name] = nn.Parameter(whole, requires_grad=plain.requires_grad)
+    if names:
+        swap = _Swap(names)
+        module.register_forward_pre_hook(swap.to_local)
+        module.register_forward_hook(swap.back, always_call=True)
+
+
+def _is_plain(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and not is_sharded(parameter)
+
+
+class _Swap:
+    """Lets the forward of a module see its replicated parameters as plain tensors.
+
+    So its operations are those of one rank: they cost no dispatch of DTensors, and none of them is unknown
+    to it. The gradient of each replica is whole, since its input is the same on all ranks.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = [*names]
+        self._replicas: list[dict[str, Any]] = []
+        """What each forward under way has replaced: a module may call itself."""
+
+    def to_local(self, module: nn.Module, inputs: object) -> None:
+        parameters: dict[str, Any] = module._parameters
+        replaced = {name: parameters[name] for name in self._names}
+        self._replicas.append(replaced)
+        for name, replica in replaced.items():
+            if is_sharded(replica):
+                parameters[name] = _plain(replica)
+
+    def back(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self._replicas:
+            module._parameters.update(self._replicas.pop())
+
+
+def _plain(replica: DTensor) -> Tensor:
+    return replica.to_local(grad_placements=replica.placements)

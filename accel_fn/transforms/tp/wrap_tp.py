@@ -1,0 +1,139 @@
+"""wrap_tp: a model whose layers are split over an axis of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel_fn.base.mesh_axes import AXES
+from accel_fn.base.state import DistState
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.step.checks.sharded_optimizers import check_updates_shards
+from accel_fn.step.loss_module import sparse_tables
+from accel_fn.step.plan import Plan, SlotFunction, describe
+from accel_fn.step.transform import Transform, fill, transform
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    Styles = str | Mapping[str, str | ParallelStyle]
+
+
+@transform
+def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
+    """Split layers over the ranks of an axis: each holds a part of their weights and of their activations.
+
+    The ranks along the axis are given the same batch. A column-wise layer computes some of its outputs
+    on each rank, and the row-wise layer after it adds up what they make of them. `wrap_ddp` or `wrap_fsdp` beside it
+    share batches over `dp`; a mesh whose `dp` is one rank needs neither.
+
+    The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
+    optimizer holds, become `DTensor`s on the axis in `build`. Those of layers without a style are whole on
+    every rank. All start from rank 0's values.
+
+    Law: any mesh gives the result of one rank, for uneven parts, any weights, an empty rank.
+
+    Args:
+        styles: by name of a module, with `*` for one part of a name, `"colwise"` or `"rowwise"` for a linear
+            layer or an embedding, `"sequence"` for a norm, which then computes a part of the sequence on each
+            rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model brings along, as those
+            of transformers do. A model that was split before, by `parallelize_module` on
+            `device_mesh(state)[axis]`, is taken as it is.
+        axis: "tp", or another axis of the mesh than `dp`.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: `styles` or `axis` are none of these. In `build`, on all ranks: the mesh has no such axis;
+            a style fits no module, or one that cannot be split so; the axis does not divide a number of
+            heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
+            shards.
+        TypeError: `styles` is of another type.
+
+    Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
+        column-wise layers in the backward, over the axis; with `wrap_ddp`, one all-reduce of the gradients
+        over `dp`, after the last backward. Memory for the weights, gradients and optimizer state of split layers
+        falls to one part.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053.
+
+    >>> import accel_fn as af
+    >>> styles = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    >>> af.wrap_tp(styles)
+    wrap_tp({'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})
+    """
+    if not isinstance(styles, str | Mapping):
+        rule = 'be "auto" or map names of modules to styles'
+        raise ArgumentTypeError(message("wrap_tp", "styles", rule, styles))
+    if isinstance(styles, str) and styles != "auto":
+        rule, repair = 'be "auto" or a dict', f'{{"*": {styles!r}}} for example'
+        raise ArgumentError(message("wrap_tp", "styles", rule, styles, repair))
+    others = [name for name in AXES if name != "dp"]
+    if axis not in others:
+        raise ArgumentError(message("wrap_tp", "axis", f"be one of {', '.join(others)}", axis))
+    return fill(shard_model=TPSlot(split_over_axis, styles=styles, axis=axis))
+
+
+class TPSlot(SlotFunction):
+    """`split_over_axis` with its settings."""
+
+    traits = frozenset({"shards"})
+
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Refuse what cannot be split, before anything is moved."""
+        size = _size(state, self.keywords["axis"])
+        if size == 1:
+            return
+        for name in sparse_tables(plan.model):
+            rule, repair = "have dense gradients", "use sparse=False, or wrap_ddp alone"
+            raise PlanError(message("build", "wrap_tp's model", rule, name, repair))
+        if plan.having("retries"):
+            raise PlanError(
+                'build: accumulate("auto") must not be used with wrap_tp, since a rank that is out of '
+                "memory cannot join the collectives of the others; give a number of micro-batches"
+            )
+        if plan.compile_step:
+            raise PlanError(
+                f"build: wrap_tp must not be used with {describe(plan.compile_step[0])}, whose graph cannot "
+                'hold what splits layers; use scope="loss"'
+            )
+        for optimizer in plan.optimizers.values():
+            check_updates_shards(optimizer, "wrap_tp")
+        _styles(plan.model, self.keywords["styles"], size)
+
+
+def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis: str) -> nn.Module:
+    """Split a model over an axis; a `shard_model` function with its settings."""
+    from accel_fn.transforms.tp.split import split_model
+
+    size = _size(state, axis)
+    if size > 1:
+        model.to(state.device)
+        split_model(state, model, _styles(model, styles, size), axis)
+    return model
+
+
+def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, ParallelStyle]:
+    """Return the style of each module that has one; none for a model that is split already."""
+    from accel_fn.transforms.tp.styles import styles_of
+
+    is_split = any(map(is_sharded, model.parameters()))
+    return {} if is_split else styles_of(model, styles, size)
+
+
+def _size(state: DistState, axis: str) -> int:
+    """Return the number of ranks along the axis, which the mesh must name."""
+    for each in state.axes:
+        if each.name == axis:
+            return each.world_size
+    if state.world_size == 1:
+        return 1
+    got = " x ".join(f"{each.name} {each.world_size}" for each in state.axes) or "none"
+    repair = f'init(mesh={{"dp": -1, {axis!r}: 2}}), or --mesh dp=-1,{axis}=2'.replace("'", '"')
+    raise PlanError(message("build", "wrap_tp's mesh", f"have an axis {axis!r}", got, repair))
+
+
