@@ -137,6 +137,8 @@ def _check_world(state: DistState, plan: Plan) -> None:
         )
     num_replicas = state.data.world_size if plan.shard_model else state.world_size
     if not plan.strategy and num_replicas > 1:
+        for each in plan.shard_model:
+            _validate(each, state, plan)  # its reason may be more precise
         raise PlanError(
             f"build: plan must average gradients over the {num_replicas} ranks, got nothing that "
             "does; add wrap_ddp()"

@@ -1,0 +1,85 @@
+"""Law 13: a model that `wrap_tp` splits over an axis, on any mesh, is one process."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests.support import language_model as lm
+from tests.support import strategies as ours
+
+SQUARE = {"dp": 2, "tp": 2}
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
+
+
+def train_by_hand(model, batches, max_norm):
+    """Return losses, norms before clipping, weights and parameters of one process."""
+    model = copy.deepcopy(model)
+    optimizer, found = ours.adamw(model.parameters()), []
+    for batch in batches:
+        loss = lm.token_loss(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item(), int((batch["labels"] != -100).sum())))
+    return found, model.state_dict()
+
+
+def train(state, model, parts, recipe):
+    """Return the same of a rank, which trains on `parts[its place along dp]`."""
+    mine = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in mine.parameters():
+            parameter.add_(state.rank)  # the values of rank 0 are everyone's
+    optimizer = ours.adamw(mine.parameters())
+    plan = af.Plan(lm.token_loss, mine, optimizer, af.num_labels("labels"))
+    state, step = af.build(state, recipe(plan))
+    found = []
+    for part in parts[state.data.rank]:
+        state, report = step(state, part)
+        found.append((float(report.loss), float(report.grad_norm), report.weight))
+    return found, ours.whole(mine.state_dict())
+
+
+def assert_one_process(ranks, expected):
+    reports, parameters = expected
+    for found, actual in ranks:
+        ours.assert_close(actual, parameters)
+        assert found == [pytest.approx(each, rel=1e-6) for each in reports]
+
+
+@st.composite
+def runs(draw):
+    """Draw a model, a mesh, batches of masked tokens, and any split over `dp`, also empty parts."""
+    mesh = draw(st.sampled_from([{"dp": dp, "tp": tp} for dp, tp in [(2, 2), (1, 2), (1, 4)]]))
+    options = {
+        "num_heads": 4 if mesh["tp"] == 4 else draw(st.sampled_from([2, 4])),
+        "depth": draw(st.integers(1, 2)),
+        "is_tied": draw(st.booleans()),
+    }
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
+    batches = lm.batches(*sizes, seed=draw(st.integers(0, 9)))
+    parts = [draw(strategies.uneven_parts(size, mesh["dp"])) for size in sizes]
+    return lm.language_model(**options), mesh, batches, parts
+
+
+UNEVEN = (lm.language_model(), SQUARE, lm.batches(5, 6, 3), [[2, 3], [0, 6], [3, 0]])
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
+@ours.share(0.2)
+@given(run=runs(), num_microbatches=st.integers(1, 4))
+@example(run=UNEVEN, num_microbatches=2)
+def test_any_mesh_is_one_rank(wrap, run, num_microbatches):
+    model, mesh, batches, sizes = run
+    recipe = af.compose(wrap, af.wrap_tp(lm.STYLES), af.accumulate(num_microbatches), af.clip(0.5))
+    parts = ours.dealt(batches, sizes)
+    ranks = simulate(lambda state: train(state, model, parts, recipe), mesh=mesh)
+    assert_one_process(ranks, train_by_hand(model, batches, 0.5))

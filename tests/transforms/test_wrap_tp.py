@@ -1,0 +1,300 @@
+"""wrap_tp: what it makes of a model, beside which transforms, and what it refuses."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.support import language_model as lm
+from tests.support import strategies as ours
+
+TWO, SQUARE = {"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}
+STYLES = {"0": "colwise", "2": "rowwise"}
+
+
+def perceptron(bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1, bias=bias)).double()
+
+
+BATCH = (torch.linspace(-1, 1, 12).double().view(4, 3), torch.ones(4, 1).double())
+
+
+def steps(state, recipe, model, num=3, optimizer=ours.adamw):
+    """Train a few steps; return losses, norms and whole parameters."""
+    plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+    state, step = af.build(state, recipe(plan))
+    found = []
+    for _ in range(num):
+        state, report = step(state, af.part(BATCH, state))
+        found.append(float(report.loss))
+    return found, ours.whole(model.state_dict())
+
+
+def assert_one_process(recipe, mesh, alone=lambda plan: plan, make=perceptron, **options):
+    losses, expected = steps(af.DistState(), alone, make(), **options)
+    for found, actual in simulate(lambda state: steps(state, recipe, make(), **options), mesh=mesh):
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
+def test_every_parameter_is_on_the_axis_and_those_of_split_layers_are_parts():
+    def run(state):
+        model = perceptron()
+        state, step = af.build(state, af.wrap_tp(STYLES)(ours.plan(model=model)))
+        held = {name: tuple(each.to_local().shape) for name, each in model.named_parameters()}
+        groups = step.plan.optimizer.param_groups
+        assert [id(each) for group in groups for each in group["params"]] == [
+            id(each) for each in model.parameters()
+        ]
+        assert type(model) is nn.Sequential
+        assert model.state_dict().keys() == perceptron().state_dict().keys()
+        return held
+
+    expected = {"0.weight": (3, 3), "0.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
+    assert simulate(run, mesh=TWO) == [expected] * 2
+
+
+def test_parts_hold_no_memory_of_the_whole():
+    def run(state):
+        model = perceptron()
+        af.build(state, af.wrap_tp(STYLES)(ours.plan(model=model)))
+        return [each.to_local().untyped_storage().nbytes() for each in model.parameters()]
+
+    assert simulate(run, mesh=TWO) == [[72, 24, 24, 8]] * 2
+
+
+def test_tied_parameters_stay_tied():
+    def run(state):
+        model = lm.language_model()
+        plan = af.Plan(
+            lm.token_loss, model, ours.adamw(model.parameters()), af.num_labels("labels")
+        )
+        af.build(state, af.wrap_tp(lm.STYLES)(plan))
+        return model.head.weight is model.embedding.weight
+
+    assert simulate(run, mesh=TWO) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.AdamW, lr=0.05, fused=True),
+        partial(torch.optim.AdamW, lr=0.05, foreach=True),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    ],
+    ids=["fused", "foreach", "sgd"],
+)
+def test_optimizers_that_take_all_tensors_at_once_work(optimizer):
+    assert_one_process(af.wrap_tp(STYLES), TWO, optimizer=optimizer)
+
+
+def two_optimizers(parameters):
+    first, *others = parameters
+    return {"first": torch.optim.AdamW([first], lr=0.02), "others": ours.adamw(others)}
+
+
+BESIDE = {
+    "accumulate": af.accumulate(2),
+    "clip": af.clip(0.05),
+    "clip_value": af.clip_value(0.01),
+    "schedule": af.schedule(lambda update: 1 / (1 + update)),
+    "skip_nonfinite": af.skip_nonfinite(),
+    "check_replicas": af.check_replicas(1),
+}
+
+
+@pytest.mark.parametrize("transform", BESIDE.values(), ids=BESIDE)
+def test_it_works_beside(transform):
+    recipe = af.compose(af.wrap_ddp(), af.wrap_tp(STYLES), transform)
+    assert_one_process(recipe, SQUARE, transform)
+
+
+def test_two_optimizers_work():
+    assert_one_process(af.wrap_tp(STYLES), TWO, optimizer=two_optimizers)
+
+
+def test_on_one_rank_it_does_nothing():
+    assert_one_process(af.wrap_tp(STYLES), {"dp": 1, "tp": 1})
+    assert_one_process(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), {"dp": 2, "tp": 1})
+
+
+def split_by_hand(state):
+    model = perceptron()
+    mesh = af.device_mesh(state)["tp"]
+    styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, mesh, styles, src_data_rank=None)
+
+
+def test_a_model_that_was_split_by_hand_is_taken_as_it_is():
+    losses, expected = steps(af.DistState(), lambda plan: plan, perceptron())
+    recipe = af.compose(af.wrap_ddp(), af.wrap_tp())
+    for found, actual in simulate(
+        lambda state: steps(state, recipe, split_by_hand(state)), mesh=SQUARE
+    ):
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_plan_can_be_built_twice():
+    def run(state):
+        model = perceptron()
+        plan = af.wrap_tp(STYLES)(ours.plan(model=model))
+        af.build(state, plan)
+        state, step = af.build(state, plan)
+        state, report = step(state, BATCH)
+        return float(report.loss)
+
+    _, step = ours.built(model=perceptron())
+    expected = float(step(af.DistState(), BATCH)[1].loss)
+    assert simulate(run, mesh=TWO) == pytest.approx([expected] * 2)
+
+
+def test_the_model_can_be_called_outside_of_a_step():
+    def run(state):
+        model = perceptron()
+        af.build(state, af.wrap_tp(STYLES)(ours.plan(model=model)))
+        with pytest.raises(RuntimeError):
+            model(BATCH[0][:, :2])  # of a wrong width
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        return model(BATCH[0]).detach()
+
+    for found in simulate(run, mesh=TWO):
+        torch.testing.assert_close(found, perceptron()(BATCH[0]).detach(), **ours.EXACT)
+
+
+def refused(recipe, words, mesh=TWO, **given):
+    """Build on every rank, which must raise these words."""
+
+    def build(state):
+        model = given["make"]() if "make" in given else perceptron()
+        optimizer = given.get("optimizer", ours.sgd)(model.parameters())
+        with pytest.raises(ValueError, match=re.escape(words)):
+            af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        return True
+
+    assert all(simulate(build, mesh=mesh) if mesh else simulate(build, world_size=2))
+
+
+def with_table():
+    return nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+
+
+REFUSED = {
+    "no mesh": (
+        af.wrap_tp(STYLES),
+        'build: wrap_tp\'s mesh must have an axis \'tp\', got \'none\'; init(mesh={"dp": -1, "tp": 2})',
+        {"mesh": None},
+    ),
+    "another axis": (
+        af.wrap_tp(STYLES, axis="cp"),
+        "wrap_tp's mesh must have an axis 'cp', got 'dp 1 x tp 2'",
+        {},
+    ),
+    "twice": (
+        af.compose(af.wrap_tp(STYLES), af.wrap_tp(STYLES)),
+        "build: plan must have at most one function in shard_model",
+        {},
+    ),
+    "auto microbatches": (
+        af.compose(af.accumulate("auto"), af.wrap_tp(STYLES)),
+        'build: accumulate("auto") must not be used with wrap_tp',
+        {},
+    ),
+    "compiled step": (
+        af.compose(af.wrap_tp(STYLES), af.compiled(scope="step")),
+        "build: wrap_tp must not be used with compiled(scope='step')",
+        {},
+    ),
+    "sparse gradients": (
+        af.wrap_tp({"1": "colwise"}),
+        "build: wrap_tp's model must have dense gradients, got '0'",
+        {"make": with_table},
+    ),
+    "Muon": (
+        af.wrap_tp(STYLES),
+        "build: wrap_tp's optimizer must update elements one by one",
+        {
+            "make": partial(perceptron, bias=False),
+            "optimizer": lambda parameters: torch.optim.Muon(
+                [each for each in parameters if each.ndim == 2]
+            ),
+        },
+    ),
+    "options of DDP": (
+        af.compose(af.wrap_ddp(comm_hook="bf16"), af.wrap_tp(STYLES)),
+        "build: wrap_ddp(comm_hook) must not be used with wrap_tp(",
+        {"mesh": SQUARE},
+    ),
+    "replicated shards": (
+        af.compose(af.wrap_fsdp(replicate=2), af.wrap_tp(STYLES)),
+        "build: wrap_fsdp(replicate) must be 1 with wrap_tp(",
+        {"mesh": SQUARE},
+    ),
+    "offload on one rank of dp": (
+        af.compose(af.wrap_fsdp(offload=True), af.wrap_tp(STYLES)),
+        "build: wrap_fsdp(offload) must have two ranks along dp or more with wrap_tp(",
+        {},
+    ),
+    "no replicas": (
+        af.wrap_tp(STYLES),
+        "build: plan must average gradients over the 2 ranks",
+        {"mesh": SQUARE},
+    ),
+    "local_sgd": (
+        af.compose(af.local_sgd(2), af.wrap_tp(STYLES)),
+        "build: local_sgd(2) must have a mesh of dp alone, got dp 2 x tp 2",
+        {"mesh": SQUARE},
+    ),
+    "reproducible": (
+        af.compose(af.reproducible(num_virtual_ranks=4), af.wrap_tp(STYLES)),
+        "must have a mesh of dp alone, got dp 2 x tp 2",
+        {"mesh": SQUARE},
+    ),
+    "deepspeed": (
+        af.compose(af.wrap_deepspeed(stage=1), af.wrap_tp(STYLES)),
+        "must have a mesh of dp alone, got dp 2 x tp 2",
+        {"mesh": SQUARE},
+    ),
+    "a style that fits nothing": (
+        af.wrap_tp({"up": "colwise"}),
+        "build: wrap_tp's styles must match modules of the model, got 'up'",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("recipe", "words", "given"), REFUSED.values(), ids=REFUSED)
+def test_is_refused_on_all_ranks(recipe, words, given):
+    refused(recipe, words, **given)
+
+
+def test_a_split_model_without_wrap_tp_is_refused():
+    def run(state):
+        with pytest.raises(ValueError, match=r"got 0\.weight, a DTensor; add wrap_tp\(\)"):
+            af.build(state, af.wrap_ddp()(ours.plan(model=split_by_hand(state))))
+
+    simulate(run, mesh=SQUARE)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"styles": "colwise"}, 'wrap_tp: styles must be "auto" or a dict, got'),
+        ({"axis": "dp"}, "wrap_tp: axis must be one of pp, cp, tp, got 'dp'"),
+        ({"styles": 2}, 'wrap_tp: styles must be "auto" or map names of modules to styles, got 2'),
+    ],
+)
+def test_arguments_are_checked(given, words):
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        af.wrap_tp(**given)
