@@ -91,9 +91,9 @@ from accel_fn.transforms.reproducible.reproducible import reproducible as reprod
 from accel_fn.transforms.schedule.schedule import schedule as schedule
 from accel_fn.transforms.skip import skip_nonfinite as skip_nonfinite
 from accel_fn.transforms.skip import skip_spikes as skip_spikes
+from accel_fn.transforms.tp.wrap_tp import wrap_tp as wrap_tp
 from accel_fn.transforms.when import when as when
 from accel_fn.transforms.wrap import wrap as wrap
-from accel_fn.transforms.tp.wrap_tp import wrap_tp as wrap_tp
 
 __version__: str
 

@@ -40,7 +40,7 @@ class LossModule(nn.Module):
         # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
         # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
-        self.shards: Collection[nn.Parameter] = ()
+        self.shards: Collection[Tensor] = ()
         """The parameters whose gradients `wrap_fsdp` adds up, but for what of them is unsharded."""
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:

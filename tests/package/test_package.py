@@ -97,7 +97,14 @@ DISTRIBUTED = {
     },
     "comm/dtensor.py": {"torch.distributed.tensor"},
     "transforms/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
-    "transforms/fsdp/fsdp.py": {"torch.distributed.fsdp"},
+    "transforms/fsdp/fsdp.py": {"torch.distributed.device_mesh", "torch.distributed.fsdp"},
+    "transforms/fsdp/sharded_loss.py": {"torch.distributed.device_mesh"},
+    "transforms/tp/split.py": {
+        "torch.distributed.device_mesh",
+        "torch.distributed.tensor",
+        "torch.distributed.tensor.parallel",
+    },
+    "transforms/tp/wrap_tp.py": {"torch.distributed.tensor.parallel"},  # the type of a style
     "transforms/tp/split_sequence.py": {
         "torch.distributed.device_mesh",
         "torch.distributed.tensor",

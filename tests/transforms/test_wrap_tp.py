@@ -193,7 +193,7 @@ def with_table():
 REFUSED = {
     "no mesh": (
         af.wrap_tp(STYLES),
-        'build: wrap_tp\'s mesh must have an axis \'tp\', got \'none\'; init(mesh={"dp": -1, "tp": 2})',
+        "build: wrap_tp's mesh must have an axis 'tp', got 'none'; init(mesh={\"dp\": -1, \"tp\": 2})",
         {"mesh": None},
     ),
     "another axis": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -27,8 +27,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     """Split layers over the ranks of an axis: each holds a part of their weights and of their activations.
 
     The ranks along the axis are given the same batch. A column-wise layer computes some of its outputs
-    on each rank, and the row-wise layer after it adds up what they make of them. `wrap_ddp` or `wrap_fsdp` beside it
-    share batches over `dp`; a mesh whose `dp` is one rank needs neither.
+    on each rank, and the row-wise layer after it adds up what they make of them. `wrap_ddp` or
+    `wrap_fsdp` beside it share batches over `dp`; a mesh whose `dp` is one rank needs neither.
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
     optimizer holds, become `DTensor`s on the axis in `build`. Those of layers without a style are whole on
@@ -56,8 +56,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
 
     Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
         column-wise layers in the backward, over the axis; with `wrap_ddp`, one all-reduce of the gradients
-        over `dp`, after the last backward. Memory for the weights, gradients and optimizer state of split layers
-        falls to one part.
+        over `dp`, after the last backward. Weights, gradients and optimizer state of split layers take
+        the memory of one part.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053.
 
@@ -135,5 +135,3 @@ def _size(state: DistState, axis: str) -> int:
     got = " x ".join(f"{each.name} {each.world_size}" for each in state.axes) or "none"
     repair = f'init(mesh={{"dp": -1, {axis!r}: 2}}), or --mesh dp=-1,{axis}=2'.replace("'", '"')
     raise PlanError(message("build", "wrap_tp's mesh", f"have an axis {axis!r}", got, repair))
-
-
