@@ -57,3 +57,4 @@ def workers_end_with_their_module():
     rank cannot."""
     yield
     gc.collect()
+    gc.freeze()  # what is left, the compiler above all, would be visited again after every module
