@@ -1,0 +1,156 @@
+"""Law 13: runs by a user's strategies on a mesh are saved, compared and resumed on any other one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.laws import law13_users_strategies as users
+from tests.laws.law13_users_strategies import BOTH, SQUARE, replicas_of_parts, shards_of_parts
+from tests.support import strategies as ours
+from tests.support.processes import from_lists, launch
+
+pytestmark = users.pytestmark
+
+PLACES = {
+    "replicas of parts": (SQUARE, replicas_of_parts),
+    "shards of parts": (SQUARE, shards_of_parts),
+    "wrap_ddp": ({"dp": 4}, af.wrap_ddp()),
+    "wrap_fsdp": ({"dp": 4}, af.wrap_fsdp()),
+    "one process": ({"dp": 1}, af.compose()),
+}
+SIZES = (5, 3, 6, 1)
+
+
+def built(state, recipe, seed=0):
+    torch.manual_seed(seed)
+    given = {"loss_fn": ours.token_loss, "weight_fn": af.num_labels("labels")}
+    plan = ours.plan(model=users.Perceptron(), optimizer=ours.adamw, **given)
+    recipe = af.compose(recipe, af.accumulate(2), af.clip(0.1))
+    return af.build(state, recipe(plan))
+
+
+def held(step):
+    """Copy parameters and the optimizer's state, whole."""
+    found = dict(step.plan.model.named_parameters())
+    for name, parameter in [*found.items()]:
+        for key, value in step.plan.optimizer.state[parameter].items():
+            found[f"{name} {key}"] = value
+    return {name: each.clone() for name, each in ours.whole(found).items()}
+
+
+def live(state, folder, recipe, *, num_steps=1, seed=0):
+    """Go on with the run in a folder for some steps, and save it; return what it holds before and after."""
+    state, step = built(state, recipe, seed)
+    state = af.resume(folder, state, step)
+    before = held(step)
+    batches = users.batches(*SIZES)
+    for batch in batches[state.step : state.step + num_steps]:
+        state, _ = step(state, af.part(batch, state))
+    af.save(folder, state, step)
+    return before, held(step)
+
+
+def lived(folder, place, **given):
+    mesh, recipe = PLACES[place]
+    return simulate(lambda state: live(state, folder, recipe, **given), mesh=mesh)
+
+
+def by_hand(num_steps):
+    return users.train_by_hand(users.perceptron(), users.batches(*SIZES)[:num_steps])[1]
+
+
+def check(folder, places):
+    """Each of these goes on for a step where the one before has ended; the last is as one process."""
+    for seed, place in enumerate(places):
+        ranks = lived(folder, place, seed=seed)
+    for _, actual in ranks:
+        ours.assert_close(actual, by_hand(len(places)))
+
+
+def test_a_run_resumes_on_other_meshes(tmp_path):
+    check(tmp_path, ["replicas of parts", "one process", "shards of parts"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", PLACES)
+@pytest.mark.parametrize("place", ["replicas of parts", "shards of parts"])
+def test_a_run_moves_from_a_mesh_to_any_other_and_back(tmp_path, place, other):
+    check(tmp_path, [place, other, place, other])
+
+
+@BOTH
+def test_a_run_resumes_on_its_own_mesh_to_the_bit(tmp_path, recipe):
+    place = next(name for name, (_, each) in PLACES.items() if each is recipe)
+    saved = lived(tmp_path, place, num_steps=2)
+    loaded = lived(tmp_path, place, num_steps=0, seed=1)
+    for (_, expected), (actual, _) in zip(saved, loaded, strict=True):
+        ours.assert_identical(actual, expected)
+
+
+@BOTH
+def test_weights_of_a_mesh_are_saved_whole_and_loaded(tmp_path, recipe):
+    def run(state):
+        _, step = built(state, recipe)
+        af.save_model(step.plan.model, tmp_path)
+        _, other = built(state, recipe, seed=1)
+        af.load_model(other.plan.model, tmp_path)
+        return ours.whole(dict(other.plan.model.named_parameters()))
+
+    expected = dict(users.perceptron().named_parameters())
+    for actual in simulate(run, mesh=SQUARE):
+        ours.assert_identical(actual, expected)
+    plain = users.Perceptron()
+    af.load_model(plain, tmp_path)
+    ours.assert_identical(dict(plain.named_parameters()), expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [(replicas_of_parts, "0.weight"), (shards_of_parts, "3.weight")]
+)
+def test_one_changed_element_of_a_shard_is_found_by_name_and_rank(recipe, name):
+    (batch,) = users.batches(4)
+
+    def changing(plan):
+        def change(state, report):
+            if state.rank == 3:
+                with torch.no_grad():
+                    plan.model.get_parameter(name).to_local().view(-1)[-1] += 1e-12
+            return state
+
+        return replace(plan, after_update=(change,))
+
+    def run(state):
+        state, step = built(state, af.compose(recipe, changing, af.check_replicas(1)))
+        step(state, af.part(batch, state))
+
+    rule = "check_replicas: parameters must be equal on all ranks at step 1"
+    with pytest.raises(RuntimeError, match=f"{rule}, {name} differs on rank 3; resume"):
+        simulate(run, mesh=SQUARE)
+
+
+SCRIPT = """
+import json
+import accel_fn as af
+from tests.laws import law13_users_checkpoints as tests
+
+with af.distributed(device="cpu", timeout_s=60, mesh=tests.SQUARE) as state:
+    for number, place in enumerate(["replicas of parts", "shards of parts", "replicas of parts"]):
+        _, recipe = tests.PLACES[place]
+        _, found = tests.live(state, {folder!r}, recipe, seed=number)
+    say(json.dumps({{name: each.tolist() for name, each in found.items()}}))
+"""
+
+
+@pytest.mark.slow
+def test_processes_on_a_mesh_train_and_one_process_goes_on(tmp_path):
+    ranks = launch(SCRIPT.format(folder=str(tmp_path)), num_processes=4).splitlines()
+    ((before, after),) = lived(tmp_path, "one process")
+    before = {name: each.double() for name, each in before.items()}
+    assert len(ranks) == 4
+    for rank in ranks:
+        ours.assert_identical(before, from_lists(json.loads(rank)))
+    ours.assert_close(after, by_hand(len(SIZES)))
