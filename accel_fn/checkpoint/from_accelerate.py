@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn.base.state import DistState, LossScale, check_state
+from accel_fn.base.state import DistState, LossScale, check_state, check_world
 from accel_fn.checkpoint.argument_checks import check_plan, check_same
 from accel_fn.checkpoint.compare import listed, unlike
 from accel_fn.checkpoint.format.plain_data import from_plain
@@ -83,6 +83,7 @@ def load_accelerate(
     >>> state = af.load_accelerate(folder, step, state)
     """
     check_state("load_accelerate", state)
+    check_world("load_accelerate", state)
     if isinstance(step, Step):
         step.strategy.check_offers("load_accelerate")
     saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")

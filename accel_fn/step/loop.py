@@ -41,11 +41,16 @@ def begin(
     """Split and weigh the batch, and start the sum of the weights over the ranks."""
     for parameter in strategy.reachable:
         parameter.grad = None
-    stop = any(map(call, plan.should_stop))
+    stop = False
+    failed: Exception | None = None
+    try:
+        stop = any(map(call, plan.should_stop))
+    except Exception as error:
+        failed = error  # raised once the other ranks know, as what fails with the batch
     parts, weights, failure = microbatches_or_failure(
         plan, batch, strategy.parameters.check, retries=strategy.retries
     )
-    mean = strategy.global_mean(state, weights, failure, stop)
+    mean = strategy.global_mean(state, weights, failed or failure, stop)
     parts, weights = strategy.pad(state, mean, parts, weights)
     if not (any(weights) or (parts and strategy.pads)):
         # A rank without items still joins every collective, with one micro-batch of weight 0.

@@ -124,7 +124,7 @@ def trained(state, recipe, folder):
     step.plan.model[1].eval()
     state = af.load_accelerate(folder, step, state)
     for batch in batches()[NUM_BEFORE:]:
-        state, _ = step(state, batch[state.rank :: state.world_size])
+        state, _ = step(state, batch[state.data.rank :: state.data.world_size])
     return [whole(each).clone() for each in step.plan.model.parameters()]
 
 
@@ -181,6 +181,15 @@ def test_weights_in_several_files_fill_a_model_in_shards(saved, copied, world_si
     (one,) = simulate(lambda state: trained(state, af.compose(), saved[0] / "AdamW"), world_size=1)
     for each in simulate(
         lambda state: trained(state, af.wrap_fsdp(), copied), world_size=world_size
+    ):
+        torch.testing.assert_close(each, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
+def test_a_run_is_resumed_on_a_mesh(saved, recipe):
+    (one,) = simulate(lambda state: trained(state, af.compose(), saved[0] / "AdamW"), world_size=1)
+    for each in simulate(
+        lambda state: trained(state, recipe, saved[0] / "AdamW"), mesh={"dp": 2, "tp": 2}
     ):
         torch.testing.assert_close(each, one, rtol=1e-12, atol=1e-12)
 

@@ -208,7 +208,7 @@ def test_random_numbers_are_those_of_the_place_along_the_data_axis():
     assert found[0] == found[1] != found[2] == found[3]
 
 
-@pytest.mark.parametrize("name", ["build", "save", "load", "resume"])
+@pytest.mark.parametrize("name", ["build", "save", "load", "resume", "load_accelerate"])
 def test_what_needs_all_ranks_refuses_the_state_of_an_axis(name, tmp_path):
     model = torch.nn.Linear(1, 1)
     plan = af.Plan(lambda m, b: m(b).sum(), model, torch.optim.SGD(model.parameters()))
@@ -218,6 +218,7 @@ def test_what_needs_all_ranks_refuses_the_state_of_an_axis(name, tmp_path):
         "save": lambda state: af.save(tmp_path, state, step),
         "load": lambda state: af.load(tmp_path, state, step),
         "resume": lambda state: af.resume(tmp_path, state, step),
+        "load_accelerate": lambda state: af.load_accelerate(tmp_path, step, state),
     }
     text = f"{name}: state must be of all ranks, got one along 'dp'; give the state that along was"
     with pytest.raises(ValueError, match=text):

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,31 @@ def test_a_rank_that_does_not_listen_is_refused():
             af.build(state, af.Preemption(())(plan) if state.rank else plan)
 
     simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [af.wrap_ddp(), af.reproducible(num_virtual_ranks=2)],
+    ids=["wrap_ddp", "reproducible"],
+)
+def test_a_request_that_fails_on_one_rank_is_raised_on_all(recipe):
+    def run(state):
+        def should_stop():
+            if state.rank:
+                raise ZeroDivisionError("of rank 1")
+            return False
+
+        state, step = ours.built(
+            lambda plan: replace(recipe(plan), should_stop=(should_stop,)), state
+        )
+        batch = (torch.ones(1, 3).double(), torch.ones(1, 1).double())
+        with pytest.raises((ValueError, ZeroDivisionError)) as caught:
+            step(state, batch)
+        return str(caught.value)
+
+    other, own = simulate(run, world_size=2)
+    assert own == "of rank 1"
+    assert "another rank could not, see the error that it raised" in other
 
 
 def test_explain_names_it():

@@ -193,13 +193,13 @@ class VirtualRanks(Strategy):
     ) -> tuple[Sequence[Slice], Weight, bool]:
         """Return this rank's slices, the weight of all slices, and whether any rank requests a stop."""
         failure: Exception | None = self.layout.pending_error
-        rows, slices = -1, list[Slice]()
+        rows, slices, stop = -1, list[Slice](), False
         try:
+            stop = any(should_stop() for should_stop in plan.should_stop)
             rows, slices = self._slice(plan, state, batch)
         except Exception as error:
             failure = error
         weights = [float("nan")] if failure else [total_weight(each) for _, each in slices]
-        stop = any(should_stop() for should_stop in plan.should_stop)
         name = step_name(state.step + 1, state.call)
         ranks = primitives.exchange((rows, weights, stop, name), state, "step")
         check_same_step([each for _, _, _, each in ranks])
