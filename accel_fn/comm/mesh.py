@@ -124,7 +124,7 @@ class _MeshByHand(DeviceMesh):
         # Torch caches by mesh what follows from a rank's place in it, for all threads of a process.
         self._thread_id = rank
         self._dim_group_names = [group.group_name for group in groups.values()]
-        self._groups = dict(groups)
+        self._pg_registry = {group.group_name: group for group in groups.values()}
         # torch calls it by this name
         DeviceMesh._concatenate = staticmethod(_concatenate)  # type: ignore[assignment, method-assign]
 
@@ -149,8 +149,8 @@ class _MeshByHand(DeviceMesh):
             _rank=self._rank,
         )
         part._thread_id = self._thread_id
-        part._groups = self._groups
-        part._dim_group_names = [part._groups[name].group_name for name in names]
+        of_axes = dict(zip(self.mesh_dim_names or (), self._dim_group_names, strict=True))
+        part._dim_group_names = [of_axes[name] for name in names]
         return part
 
     def _get_mesh_tensor_from_full_mesh(  # type: ignore[override]

@@ -207,7 +207,8 @@ class SlotFunction(partial[Any]):
         traits: names that other transforms find by `plan.having(trait)`. In use are
             "needs_equal_replicas", "local_gradients" (ranks keep their own gradients), "retries"
             (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
-            "fixed_microbatches" (their number decides the bits), "clips_norm" (it clips by the norm
+            "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
+            forward), "clips_norm" (it clips by the norm
             `max_norm` among its settings), "collectives_in_apply" (the update has collectives, so a rank
             that is lost in it leaves the others waiting) and "observes" (it computes nothing of
             the run, so checkpoints do not compare it).

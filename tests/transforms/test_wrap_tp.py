@@ -17,6 +17,7 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.support import language_model as lm
 from tests.support import strategies as ours
+from tests.support.processes import launch
 
 TWO, SQUARE = {"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}
 STYLES = {"0": "colwise", "2": "rowwise"}
@@ -120,6 +121,42 @@ def test_it_works_beside(transform):
     assert_one_process(recipe, SQUARE, transform)
 
 
+TRAIN = """
+import accel_fn as af
+from tests.support import language_model as lm
+from tests.transforms import test_wrap_tp as tests
+
+with af.distributed(device="cpu", mesh={"dp": -1, "tp": 2}) as state:
+    for wrap in (af.wrap_ddp(), af.wrap_fsdp()):
+        tests.compare_compiled(state, wrap)
+"""
+
+
+def compare_compiled(state, wrap):
+    """Compare blocks that are compiled with one process without a compiler."""
+    batch = lm.batches(6)[0]
+
+    def train(state, recipe):
+        model = lm.language_model()
+        optimizer = ours.adamw(model.parameters())
+        plan = af.Plan(lm.token_loss, model, optimizer, af.num_labels("labels"))
+        state, step = af.build(state, recipe(plan))
+        for _ in range(3):
+            state, report = step(state, af.part(batch, state))
+        return float(report.loss), ours.whole(model.state_dict())
+
+    recipe = af.compose(wrap, af.wrap_tp(lm.STYLES), af.compiled(scope="blocks"))
+    loss, actual = train(state, recipe)
+    expected_loss, expected = train(af.DistState(), lambda plan: plan)
+    ours.assert_close(actual, expected)
+    assert loss == pytest.approx(expected_loss)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_work_over_processes():
+    launch(TRAIN, num_processes=2)
+
+
 def test_two_optimizers_work():
     assert_one_process(af.wrap_tp(STYLES), TWO, optimizer=two_optimizers)
 
@@ -214,6 +251,11 @@ REFUSED = {
     "compiled step": (
         af.compose(af.wrap_tp(STYLES), af.compiled(scope="step")),
         "build: wrap_tp must not be used with compiled(scope='step')",
+        {},
+    ),
+    "compiled loss": (
+        af.compose(af.wrap_tp(STYLES), af.compiled()),
+        "build: wrap_tp must not be used with compiled(), whose graph",
         {},
     ),
     "sparse gradients": (

@@ -98,7 +98,8 @@ class CompileSlot(SlotFunction):
         """Name the kind of its graphs: `checkpoint_activations` needs a break in them."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
         in_place = {"cuda_graphs"} if self.keywords["mode"] in CUDA_GRAPHS else set[str]()
-        return frozenset({"torch_compile", *full, *in_place})
+        whole = {"compiles_loss"} if self.func is compile_loss else set[str]()
+        return frozenset({"torch_compile", *full, *in_place, *whole})
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse CUDA graphs where gradients outlive a run: the next one would overwrite them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
@@ -65,12 +68,19 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     for name in names:
         plain = module._parameters[name]
         assert plain is not None
-        whole = DTensor.from_local(plain.detach(), mesh, [Replicate()], run_check=False)
+        whole = _whole(plain.detach(), mesh)
         module._parameters[name] = nn.Parameter(whole, requires_grad=plain.requires_grad)
     if names:
-        swap = _Swap(names)
+        swap = _Swap(names, mesh)
         module.register_forward_pre_hook(swap.to_local)
         module.register_forward_hook(swap.back, always_call=True)
+
+
+def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that is the same on all ranks, on the mesh."""
+    if is_sharded(tensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
@@ -84,22 +94,31 @@ class _Swap:
     to it. The gradient of each replica is whole, since its input is the same on all ranks.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = [*names]
+    def __init__(self, names: Sequence[str], mesh: DeviceMesh) -> None:
+        self._names, self._mesh = names, mesh
         self._replicas: list[dict[str, Any]] = []
         """What each forward under way has replaced: a module may call itself."""
 
-    def to_local(self, module: nn.Module, inputs: object) -> None:
+    def to_local(self, module: nn.Module, inputs: Any) -> Any:
+        """Return other inputs, or None for the same."""
+        if torch.compiler.is_compiling():
+            # The compiler does not follow what a hook puts in place of a parameter.
+            return tree_map_only(Tensor, partial(_whole, mesh=self._mesh), inputs)
         parameters: dict[str, Any] = module._parameters
         replaced = {name: parameters[name] for name in self._names}
         self._replicas.append(replaced)
         for name, replica in replaced.items():
             if is_sharded(replica):
                 parameters[name] = _plain(replica)
+        return None
 
-    def back(self, module: nn.Module, inputs: object, output: object) -> None:
+    def back(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Return another output, or None for the same."""
+        if torch.compiler.is_compiling():
+            return tree_map_only(DTensor, DTensor.to_local, output)
         if self._replicas:
             module._parameters.update(self._replicas.pop())
+        return None
 
 
 def _plain(replica: DTensor) -> Tensor:

@@ -96,10 +96,10 @@ class TPSlot(SlotFunction):
                 'build: accumulate("auto") must not be used with wrap_tp, since a rank that is out of '
                 "memory cannot join the collectives of the others; give a number of micro-batches"
             )
-        if plan.compile_step:
+        for compiled in (*plan.compile_step, *plan.having("compiles_loss")):
             raise PlanError(
-                f"build: wrap_tp must not be used with {describe(plan.compile_step[0])}, whose graph cannot "
-                'hold what splits layers; use scope="loss"'
+                f"build: wrap_tp must not be used with {describe(compiled)}, whose graph cannot hold what "
+                'splits layers; use compiled(scope="blocks")'
             )
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_tp")
