@@ -105,6 +105,10 @@ DISTRIBUTED = {
         "torch.distributed.tensor.parallel",
     },
     "transforms/tp/wrap_tp.py": {"torch.distributed.tensor.parallel"},  # the type of a style
+    "transforms/tp/model_plan.py": {
+        "torch.distributed.tensor",
+        "torch.distributed.tensor.parallel",
+    },
     "transforms/tp/split_sequence.py": {
         "torch.distributed.device_mesh",
         "torch.distributed.tensor",

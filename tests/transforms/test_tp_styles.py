@@ -156,10 +156,20 @@ def test_another_style_of_torch_may_name_any_module():
     assert list(styles_of(Words(), given, 2)) == ["", "layers.0", "layers.1"]
 
 
+def test_a_star_does_not_stand_for_the_model():
+    assert list(styles_of(nn.Sequential(nn.Linear(4, 4)), {"*": "colwise"}, 2)) == ["0"]
+
+
 def test_module_in_two_places_has_one_style():
     layer = nn.Linear(4, 4)
     model = Holder(first=layer, second=layer)
     assert list(styles_of(model, {"first": "colwise", "second": "colwise"}, 2)) == ["first"]
+
+
+def test_bias_of_a_rowwise_layer_is_whole_so_it_may_be_tied_to_one_that_is():
+    model = Holder(norm=nn.LayerNorm(4), down=nn.Linear(4, 4))
+    model.down.bias = model.norm.bias
+    assert list(styles_of(model, {"down": "rowwise"}, 2)) == ["down"]
 
 
 def test_gathered_features_need_not_divide():
@@ -167,7 +177,7 @@ def test_gathered_features_need_not_divide():
         "up": ColwiseParallel(output_layouts=Replicate()),
         "down": RowwiseParallel(input_layouts=Replicate()),
     }
-    model = Holder({"num_heads": 3}, up=nn.Linear(4, 7), down=nn.Linear(7, 4))
+    model = Holder({"num_heads": 3}, up=nn.Linear(4, 1), down=nn.Linear(1, 4))
     assert list(styles_of(model, given, 2)) == ["up", "down"]
 
 
@@ -192,11 +202,6 @@ def test_configuration_counts_for_attention_alone():
             "match modules of the model, got 'layers.*.atention.q'; did you mean layers.*.attention.q or",
         ),
         (Words(), {"zzz": "colwise"}, "match modules of the model, got 'zzz'"),
-        (
-            Words(),
-            {"*": "sequence", "embed": "sequence"},
-            'give "sequence" to norms and dropouts alone',
-        ),
         (
             Words(),
             {"layers.*.up": "colwise", "layers.0.*": "rowwise"},
@@ -309,6 +314,25 @@ def test_module_that_splits_the_sequence_needs_a_sequence(inputs):
             model(*inputs)
 
     simulate(run, world_size=2)
+
+
+class Length(nn.Module):
+    """Its output is its input; it keeps the length of this rank's part."""
+
+    def forward(self, inputs):
+        self.length = inputs.to_local().shape[1]
+        return inputs
+
+
+def test_each_rank_runs_its_part_of_the_sequence():
+    inputs = torch.arange(10.0).reshape(2, 5, 1)
+
+    def run(state):
+        model = parallelize_module(Length(), make_mesh(state, 1), SplitSequence())
+        assert torch.equal(model(inputs), inputs)
+        return model.length
+
+    assert simulate(run, world_size=2) == [3, 2]
 
 
 NAMES = st.sampled_from(["0", "1", "10", "up", "down", "up1"])

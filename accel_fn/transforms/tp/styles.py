@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from accel_fn.errors import PlanError, message
+from accel_fn.transforms.tp.model_plan import plan_styles
 from accel_fn.transforms.tp.patterns import matches, starred
 from accel_fn.transforms.tp.split_sequence import SplitSequence
 
@@ -36,7 +37,8 @@ def styles_of(
 
     Args:
         model: its parameters may be on the meta device.
-        styles: by pattern of names, in which `*` stands for one name between dots.
+        styles: by pattern of names, in which `*` stands for one name between dots; "auto": those
+            of the model's own plan, without layers that are tied to a layer that it leaves out.
         size: the number of ranks along the axis.
 
     Returns:
@@ -45,17 +47,23 @@ def styles_of(
     Raises:
         ValueError: a pattern matches nothing, or a style does not fit its module.
     """
-    if not isinstance(styles, Mapping):
+    if styles != "auto" and not isinstance(styles, Mapping):
         repair = 'such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
-        rule = "map names of modules to styles"
+        rule = 'be "auto" or map names of modules to styles'
         raise PlanError(message("build", _STYLES, rule, styles, repair))
     modules = dict(model.named_modules())
-    given = _matched(model, styles)
+    ties = _ties(modules)
+    given = _matched(model, styles if isinstance(styles, Mapping) else plan_styles(model))
+    if styles == "auto":
+        for owners in ties:
+            if not owners.keys() <= given.keys():
+                given = {name: style for name, style in given.items() if name not in owners}
     found = {name: _style(name, modules[name], given[name]) for name in modules if name in given}
     for name, style in found.items():
         _check_module(modules, name, style, size)
     _check_heads(modules, found, size)
-    _check_ties(modules, found)
+    for owners in ties:
+        _check_tie(modules, found, owners)
     return found
 
 
@@ -200,20 +208,28 @@ def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
                 yield f"{prefix}{name}", number
 
 
-def _check_ties(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle]) -> None:
+def _ties(modules: Mapping[str, nn.Module]) -> list[dict[str, str]]:
+    """Return the modules that own each tied parameter, and what it is there."""
+    owners: dict[nn.Parameter, dict[str, str]] = {}
+    for name, module in modules.items():
+        for own, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, {})[name] = own
+    return [each for each in owners.values() if len(each) > 1]
+
+
+def _check_tie(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], owners: Mapping[str, str]
+) -> None:
     """Refuse styles that cut one parameter in two ways."""
-    first: dict[nn.Parameter, tuple[str, int | None]] = {}
-    for module_name, module in modules.items():
-        for name, parameter in module.named_parameters(module_name, recurse=False):
-            cut = _cut(module, name.rpartition(".")[2], styles.get(module_name))
-            other, its = first.setdefault(parameter, (name, cut))
-            if its != cut:
-                ways = {other: its, name: cut}
-                got = " and ".join(
-                    f"{each} {'whole' if dim is None else f'cut along dimension {dim}'}"
-                    for each, dim in ways.items()
-                )
-                raise PlanError(
-                    f'build: {_STYLES} must cut a tied parameter in one way, got {got}; "rowwise" cuts '
-                    'an embedding as "colwise" cuts a linear layer'
-                )
+    cuts = {
+        f"{name}.{own}": _cut(modules[name], own, styles.get(name)) for name, own in owners.items()
+    }
+    if len(set(cuts.values())) > 1:
+        got = " and ".join(
+            f"{name} {'whole' if dim is None else f'cut along dimension {dim}'}"
+            for name, dim in cuts.items()
+        )
+        raise PlanError(
+            f'build: {_STYLES} must cut a tied parameter in one way, got {got}; "rowwise" cuts an '
+            'embedding as "colwise" cuts a linear layer'
+        )
