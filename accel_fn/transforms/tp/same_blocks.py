@@ -1,0 +1,382 @@
+"""Does the code of a model compute the same once its layers are split over ranks?
+
+A layer with a part of its columns returns a plain tensor of fewer features, and code may take it for a
+whole one: `q.view(b, t, num_heads, -1)` then makes as many heads, each with fewer features. No shape is
+wrong, and the result is another one.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from accel_fn.base.batch import map_tensors, tensors_of
+from accel_fn.base.rng import restored_random
+from accel_fn.base.state import DistState
+from accel_fn.comm.dtensor import is_sharded, whole
+from accel_fn.comm.primitives import exchange
+from accel_fn.errors import PlanError
+from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.same_on_all_ranks import fingerprints
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_NEVER = ("torch.distributed.fsdp", "accel_fn.transforms.fsdp", __name__)
+"""Whose hooks stay out of both runs: parameters are whole here, and nothing is to be recorded."""
+_STYLES = ("torch.distributed.tensor", "accel_fn.transforms.tp")
+"""Whose hooks split inputs, and make plain tensors of outputs and parameters."""
+_BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
+_BOUND_OF_HALVES = 0.05
+"""How far outputs may differ, as a share of the largest: by the dtype of a run.
+
+Wrong heads may change little: where inputs are small, all look at the tokens almost alike. So blocks
+are compared in float64. There a sum in another order differs by 1e-15, and
+one of the softmax or the norm that code computes in float32 by 1e-7. Code that fails in float64 runs
+in the dtype of the model. There the bounds are those of products of TF32, which has 10 bits, and of
+bfloat16, which has 8.
+"""
+_SPREAD = 0.05
+"""By how much vectors are varied; some, as those of variances, must stay positive."""
+
+
+def compare_blocks(
+    model: nn.Module, styled: Collection[str], state: DistState, axis: str = "tp"
+) -> None:
+    """In the first forward, compare each kind of block whose layers are split with itself unsplit.
+
+    A block is the smallest module around a split layer whose inputs and outputs are the same on all
+    ranks along the axis. Of blocks of one class with parameters of the same shapes, the first one is
+    compared, by the first floating-point tensor that it returns, in evaluation mode. A forward must
+    leave nothing on a module but buffers. A block that draws random numbers in evaluation mode, or that
+    cannot run a second time, is not compared, and the main rank warns of it.
+
+    Args:
+        model: its layers are split; compiled modules inside it have not run yet.
+        styled: the names of the modules that have a parallel style.
+        state: of all ranks.
+        axis: the axis that the layers are split over.
+
+    Raises:
+        PlanError: from the forward, on all ranks along the axis, if a block returns something else
+            than it would with whole layers.
+
+    Cost: for each kind of block, once, two forwards without a graph, and the memory and the gather
+    of the block's parameters in float64. Layers that no smaller block holds, since their outputs
+    differ over the ranks, are compared in the whole model. A steady step costs nothing.
+    """
+    if styled and state.along(axis).world_size > 1:
+        _Comparison(model, styled, state, axis)
+
+
+class _Comparison:
+    """The split layers that are not compared yet, and the hooks that compare them."""
+
+    def __init__(
+        self, model: nn.Module, styled: Collection[str], state: DistState, axis: str
+    ) -> None:
+        self._model, self._open = model, set(styled)
+        self._state, self._axis, self._along = state, axis, state.along(axis)
+        self._kinds: dict[object, bool] = {}
+        """Is a module of this kind a block? Unknown until the first one has run."""
+        self._handles: list[RemovableHandle] = []
+        for name in dict.fromkeys(outer for each in styled for outer in _outward(each)):
+            self._watch(name, model.get_submodule(name))
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        calls: list[Any] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # A copy, since a forward may write to its input, as attention does to its cache.
+            is_due = self._layers(name) and _kind(name, module) not in self._kinds
+            calls[:] = [_copied((args, kwargs), _clone)] if is_due else []
+
+        def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            kind = _kind(name, module)
+            for call in calls:
+                # A layer with a part of the features is known by its output, without a second run.
+                seen = (call, output if name in self._open else ())
+                is_new = bool(self._layers(name)) and self._are_whole(module, tensors_of(seen))
+                self._kinds[kind] = is_new and self._is_block(name, module, call)
+            if self._kinds.get(kind):
+                self._open -= self._layers(name)
+            # A block that differs keeps its hooks: the forward of a program that goes on fails again.
+            for handle in handles if self._open else self._handles:
+                handle.remove()
+            calls.clear()
+
+        handles = (
+            # The hooks of styles, which change the input, come after it.
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        )
+        self._handles += handles
+
+    def _layers(self, name: str) -> set[str]:
+        """The split layers inside that no block holds so far."""
+        return {each for each in self._open if name in _outward(each)}
+
+    def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
+        """Are the tensors the same on all ranks, and such that a part of the features would not be?"""
+        values = [whole(each) for each in tensors]
+        is_constant = module is not self._model and _is_constant(values)
+        own = fingerprints(values) if values else [], is_constant
+        return _are_equal(exchange(own, self._along, "wrap_tp")) and not is_constant
+
+    def _is_block(self, name: str, module: nn.Module, call: Any) -> bool:
+        """Is the output whole? If so, raise unless the module returns the same unsplit."""
+        found = self._compared(module, call, torch.float64)
+        if any(each.failure for each in found):
+            found = self._compared(module, call, None)
+        failures = [each.failure for each in found if each.failure]
+        if failures:
+            self._warn(name, module, failures[0])
+            return True
+        is_same = _are_equal([each.prints for each in found])
+        if module is not self._model and not (is_same and all(each.is_of_size for each in found)):
+            return False
+        worst = max(found, key=lambda each: each.difference / each.bound)
+        if worst.difference > worst.bound:
+            self._refuse(name, module, worst)
+        return True
+
+    def _compared(self, module: nn.Module, call: Any, dtype: torch.dtype | None) -> list[_Outcome]:
+        """Return what every rank along the axis found."""
+        try:
+            own = _compare(module, call, dtype, self._axis, self._state.device)
+        except Exception as error:  # whatever the user's code raises
+            own = _Outcome(failure=f"{type(error).__name__}: {error}")
+        return exchange(own, self._along, "wrap_tp")
+
+    def _warn(self, name: str, module: nn.Module, failure: str) -> None:
+        if self._state.is_main:
+            warn_user(
+                f"wrap_tp: {_called(name, module)} should run a second time in evaluation mode, to be "
+                f"compared with its layers unsplit, got {failure[:300]}; train a few steps with and "
+                "without wrap_tp and compare the losses"
+            )
+
+    def _refuse(self, name: str, module: nn.Module, worst: _Outcome) -> None:
+        layers = sorted(self._layers(name))
+        names = ", ".join(layers[:4]) + (", ..." if len(layers) > 4 else "")
+        raise PlanError(
+            f"wrap_tp: {_called(name, module)} must return the same with its layers split over "
+            f"{self._along.world_size} ranks as with whole ones, got {worst.text}; take sizes from the "
+            "tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a rowwise one, or "
+            f"leave out the styles of {names}"
+        )
+
+
+class _Outcome(NamedTuple):
+    """What one rank found in one comparison."""
+
+    prints: Any = None
+    """A fingerprint of the output of the split block."""
+    is_of_size: bool = True
+    """Has it the shape of the unsplit block's?"""
+    difference: float = 0.0
+    bound: float = 1.0
+    text: str = ""
+    failure: str = ""
+
+
+def _compare(
+    module: nn.Module, call: Any, dtype: torch.dtype | None, axis: str, device: torch.device
+) -> _Outcome:
+    """Run a block split and unsplit, with parameters and inputs of this dtype, or of their own."""
+
+    def converted(tensor: Tensor) -> Tensor:
+        is_moved = dtype is not None and tensor.is_floating_point()
+        return tensor.detach().to(dtype if is_moved else tensor.dtype, copy=True)
+
+    def unsplit_run() -> Tensor:
+        values = {**parameters, **{name: whole(converted(each)) for name, each in buffers.items()}}
+        with _without_hooks(module, _NEVER + _STYLES):
+            return _output(module, values, _copied(call, lambda each: whole(converted(each))))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(restored_random(device))
+        stack.enter_context(_evaluated(module))
+        if dtype is not None:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        buffers = dict(module.named_buffers())
+        own = dict(module.named_parameters())
+        drawn = torch.Generator(device).manual_seed(0)
+        parameters = {n: _varied(whole(converted(each)), drawn) for n, each in own.items()}
+        cut = {name: _cut_like(each, own[name], axis) for name, each in parameters.items()}
+        cut |= {name: converted(each) for name, each in buffers.items()}
+        with _without_hooks(module, _NEVER):
+            split = _output(module, cut, _copied(call, converted))
+        split, unsplit = whole(split), unsplit_run()
+        (prints,) = fingerprints([split])
+        bound = _bound([split, unsplit, *parameters.values()], dtype, device)
+        if split.shape != unsplit.shape:
+            text = f"the shape {[*split.shape]} instead of {[*unsplit.shape]}"
+            return _Outcome(prints, False, float("inf"), bound, text)
+        difference = _difference(split, unsplit)
+        if difference > bound and _difference(unsplit_run(), unsplit) > bound:
+            return _Outcome(failure="another output each time")
+    text = f"outputs that differ by {difference:.2g} of the largest"
+    return _Outcome(prints, True, difference, bound, text)
+
+
+def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.device) -> float:
+    dtypes = {dtype} if dtype else {each.dtype for each in tensors if each.is_floating_point()}
+    if dtype is None and torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    return max(_BOUNDS.get(each, _BOUND_OF_HALVES) for each in dtypes)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest finite number."""
+    found, expected = found.double(), expected.double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    apart = (found - expected).abs().masked_fill(same, 0).nan_to_num(nan=float("inf"))
+    largest = expected.abs().nan_to_num(0, 0, 0)
+    if not apart.numel():
+        return 0.0
+    return float(apart.max() / largest.max().clamp(min=torch.finfo(largest.dtype).tiny))
+
+
+def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw values near those of a parameter, the same on every rank; at a scale that keeps a signal's."""
+    # A block hides what is wrong in it where its last layer starts at zero, where all weights are
+    # one, or where they are so small that every head looks at all tokens alike.
+    if not tensor.is_floating_point():
+        return tensor
+    drawn: Tensor = torch.empty_like(tensor).normal_(generator=generator)
+    if tensor.ndim > 1:
+        return tensor + drawn / math.sqrt(tensor.size(-1))
+    return torch.where(tensor == 0, _SPREAD * drawn, tensor * (1 + _SPREAD * drawn))
+
+
+def _is_constant(tensors: Iterable[Tensor]) -> bool:
+    """Is the first of numbers all one, as a part of the features is then too, or not a number?"""
+    first = next((each for each in tensors if each.is_floating_point() and each.numel()), None)
+    return first is not None and bool(((first == first.flatten()[0]) | first.isnan()).all())
+
+
+def _are_equal(every: Sequence[object]) -> bool:
+    return all(each == every[0] for each in every)
+
+
+def _cut_like(tensor: Tensor, like: Tensor, axis: str) -> Tensor:
+    """Cut a whole tensor along one axis of a mesh; other axes, as those of FSDP, leave it whole."""
+    names = like.device_mesh.mesh_dim_names or () if is_sharded(like) else ()
+    if not is_sharded(like) or axis not in names:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    along = like.device_mesh if len(names) == 1 else like.device_mesh[axis]
+    placement = like.placements[names.index(axis)]
+    return distribute_tensor(tensor, along, [placement], src_data_rank=None)
+
+
+def _output(module: nn.Module, values: Mapping[str, Tensor], inputs: tuple[Any, Any]) -> Tensor:
+    """Return the first floating-point tensor of the output with these parameters and buffers."""
+    output = functional_call(module, dict(values), *inputs)
+    for each in tensors_of(output):
+        if each.is_floating_point():
+            return each
+    return torch.zeros(())
+
+
+def _outward(name: str) -> list[str]:
+    """Return the name of a module and of those around it, outwards."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:size]) for size in range(len(parts), -1, -1)]
+
+
+def _kind(name: str, module: nn.Module) -> object:
+    """What layers of one class in the same place of several blocks have in common."""
+    places = tuple("*" if each.isdigit() else each for each in name.split("."))
+    shapes = tuple((path, each.shape) for path, each in module.named_parameters())
+    return places, type(module), shapes
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """Put the modules inside in evaluation mode; their own `train` may do something else too."""
+    before = {each: each.training for each in module.modules()}
+    try:
+        for each in before:
+            each.training = False
+        yield
+    finally:
+        for each, training in before.items():
+            each.training = training
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, packages: tuple[str, ...]) -> Iterator[None]:
+    """Take the forward hooks of some packages off the modules inside."""
+    homes = [(vars(each), name) for each in module.modules() for name in _HOOKS]
+    before = [home[name] for home, name in homes]
+    try:
+        for home, name in homes:
+            kept = {key: hook for key, hook in home[name].items() if not _is_of(hook, packages)}
+            home[name] = OrderedDict(kept)
+        yield
+    finally:
+        for (home, name), hooks in zip(homes, before, strict=True):
+            home[name] = hooks
+
+
+def _is_of(hook: Callable[..., Any], packages: tuple[str, ...]) -> bool:
+    inner = hook.func if isinstance(hook, partial) else hook
+    name = str(getattr(inner, "__module__", ""))
+    return any(name == each or name.startswith(f"{each}.") for each in packages)
+
+
+def _copied(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Copy what is in a tree; tensors are converted, and modules stay."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(tree)
+        kept = [convert(each) if isinstance(each, Tensor) else each for each in pickler.kept]
+        return _Unpickler(io.BytesIO(file.getvalue()), kept).load()
+    except (pickle.PicklingError, TypeError, AttributeError):
+        # Closures and objects of local classes have no copy.
+        return map_tensors(convert, tree)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+class _Pickler(pickle.Pickler):
+    """Copies everything but tensors and modules."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.kept: list[Any] = []
+
+    def persistent_id(self, item: Any) -> int | None:
+        if not isinstance(item, Tensor | nn.Module):
+            return None
+        self.kept.append(item)
+        return len(self.kept) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, place: int) -> Any:
+        return self._kept[place]

@@ -1,0 +1,405 @@
+"""compare_blocks: code that takes a part of a layer's features for all of them is refused."""
+
+import copy
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from accel_fn.transforms.tp.same_blocks import compare_blocks
+from accel_fn.transforms.tp.split import split_model
+from tests.support import strategies as ours
+
+HEADS, HEAD_DIM, WIDTH = 4, 2, 8
+STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "dtensor": lambda: ColwiseParallel(use_local_output=False),
+    "table": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence": lambda: SequenceParallel(use_local_output=True),
+}
+ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+INPUTS = torch.linspace(-1, 1, 48).sin().view(2, 3, WIDTH)
+TOKENS = torch.arange(6).view(2, 3)
+
+
+def within(name, styles):
+    return {f"{name}.{each}": style for each, style in styles.items()}
+
+
+def found(model, styles, *args, **kwargs):
+    """Split a model by styles over two ranks, run it, and return the error of each rank."""
+
+    def run(state):
+        own = split(model, styles, state)
+        try:
+            own(*args, **kwargs).isnan()  # torch warns at exit of outputs that nobody waited for
+        except af.errors.PlanError as error:
+            return str(error)
+        assert not any(map(is_watched, own.modules()))
+        return ""
+
+    return simulate(run, mesh={"tp": 2})
+
+
+def split(model, styles, state):
+    own = copy.deepcopy(model)
+    split_model(state, own, {name: STYLES[each]() for name, each in styles.items()}, "tp")
+    compare_blocks(own, styles, state)
+    return own
+
+
+def is_watched(module):
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(each.__module__ == compare_blocks.__module__ for each in hooks)
+
+
+class Attention(nn.Module):
+    """Attention whose code takes the number of heads from the tensor, or knows it."""
+
+    def __init__(self, *shape, dropout=0.0):
+        super().__init__()
+        self.shape, self.dropout = shape or (-1, HEAD_DIM), nn.Dropout(dropout)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (self.heads(each(x)) for each in (self.q, self.k, self.v))
+        weights = self.dropout((q @ k.mT / HEAD_DIM**0.5).softmax(-1))
+        return self.dropout(self.o((weights @ v).transpose(1, 2).reshape(b, t, -1)))
+
+    def heads(self, x):
+        return x.view(*x.shape[:2], *self.shape).transpose(1, 2)
+
+
+FIXED = (HEADS, -1)
+
+
+class MLP(nn.Module):
+    def __init__(self, between=F.gelu):
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), between
+
+    def forward(self, x):
+        return self.down(self.between(self.up(x)))
+
+
+PAIR = {"up": "colwise", "down": "rowwise"}
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10)
+        self.blocks = nn.ModuleList(blocks)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in blocks)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x))
+        return self.head(x)
+
+
+WHOLE = {
+    "table": "table",
+    "blocks.0.q": "colwise",
+    "blocks.0.k": "colwise",
+    "blocks.0.v": "colwise",
+    "blocks.0.o": "rowwise",
+    "blocks.1.up": "colwise",
+    "blocks.1.down": "rowwise",
+    "head": "gathered",
+}
+
+
+class Wrapped(nn.Module):
+    """A block in a module around it."""
+
+    def __init__(self, block, call):
+        super().__init__()
+        self.block, self.call = block, call
+
+    def forward(self, x):
+        return self.call(self.block, x)
+
+
+class SelfAndOutput(nn.Module):
+    """As in BERT: the colwise layers are in one module, the rowwise one in another."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.self, self.out = Attention(*shape), nn.Linear(WIDTH, WIDTH)
+        self.self.o = nn.Identity()
+
+    def forward(self, x):
+        return self.out(self.self(x))
+
+
+BERT = {"self.q": "colwise", "self.k": "colwise", "self.v": "colwise", "out": "rowwise"}
+
+
+class Named(Attention):
+    def forward(self, *, hidden_states, cache=None):
+        if cache is not None:
+            hidden_states = torch.cat([*cache.past, hidden_states], 1)
+            cache.past.append(hidden_states.detach())
+        return super().forward(hidden_states), torch.zeros(1)
+
+
+class Cache:
+    def __init__(self):
+        self.past = []
+
+
+def call_by_name(block, x):
+    return block(hidden_states=x)[0]
+
+
+def call_with_cache(block, x):
+    cache = Cache()
+    out, _ = block(hidden_states=x, cache=cache)
+    assert len(cache.past) == 1
+    return out
+
+
+def by_constant(x):
+    """Fails in float64."""
+    return torch.eye(x.shape[1]) @ F.gelu(x)
+
+
+class OfDTensors(nn.Module):
+    """Computes with the whole rows of a split layer, as DTensors know them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 16)
+
+    def forward(self, x):
+        return F.layer_norm(self.up(x), (16,))
+
+
+RIGHT = {
+    "attention": (Attention(), ATTENTION),
+    "two layers": (MLP(), PAIR),
+    "as in BERT": (SelfAndOutput(), BERT),
+    "arguments by name": (Wrapped(Named(), call_by_name), within("block", ATTENTION)),
+    "a cache": (Wrapped(Named(), call_with_cache), within("block", ATTENTION)),
+    "dropout": (Attention(dropout=0.5), ATTENTION),
+    "no float64": (MLP(by_constant), PAIR),
+    "a DTensor": (OfDTensors(), {"up": "dtensor"}),
+    "in place": (Wrapped(MLP(), lambda block, x: block(x.clone().relu_())), within("block", PAIR)),
+}
+
+
+@pytest.mark.parametrize(("model", "styles"), RIGHT.values(), ids=RIGHT)
+def test_right_code_passes(model, styles):
+    assert found(model, styles, INPUTS) == ["", ""]
+
+
+def test_a_model_of_right_blocks_passes():
+    assert found(Model(Attention(), MLP()), WHOLE, TOKENS) == ["", ""]
+
+
+WRONG = {
+    "a fixed number of heads": (Attention(*FIXED), ATTENTION),
+    "as in BERT": (SelfAndOutput(*FIXED), BERT),
+    "a norm": (MLP(lambda x: F.layer_norm(x, x.shape[-1:])), PAIR),
+    "a softmax": (MLP(lambda x: x.softmax(-1)), PAIR),
+    "no float64": (MLP(lambda x: by_constant(x).softmax(-1)), PAIR),
+    "by name": (Wrapped(Named(*FIXED), call_by_name), within("block", ATTENTION)),
+    "with a cache": (Wrapped(Named(*FIXED), call_with_cache), within("block", ATTENTION)),
+    "a mean": (MLP(lambda x: x - x.mean(-1, keepdim=True)), PAIR),
+}
+
+
+@pytest.mark.parametrize(("model", "styles"), WRONG.values(), ids=WRONG)
+def test_wrong_code_is_refused_on_all_ranks(model, styles):
+    first, second = found(model, styles, INPUTS)
+    assert first == second
+    assert "must return the same with its layers split over 2 ranks as with whole ones" in first
+
+
+def test_the_message_names_the_block_and_the_repair():
+    first, _ = found(Model(Attention(*FIXED), MLP()), WHOLE, TOKENS)
+    assert re.fullmatch(
+        r"wrap_tp: blocks\.0 \(Attention\) must return the same with its layers split over 2 ranks as with "
+        r"whole ones, got outputs that differ by 0\.\d+ of the largest; take sizes from the tensors, as in "
+        r"q\.view\(b, t, -1, head_dim\), follow each colwise layer by a rowwise one, or leave out the styles "
+        r"of blocks\.0\.k, blocks\.0\.o, blocks\.0\.q, blocks\.0\.v",
+        first,
+    )
+
+
+def test_an_output_of_another_shape_is_refused():
+    first, second = found(Model(), {"head": "colwise"}, TOKENS)
+    assert first == second
+    assert "the model (Model)" in first
+    assert "got the shape [2, 3, 5] instead of [2, 3, 10];" in first
+
+
+def hidden(*shape):
+    """Attention whose heads look alike: its weights are small, and its last layer starts at zero."""
+    model = Attention(*shape)
+    with torch.no_grad():
+        for each in (model.q, model.k, model.v):
+            each.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+            each.bias.zero_()
+        model.o.weight.zero_()
+        model.o.bias.zero_()
+    return model.bfloat16()
+
+
+def test_wrong_heads_of_a_new_model_in_half_precision_are_found():
+    inputs = INPUTS.bfloat16()
+    assert found(hidden(), ATTENTION, inputs) == ["", ""]
+    assert all(found(hidden(*FIXED), ATTENTION, inputs))
+
+
+@pytest.mark.parametrize(("shape", "is_right"), [((), True), (FIXED, False)])
+def test_a_model_that_was_split_by_hand_is_compared_too(shape, is_right):
+    model = Attention(*shape)
+
+    def run(state):
+        own, mesh = copy.deepcopy(model), af.device_mesh(state)["tp"]
+        plan = {name: STYLES[style]() for name, style in ATTENTION.items()}
+        parallelize_module(own, mesh, plan, src_data_rank=None)
+        compare_blocks(own, plan, state)
+        with nullcontext() if is_right else pytest.raises(af.errors.PlanError, match="the same"):
+            own(INPUTS).isnan()
+
+    simulate(run, mesh={"tp": 2})
+
+
+def test_a_forward_that_goes_on_after_the_error_fails_again():
+    def run(state):
+        own = split(Attention(*FIXED), ATTENTION, state)
+        for _ in range(2):
+            with pytest.raises(af.errors.PlanError, match="must return the same"):
+                own(INPUTS)
+
+    simulate(run, mesh={"tp": 2})
+
+
+class Counted(MLP):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls.append(None)
+        return super().forward(x)
+
+
+def test_one_block_of_a_kind_is_compared_once():
+    model = Model(*(Counted([]) for _ in range(3)))
+
+    def run(state):
+        styles = {f"blocks.{each}.{name}": PAIR[name] for each in range(3) for name in PAIR}
+        own = split(model, styles, state)
+        for _ in range(2):
+            own(TOKENS).isnan()
+        return [len(each.calls) for each in own.blocks]
+
+    assert simulate(run, mesh={"tp": 2}) == [[4, 2, 2]] * 2  # the first one runs twice more
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.norm = MLP(), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return F.dropout(self.norm(self.mlp(x)), 0.5, self.training) + torch.rand(()) * 0
+
+
+def test_a_comparison_leaves_no_trace():
+    """Generators, buffers and modes are those of a forward without it."""
+    model = Noisy()
+
+    def run(state):
+        own = split(model, within("mlp", PAIR), state)
+        own.norm.eval()
+        before = [*own.named_parameters(), *own.named_buffers()]
+        values = {name: each.detach().clone() for name, each in own.named_buffers()}
+        random = torch.get_rng_state()
+        own.mlp(INPUTS).isnan()
+        assert torch.equal(random, torch.get_rng_state())
+        after = [*own.named_parameters(), *own.named_buffers()]
+        assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
+        assert all(torch.equal(values[name], each) for name, each in own.named_buffers())
+        assert own.training
+        assert own.mlp.training
+        assert not own.norm.training
+
+    simulate(run, mesh={"tp": 2})
+
+
+def drawing(x):
+    return F.dropout(x, 0.5)
+
+
+def failing(x):
+    if not torch.is_grad_enabled():
+        raise RuntimeError("no second time")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("between", "failure"),
+    [(drawing, "another output each time"), (failing, "RuntimeError: no second time")],
+)
+def test_a_block_that_cannot_be_compared_is_warned_of_on_the_main_rank(between, failure):
+    with pytest.warns(UserWarning, match="wrap_tp") as caught:
+        assert found(MLP(between), PAIR, INPUTS) == ["", ""]
+    (warning,) = caught
+    assert str(warning.message) == (
+        "wrap_tp: the model (MLP) should run a second time in evaluation mode, to be compared with its "
+        f"layers unsplit, got {failure}; train a few steps with and without wrap_tp and compare the losses"
+    )
+    assert warning.filename == __file__
+
+
+def test_ranks_of_one_batch_are_compared_in_a_mesh_of_two_axes():
+    def run(state):
+        own = split(Attention(*FIXED), ATTENTION, state)
+        with pytest.raises(af.errors.PlanError, match="split over 2 ranks"):
+            own(INPUTS + state.along("dp").rank)
+
+    simulate(run, mesh={"dp": 2, "tp": 2})
+
+
+ACTIVATIONS = st.sampled_from([F.relu, F.gelu, F.silu, torch.tanh])
+
+
+@given(
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    activation=ACTIVATIONS,
+    scale=st.floats(1e-3, 1e3),
+    seed=st.integers(0, 2**16),
+    autocast=st.booleans(),
+)
+@ours.share(0.3)
+def test_right_models_of_any_values_pass(dtype, activation, scale, seed, autocast):
+    torch.manual_seed(seed)
+    model = Model(Attention(dropout=0.1), MLP(activation)).to(dtype)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(scale)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert found(model, WHOLE, TOKENS) == ["", ""]
