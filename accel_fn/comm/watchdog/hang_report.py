@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -12,21 +11,15 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from accel_fn.base.mesh_axes import ranks_along
+from accel_fn.comm.watchdog.python_files import is_in_python
 from accel_fn.comm.watchdog.store_log import Entry
 
-_PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
-_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.py")
 """Files of torch that are on the stack while it compiles."""
 
 # Found on the stack, so that a step records nothing between its phases.
 _PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_update": "update"}
-
-
-def is_in_python(file: str) -> bool:
-    """Is this file of the standard library?"""
-    return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
 
 
 def is_compiling() -> bool:
