@@ -161,6 +161,21 @@ def test_a_sum_that_is_taken_for_a_mean_is_refused_where_each_rank_has_one_row()
         simulate(run, mesh=SQUARE)
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 2}, SQUARE])
+def test_a_row_that_several_ranks_hold_is_no_batch_to_be_cut(mesh):
+    batch = (torch.ones(1, 3).double(), torch.ones(1, 1).double())
+
+    def run(state):
+        model = ours.regression_model()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        step(state, af.part(batch, state))
+        return step.checks.loss.verdict
+
+    text = "could not be compared with those of its parts: no batch has had two samples"
+    assert set(simulate(run, mesh=mesh)) == {text}
+
+
 def test_a_run_is_saved_and_resumed_on_other_meshes(tmp_path):
     others = [{"mesh": {"dp": 4}}, {"mesh": {"tp": 4}}, {"world_size": 1}]
     places = [where for other in others for where in ({"mesh": SQUARE}, other)]

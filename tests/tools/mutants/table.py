@@ -32,6 +32,7 @@ RESUMED_SCHEDULES = "checkpoint/schedules.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
 BY_HAND = f"{LAWS}01_no_transforms.py {LAWS}02_accumulation.py"
 WORLDS, SCALING = f"{LAWS}03_worlds.py", f"{LAWS}07_scaling.py"
+MESHES = f"{LAWS}13_meshes.py"
 SHARE = "return shares(weight, total, self._num_ranks)"
 FINITE = "finite = None if state.scaler is None else torch.isfinite(grads.norm())"
 
@@ -697,5 +698,47 @@ MUTANTS = [
         'before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]',
         "before = []",
         f"{LAWS}10_schedule_of_batches.py tests/transforms/test_schedule_of_batches.py",
+    ),
+    Mutant(
+        "on a mesh, ranks that hold the same rows weigh as many times",
+        MEAN,
+        "if self._state.axes and not any(",
+        "if False and not any(",
+        MESHES,
+    ),
+    Mutant(
+        "on a mesh, losses are summed over all ranks",
+        MEAN,
+        "self._data = over(state)",
+        "self._data = state",
+        MESHES,
+    ),
+    Mutant(
+        "on a mesh, a request to stop reaches the ranks of one axis",
+        MEAN,
+        "self.stop = any(count % 2 for _, count in ranks)",
+        "self.stop = any(count % 2 for _, count in ranks[data_places(self._state)])",
+        MESHES,
+    ),
+    Mutant(
+        "on a mesh, a loader is split over all ranks",
+        "data/shard_loader.py",
+        "state = over(state)",
+        "state = state",
+        MESHES,
+    ),
+    Mutant(
+        "on a mesh, other rows along other axes are passed over",
+        "step/checks/first_batches.py",
+        "if firsts.setdefault(place, looks) != looks:",
+        "if False:",
+        MESHES,
+    ),
+    Mutant(
+        "on a mesh, a loss of one row is compared with its copies on other ranks",
+        LOSS_CHECK,
+        "sum(rows[data_places(state)])",
+        "sum(rows)",
+        MESHES,
     ),
 ]
