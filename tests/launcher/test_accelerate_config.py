@@ -206,6 +206,18 @@ def test_what_is_not_read_from_the_file_is_named_in_one_warning(name):
             "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu, zero3_save_16bit_model: true}",
             'offload_optimizer_device is wrap_deepspeed(offload="cpu"), zero3_save_16bit_model is save_model',
         ),
+        (
+            "deepspeed_config: {offload_optimizer_device: nvme, offload_optimizer_nvme_path: /disk}",
+            'offload_optimizer_device is wrap_deepspeed(offload="nvme"), '
+            'offload_optimizer_nvme_path is wrap_deepspeed(nvme_path="/disk")',
+        ),
+        (
+            "deepspeed_config: {offload_param_device: nvme, offload_param_nvme_path: /disk}",
+            "offload_param_device is "
+            'wrap_deepspeed(zero_optimization={"offload_param": {"device": "nvme"}}), '
+            "offload_param_nvme_path is "
+            'wrap_deepspeed(zero_optimization={"offload_param": {"nvme_path": "/disk"}})',
+        ),
         ("dynamo_backend: INDUCTOR", "dynamo_backend is compiled()"),
         (
             "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_fullgraph: true}",
@@ -230,6 +242,7 @@ def test_the_warning_names_the_counterpart_in_the_script(tmp_path, lines, shown)
         "fsdp_config: {fsdp_offload_params: 'False', fsdp_sharding_strategy: FULL_SHARD}",
         "parallelism_config: {parallelism_config_tp_size: 1, parallelism_config_cp_size: 1}",
         "deepspeed_config: {gradient_accumulation_steps: auto, gradient_clipping: auto}",
+        "deepspeed_config: {offload_optimizer_device: none, deepspeed_multinode_launcher: standard}",
         "megatron_lm_config: {megatron_lm_tp_degree: 1, megatron_lm_gradient_clipping: 0}",
         "enable_cpu_affinity: true\nsame_network: 'no'\ndebug: 'yes'",
     ],
@@ -453,3 +466,15 @@ def test_keys_that_are_left_out_are_named(tmp_path, line):
     file = written(tmp_path, f"distributed_type: NO\n{line}\n")
     with pytest.warns(UnusedSettingsWarning, match=re.escape(line.split(":")[0])):
         resolved(config=file)
+
+
+def test_keys_of_deepspeed_that_are_left_out_are_named(tmp_path):
+    keys = "zero3_init_flag: true, deepspeed_moe_layer_cls_names: Experts, "
+    keys += "deepspeed_multinode_launcher: pdsh, deepspeed_hostfile: hosts"
+    lines = f"distributed_type: DEEPSPEED\nuse_cpu: true\ndeepspeed_config: {{{keys}}}\n"
+    with pytest.warns(UnusedSettingsWarning) as caught:
+        resolved(config=written(tmp_path, lines))
+    assert str(caught[0].message).endswith(
+        "accel_fn has no counterpart yet for deepspeed_config (zero3_init_flag, "
+        "deepspeed_moe_layer_cls_names, deepspeed_multinode_launcher, deepspeed_hostfile); left out"
+    )

@@ -96,6 +96,16 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "zero_stage": "wrap_deepspeed(stage={})",
         "offload_optimizer_device=cpu": 'wrap_deepspeed(offload="cpu")',
         "offload_param_device=cpu": 'wrap_deepspeed(offload="cpu")',
+        "offload_optimizer_device=nvme": 'wrap_deepspeed(offload="nvme")',
+        "offload_param_device=nvme": (
+            'wrap_deepspeed(zero_optimization={"offload_param": {"device": "nvme"}})'
+        ),
+        "offload_optimizer_nvme_path": 'wrap_deepspeed(nvme_path="{}")',
+        "offload_param_nvme_path": (
+            'wrap_deepspeed(zero_optimization={{"offload_param": {{"nvme_path": "{}"}}}})'
+        ),
+        "deepspeed_multinode_launcher=standard": "",
+        "deepspeed_multinode_launcher=nossh": "",
         "zero3_save_16bit_model": "save_model",
         "gradient_clipping": "clip({})",
         "megatron_lm_gradient_clipping": "clip({})",
