@@ -120,7 +120,7 @@ def trackers(session: nox.Session, library: str) -> None:
 @nox.session
 def deepspeed(session: nox.Session) -> None:
     """wrap_deepspeed on two processes, with the real library; compiles C++ at first, for minutes."""
-    needed = (TORCH, ".[testing,deepspeed]", *group("trackers"), "ninja", "setuptools")
+    needed = (TORCH, ".[testing,transformers,deepspeed]", *group("trackers"), "ninja", "setuptools")
     session.install(
         "--constraint", DEEPSPEED_PINS, *needed, silent=False, env={"DS_BUILD_OPS": "0"}
     )
@@ -193,8 +193,10 @@ def lock(session: nox.Session) -> None:
     testing = (*project["optional-dependencies"]["testing"], *group("trackers"))
     for library in TRACKERS:
         pin(session, (TORCH, *project["dependencies"], *testing, library), pins_of(library))
-    zero = (*project["optional-dependencies"]["deepspeed"], "ninja", "setuptools")
-    pin(session, (TORCH, *project["dependencies"], *testing, *zero), DEEPSPEED_PINS)
+    zero = [*testing, "ninja", "setuptools"]
+    for extra in ("deepspeed", "transformers"):
+        zero += project["optional-dependencies"][extra]
+    pin(session, (TORCH, *project["dependencies"], *zero), DEEPSPEED_PINS)
 
 
 def pin(session: nox.Session, asked: Iterable[str], to: str, *options: str) -> None:

@@ -33,6 +33,7 @@ from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.gather import gather
 from accel_fn.comm.reduce import reduce_sum
 from accel_fn.comm.world import init
+from accel_fn.comm.zero import gathered, is_partitioned
 from accel_fn.data.workers import WORKER_OPTIONS
 from accel_fn.errors import ArgumentError, ArgumentTypeError
 from accel_fn.step.autocast import autocast
@@ -170,10 +171,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         parts = [place(), accumulate(args.gradient_accumulation_steps, split=None), self._recipe]
         parts += [with_amp("bf16")] if args.bf16 else [with_amp("fp16")] if args.fp16 else []
         clipped = args.max_grad_norm and args.max_grad_norm > 0
-        parts.append(clip(args.max_grad_norm) if clipped else fill(gradients=_read_norm))
+        parts += [clip(args.max_grad_norm)] if clipped else []
         plan: Plan[Any] = compose(*parts)(
             Plan(self._loss, self.model, self.optimizer.optimizer, weight_fn=self._num_items)
         )
+        if not clipped and not plan.having("collectives_in_apply"):  # whose gradients an engine has
+            plan = fill(gradients=_read_norm)(plan)
         if not plan.strategy:
             unused = bool(args.ddp_find_unused_parameters)
             plan = wrap_ddp(find_unused_parameters=unused)(plan)
@@ -377,13 +380,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The loss scale is among what `load` reads."""
 
     def _load_best_model(self) -> None:
-        if self._is_sharded():
+        if any(map(is_sharded, self.model.parameters())):
             load_model(self.model, self.state.best_model_checkpoint)
         else:
-            super()._load_best_model()
+            with gathered(self.model, writes=True):
+                super()._load_best_model()
 
     def _is_sharded(self) -> bool:
-        return any(map(is_sharded, self.model.parameters()))
+        return is_partitioned(self.model) or any(map(is_sharded, self.model.parameters()))
 
 
 class RankBatches:
@@ -514,7 +518,7 @@ def _prediction(found: Mapping[str, Any], args: Any) -> EvalPrediction:
 
 _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fsdp": (lambda args: args.fsdp, "shard by recipe=wrap_fsdp()"),
-    "deepspeed": (lambda args: args.deepspeed, "shard by recipe=wrap_fsdp()"),
+    "deepspeed": (lambda args: args.deepspeed, "give it as recipe=wrap_deepspeed(...)"),
     "torch_compile": (lambda args: args.torch_compile, "compile by recipe=compiled()"),
     "auto_find_batch_size": (
         lambda args: args.auto_find_batch_size,

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from accel_fn.base.mesh_axes import mesh_name
 from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.dtensor import is_sharded
+from accel_fn.comm.zero import is_copied
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.plan import Plan, SlotFunction, describe
@@ -28,6 +29,7 @@ _WITHOUT_MESH = ("local_gradients", "virtual_ranks", "collectives_in_apply")
 def check_plan(state: DistState, plan: Plan) -> None:
     """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
     _check_slots(state, plan)
+    _check_model(plan)
     check_parameters(plan)
     _check_optimizers(plan)
     _check_world(state, plan)
@@ -37,6 +39,15 @@ def check_plan(state: DistState, plan: Plan) -> None:
         check_hooks("build", plan)
     for each in plan.entries():
         _validate(each, state, plan)
+
+
+def _check_model(plan: Plan) -> None:
+    """Refuse a model of a former step under wrap_deepspeed."""
+    if is_copied(plan.model):
+        raise PlanError(
+            "build: model must be a new one after wrap_deepspeed, whose engine holds the parameters, got the "
+            "same one; make the model again, and load a checkpoint"
+        )
 
 
 def _validate(each: Any, state: DistState, plan: Plan) -> None:

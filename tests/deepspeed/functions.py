@@ -55,6 +55,7 @@ def cases(folder):
             add("offload", offloaded)
             add("experts", experts)
             add("two engines", two_engines)
+            add("in use", in_use)
             add(
                 "accelerate",
                 refused,
@@ -386,6 +387,17 @@ def two_engines(state, *, stage):
     state, _ = first(state, part)
     try:
         second(state, part)
+    except ValueError as error:
+        return str(error)
+    return "nothing is refused"
+
+
+def in_use(state, *, stage):
+    """A second step for a model, by another strategy."""
+    state, _, model = built(state, stage)
+    plan = af.Plan(loss_fn, model, OPTIMIZERS["sgd"](model.parameters()), count)
+    try:
+        af.build(state, af.wrap_ddp()(plan))
     except ValueError as error:
         return str(error)
     return "nothing is refused"

@@ -162,6 +162,14 @@ def test_a_loss_that_reaches_another_engine_is_refused(found, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_second_step_for_a_model_is_refused(found, stage):
+    assert found[f"in use {stage}"] == (
+        "build: model must be a new one after wrap_deepspeed, whose engine holds the parameters, got the "
+        "same one; make the model again, and load a checkpoint"
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_of_accelerate_is_refused(found, stage):
     assert found[f"accelerate {stage}"] == (
         "load_accelerate: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "

@@ -58,7 +58,7 @@ def wrap_deepspeed(
     and buffers. In a world of one it is a no-op, and DeepSpeed is not imported, unless `offload` is given.
 
     The engine keeps the gradients. A parameter that the loss does not reach gets one of zeros from
-    stage 1 on. After a step that failed, build again.
+    stage 1 on. A model has one engine: after a step that failed, make it again, and build.
 
     Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
 
@@ -84,13 +84,13 @@ def wrap_deepspeed(
             a group without trained parameters, or an update that needs the shapes of parameters; trained
             parameters that are not float32, or tables with sparse gradients; a loss scale, and functions in
             the slots `accept`, `gradients` (but `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and
-            `shard_model`; at stage 3 `average` and `check_replicas`; ranks that are threads; another device
-            than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme" without libaio; and
-            parameters in files on a device without fp16. From a step: a loss that reaches no parameter, one
-            of another engine, or others than on another rank, where the first batches are looked at; another
-            step after one that failed; at stage 3 a batch without weight on all ranks. From `step.grads` and
-            `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and from `load` if the
-            optimizer has made another number of updates to some parameters of a group.
+            `shard_model`; at stage 3 `average` and `check_replicas`; ranks that are threads; a model of a
+            former step; another device than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme"
+            without libaio; and parameters in files on a device without fp16. From a step: a loss that reaches
+            no parameter, one of another engine, or others than on another rank, where the first batches are
+            looked at; another step after one that failed; at stage 3 a batch without weight on all ranks.
+            From `step.grads` and `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and
+            from `load` if the optimizer has made another number of updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
         ModuleNotFoundError: in `build`, on several ranks or with `offload`, without the extra `deepspeed`.
 

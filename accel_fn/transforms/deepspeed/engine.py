@@ -148,7 +148,7 @@ class ZeRO(Strategy):
         if self._is_open:
             raise StateError(
                 "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine "
-                "keeps, got another step; build again and load a checkpoint"
+                "keeps, got another step; make the model again, build, and load a checkpoint"
             )
         return super().gradients(plan, state, batch)
 
