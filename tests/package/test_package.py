@@ -114,6 +114,7 @@ DISTRIBUTED = {
         "torch.distributed.tensor",
         "torch.distributed.tensor.parallel",
     },
+    "transforms/tp/draws.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/tp/styles.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/deepspeed/deepspeed.py": {"torch._C._distributed_c10d"},  # the store of one rank
     "testing/simulation.py": {"torch._C._distributed_c10d"},

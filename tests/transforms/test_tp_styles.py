@@ -227,8 +227,12 @@ def test_configuration_counts_for_attention_alone():
         (
             Words(),
             {"layers.*": "sequence"},
-            'give "sequence" to norms and dropouts alone, which have no matrix, got layers.0, of class '
-            "Layer",
+            'give "sequence" to norms alone, which have no matrix, got layers.0, of class Layer',
+        ),
+        (
+            nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.1)),
+            {"*": "sequence"},
+            'give "sequence" to norms alone, which have no matrix, got 1, of class Dropout',
         ),
         (
             Words(),

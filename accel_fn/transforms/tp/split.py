@@ -16,6 +16,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.comm.mesh import device_mesh
+from accel_fn.transforms.tp.draws import draw_by_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +42,8 @@ def split_model(
     for (holder, its), *others in ties:
         for module, name in others:
             module._parameters[name] = holder._parameters[its]
+    layers = {model.get_submodule(name): style for name, style in styles.items()}
+    draw_by_shard(model, layers, state.along(axis).rank)
 
 
 def _send_values(state: DistState, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The style of norms and dropouts: each rank runs its part of the sequence."""
+"""The style of norms: each rank runs its part of the sequence."""
 
 from __future__ import annotations
 

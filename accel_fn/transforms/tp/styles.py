@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.modules.dropout import _DropoutNd
 
 from accel_fn.errors import PlanError, message
 from accel_fn.transforms.tp.model_plan import plan_styles
@@ -116,10 +117,13 @@ def _check_module(
             f"build: {_STYLES} must leave out the layers of MultiheadAttention, which reads their "
             f"weights without calling them, got {got}; write the attention with nn.Linear layers"
         )
-    if isinstance(style, SplitSequence) and any(each.ndim > 1 for each in module.parameters()):
+    # Before the first draw of a DTensor on a GPU, torch sends rank 0's generator to all ranks, also over dp.
+    is_no_norm = isinstance(module, _DropoutNd) or any(
+        each.ndim > 1 for each in module.parameters()
+    )
+    if isinstance(style, SplitSequence) and is_no_norm:
         raise PlanError(
-            f'build: {_STYLES} must give "sequence" to norms and dropouts alone, which have no matrix, '
-            f"got {got}"
+            f'build: {_STYLES} must give "sequence" to norms alone, which have no matrix, got {got}'
         )
     # A style of another class may shard any module.
     if not isinstance(style, ColwiseParallel | RowwiseParallel):

@@ -34,6 +34,10 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     optimizer holds, become `DTensor`s on the axis in `build`. Those of layers without a style are whole on
     every rank. All start from rank 0's values.
 
+    After `seed_all`, ranks along the axis draw one dropout mask of activations that all of them hold. Between
+    a column-wise layer and the row-wise one after it, each rank draws a mask of its own for its part.
+    A model has dropout if a module or its `config` has a number > 0 by a name with "drop" in `build`.
+
     Law: any mesh gives the result of one rank, for uneven parts, any weights, an empty rank.
 
     Args:
@@ -51,7 +55,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
         ValueError: `styles` or `axis` are none of these. In `build`, on all ranks: the mesh has no such axis;
             a style fits no module, or one that cannot be split so; the axis does not divide a number of
             heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
-            shards.
+            shards; a model with dropout in graphs of `compiled(fullgraph=True)`, which would have to break.
         TypeError: `styles` is of another type.
 
     Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
@@ -101,6 +105,7 @@ class TPSlot(SlotFunction):
                 f"build: wrap_tp must not be used with {describe(compiled)}, whose graph cannot hold what "
                 'splits layers; use compiled(scope="blocks")'
             )
+        _check_graphs(plan)
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_tp")
         _styles(plan.model, self.keywords["styles"], size)
@@ -115,6 +120,17 @@ def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis:
         model.to(state.device)
         split_model(state, model, _styles(model, styles, size), axis)
     return model
+
+
+def _check_graphs(plan: Plan) -> None:
+    """Refuse whole graphs where a seed of the generator has to break them."""
+    from accel_fn.transforms.tp.draws import may_draw
+
+    if (whole := plan.having("full_graph")) and may_draw(plan.model):
+        raise PlanError(
+            f"build: {describe(whole[0])} must not be used with wrap_tp and dropout, whose draws break "
+            "graphs; leave fullgraph out"
+        )
 
 
 def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, ParallelStyle]:

@@ -1,0 +1,118 @@
+"""Random draws of activations that are split over an axis: each rank draws numbers of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.modules.dropout import _DropoutNd
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], rank: int) -> None:
+    """Let a rank draw numbers of its own between column-wise layers and the row-wise one after them.
+
+    Ranks of an axis hold the same rows, so their generators are the same: dropout of an activation that
+    all of them hold has one mask. Where each holds other features, one mask would serve all of them. So a
+    column-wise layer starts a region, in which the default generator of the activation's device is seeded
+    by its own state and the rank; the next row-wise layer or the end of the model's forward, also by an
+    error, ends it. After a region that has drawn nothing, the generator is as it was before. After another
+    one it has drawn one number more than before the region, on all ranks.
+
+    Everything follows from the state of that generator, so a resumed run and a recomputation by
+    `torch.utils.checkpoint` draw the same again.
+
+    Nothing is done if `may_draw(model)` is false. A graph of `torch.compile` breaks at both ends of a region.
+
+    Args:
+        model: the root, whose forward calls the layers.
+        layers: with their styles. One whose output is gathered begins no region.
+        rank: this rank's place along the axis.
+    """
+    if not may_draw(model):
+        return
+    region = _Region(rank)
+    for layer, style in layers.items():
+        if isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),):
+            layer.register_forward_hook(region.start)
+        elif isinstance(style, RowwiseParallel):
+            layer.register_forward_pre_hook(region.end)
+    model.register_forward_hook(region.end, always_call=True)
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Return whether a module has dropout: a number > 0 by a name with "drop", itself or in its `config`."""
+    return any(
+        isinstance(value, int | float) and value > 0
+        for module in model.modules()
+        for value in _rates(module)
+    )
+
+
+def _rates(module: nn.Module) -> Iterator[Any]:
+    if isinstance(module, _DropoutNd):
+        yield module.p
+    for holder in (module, getattr(module, "config", None)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if "drop" in name:
+                yield value
+
+
+def _outside_of_graphs(hook: F) -> F:
+    disabled: F = torch.compiler.disable(hook, reason="each rank draws numbers of its own")  # type: ignore[no-untyped-call]
+    return disabled
+
+
+class _Region:
+    """A part of a forward in which this rank's activations are other features than those of its peers."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._device = torch.device("cpu")
+        self._seed = 0
+        self._inside = self._outside = torch.empty(0)
+        """States of the generator: as the region began with, and as it was before."""
+        self._is_open = False
+
+    @_outside_of_graphs
+    def start(self, layer: nn.Module, inputs: object, output: Tensor) -> None:
+        """Seed the generator by its state and the rank."""
+        if self._lasts():
+            return
+        self._device = output.device
+        generator = _generator_of(self._device)
+        self._outside = generator.get_state()
+        key = self._outside.numpy().tobytes() + str(self._rank).encode()
+        # Read from the state, not drawn: to read a number from a device would wait for the device.
+        self._seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 2**63
+        generator.manual_seed(self._seed)
+        self._inside = generator.get_state()
+        self._is_open = True
+
+    @_outside_of_graphs
+    def end(self, *_: object) -> None:
+        """Restore the generator, and move it if the region has drawn."""
+        if self._lasts():
+            generator = _generator_of(self._device)
+            has_drawn = not torch.equal(generator.get_state(), self._inside)
+            generator.set_state(self._outside)
+            if has_drawn:
+                torch.rand((), device=self._device)
+        self._is_open = False
+
+    def _lasts(self) -> bool:
+        # A recomputation may begin a region that it does not end, and then torch restores the generator.
+        return self._is_open and _generator_of(self._device).initial_seed() == self._seed
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
+    return generators[device.index]
