@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -26,9 +25,9 @@ from transformers import (
 )
 
 import accel_fn as af
-from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import simulate
 from accel_fn.transforms.tp.styles import styles_of
+from tests.support import strategies as ours
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +39,7 @@ SIZES = {
     "num_attention_heads": 4,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "pad_token_id": 3}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = "bert.encoder.layer.*"
 SIX = {
     f"{BERT}.attention.self.query": "colwise",
@@ -51,47 +51,56 @@ SIX = {
 }
 
 
-def loss_and_gradients(model: nn.Module) -> list[torch.Tensor]:
-    tokens = torch.tensor([[1, 4, 9, 19, 5], [7, 7, 2, 3, 3]])
-    loss = model(input_ids=tokens, attention_mask=(tokens != 3).long(), labels=tokens).loss
-    loss.backward()
-    grads: list[Any] = [each.grad for each in model.parameters()]
-    return [
-        loss.detach(),
-        *(getattr(each, "full_tensor", lambda each=each: each)() for each in grads),
-    ]
+TOKENS = torch.randint(0, 20, (8, 6), generator=torch.Generator().manual_seed(1))
 
 
+def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(
+        input_ids=tokens, attention_mask=(tokens != 3).long(), labels=tokens
+    ).loss
+    return loss
+
+
+def trained(state: af.DistState, model: nn.Module, recipe: Any) -> tuple[list[float], Any]:
+    """Train a few steps; return losses and norms, and whole parameters."""
+    plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    state, step = af.build(state, recipe(af.clip(0.5)(plan)))
+    found = []
+    for _ in range(3):
+        state, report = step(state, af.part(TOKENS, state))
+        found += [float(report.loss), float(report.grad_norm)]
+    return found, ours.whole(model.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("kind", "config", "styles"),
     [
         (LlamaForCausalLM, LlamaConfig(**GROUPED), "auto"),
         (LlamaForCausalLM, LlamaConfig(**GROUPED, tie_word_embeddings=True), "auto"),
+        (LlamaForCausalLM, LlamaConfig(**GROUPED), {"model.layers.*.*norm": "sequence"}),
         (Qwen3ForCausalLM, Qwen3Config(**GROUPED, head_dim=4), "auto"),
         (Phi3ForCausalLM, Phi3Config(**GROUPED, eos_token_id=0), "auto"),
-        (BertForMaskedLM, BertConfig(**SIZES), SIX),
+        (BertForMaskedLM, BertConfig(**SIZES, **NO_DROPOUT), SIX),
     ],
-    ids=["llama", "llama with a tied head", "qwen3", "phi3", "bert"],
+    ids=["llama", "llama with a tied head", "llama's norms", "qwen3", "phi3", "bert"],
 )
-def test_sharded_model_has_the_loss_and_the_gradients_of_one_process(
-    kind: Any, config: Any, styles: Any
+def test_mesh_of_two_by_two_gives_the_result_of_one_process(
+    kind: Any, config: Any, styles: Any, wrap: Any
 ) -> None:
     torch.manual_seed(0)
-    model = kind(config).double().eval()
-    models = [copy.deepcopy(model) for _ in range(2)]
-    expected = loss_and_gradients(model)
+    model = kind(config).double()
+    models = [copy.deepcopy(model) for _ in range(4)]
+    found, expected = trained(af.DistState(), model, lambda plan: plan)
+    recipe = af.compose(af.wrap_tp(styles), wrap)
 
-    def run(state: af.DistState) -> list[torch.Tensor]:
-        mine, mesh = models[state.rank], make_mesh(state, 1)
-        tied = mine.get_output_embeddings().weight is mine.get_input_embeddings().weight
-        for name, style in styles_of(mine, styles, state.world_size).items():
-            parallelize_module(mine.get_submodule(name), mesh, style, src_data_rank=None)
-        if tied:
-            mine.get_output_embeddings().weight = mine.get_input_embeddings().weight
-        return loss_and_gradients(mine)
+    def run(state: af.DistState) -> Any:
+        return trained(state, models[state.rank], recipe)
 
-    for results in simulate(run, world_size=2):
-        torch.testing.assert_close(results, expected, rtol=0, atol=1e-12)
+    for reported, parameters in simulate(run, mesh={"dp": 2, "tp": 2}, timeout_s=60):
+        ours.assert_close(parameters, expected)
+        # These models compute their loss in float32.
+        assert reported == pytest.approx(found, rel=1e-6)
 
 
 def test_every_matrix_of_a_llama_is_sharded() -> None:
