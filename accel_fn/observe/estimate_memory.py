@@ -76,7 +76,7 @@ def estimate_memory(
     Ranks hold replicas, as under `wrap_ddp`: more of them, or more
     micro-batches, make activations smaller and nothing else. A rank that
     shares gradients or accumulates them holds them through the whole step. On a mesh, a rank has a part of
-    the batch for its place along `dp`; what other axes split of the model is not counted.
+    the batch for its place along `dp`; parameters that `wrap_tp` splits are counted whole.
 
     Args:
         make_model: returns the model, or a model and a batch. Called once, without memory.

@@ -262,19 +262,20 @@ def test_what_happens_anyway_is_no_news(tmp_path, lines):
         ({"tp": 4, "dp_shard": 2, "cp": 2}, "dp=-1,cp=2,tp=4"),
     ],
 )
-def test_sizes_of_axes_are_the_mesh_and_the_warning_names_those_that_nothing_splits(
+def test_sizes_of_axes_are_the_mesh_and_the_warning_names_what_splits_along_them(
     tmp_path, sizes, mesh
 ):
     file = written(tmp_path, parallel(**sizes) + "num_processes: 16\n")
-    axes = mesh.removeprefix("dp=-1,").replace("=2", "").replace("=4", "").replace(",", ", ")
-    text = (
-        f"accel_fn has no transform yet that splits a model along {axes} of the mesh: without one of "
-        "yours, ranks along it compute the same"
-    )
-    with pytest.warns(UnusedSettingsWarning, match=re.escape(text)) as caught:
+    splits = {
+        "cp": "accel_fn has no transform yet that splits sequences along it, so ranks along it compute the "
+        "same",
+        "tp": "in the script, wrap_tp() splits the model along it",
+    }
+    lines = [f"the mesh has the axis {axis}: {splits[axis]}" for axis in splits if axis in mesh]
+    with pytest.warns(UnusedSettingsWarning) as caught:
         found = resolved(config=file)
     (warning,) = caught
-    assert "left out" not in str(warning.message)
+    assert str(warning.message) == f"{file}: {'; '.join(lines)}"
     assert found.settings.mesh == mesh
     assert found.sources["mesh"] == str(file)
 
@@ -285,7 +286,7 @@ def test_replicas_and_shards_are_ranks_along_dp_and_a_flag_goes_before_the_mesh_
     sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     file = written(tmp_path, parallel(**sizes) + "num_processes: 8\n")
     text = re.escape(
-        "parallelism_config_dp_replicate_size is wrap_fsdp(replicate=2); accel_fn has no tr"
+        "parallelism_config_dp_replicate_size is wrap_fsdp(replicate=2); the mesh has the a"
     )
     with pytest.warns(UnusedSettingsWarning, match=text):
         assert resolved({"mesh": "dp=8"}, config=file).settings.mesh == "dp=8"

@@ -168,6 +168,11 @@ _MICROBATCHES = (
 _AXES = {"cp": "parallelism_config_cp_size", "tp": "parallelism_config_tp_size"}
 """Axes of the mesh, beside `dp`, and the keys of their sizes."""
 
+_SPLIT_BY = {
+    "cp": "accel_fn has no transform yet that splits sequences along it, so ranks along it compute the same",
+    "tp": "in the script, wrap_tp() splits the model along it",
+}
+
 _Entry = tuple[str, str, object]
 """A section (or none), a key and its value."""
 
@@ -355,11 +360,7 @@ def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None
     if missing:
         left = [f"{name} ({', '.join(keys)})" if keys else name for name, keys in missing.items()]
         lines.append(f"accel_fn has no counterpart yet for {', '.join(left)}; left out")
-    if axes:
-        lines.append(
-            f"accel_fn has no transform yet that splits a model along {', '.join(axes)} of the mesh: "
-            "without one of yours, ranks along it compute the same"
-        )
+    lines += [f"the mesh has the axis {axis}: {_SPLIT_BY[axis]}" for axis in axes]
     if lines:
         warnings.warn(f"{source}: {'; '.join(lines)}", UnusedSettingsWarning, stacklevel=3)
 
