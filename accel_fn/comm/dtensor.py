@@ -62,15 +62,17 @@ def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[D
     return found
 
 
-def sum_partial(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up gradients that are still to be summed over an axis that does not cut their parameter.
+def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each rank the part of a gradient that it holds of the parameter.
 
-    Cost: one collective for each such gradient.
+    Torch may leave another one, or one that is still to be summed over an axis.
+
+    Cost: at most one collective for each such gradient.
     """
     for each in parameters:
         grad = each.grad
-        if is_sharded(grad) and any(placement.is_partial() for placement in grad.placements):
-            each.grad = _summed(grad)
+        if is_sharded(each) and is_sharded(grad) and grad.placements != each.placements:
+            each.grad = grad.redistribute(placements=each.placements)
 
 
 def _summed(tensor: DTensor) -> DTensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
-from accel_fn.comm.dtensor import is_sharded, place_of, sum_partial
+from accel_fn.comm.dtensor import is_sharded, place_gradients, place_of
 from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
 from accel_fn.step import loop
 from accel_fn.step.checks.graph import GraphChecks
@@ -187,7 +187,7 @@ class Strategy:
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks, if the last backward has not done so."""
         if self._is_split:
-            sum_partial(self.reachable)
+            place_gradients(self.reachable)
 
     def take(self, state: DistState, weight: Weight) -> Grads:
         """Take the averaged gradients off the parameters."""

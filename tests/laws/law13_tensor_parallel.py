@@ -7,6 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
@@ -14,6 +16,9 @@ from tests.support import language_model as lm
 from tests.support import strategies as ours
 
 SQUARE = {"dp": 2, "tp": 2}
+NORMS = {"blocks.*.first_norm": "sequence", "norm": "sequence"}
+HEAD = {"head": ColwiseParallel(output_layouts=Replicate())}  # of a number of tokens that is odd
+TABLE = {"embedding": "rowwise"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
 
@@ -59,18 +64,27 @@ def assert_one_process(ranks, expected):
 def runs(draw):
     """Draw a model, a mesh, batches of masked tokens, and any split over `dp`, also empty parts."""
     mesh = draw(st.sampled_from([{"dp": dp, "tp": tp} for dp, tp in [(2, 2), (1, 2), (1, 4)]]))
+    is_tied = draw(st.booleans())
     options = {
         "num_heads": 4 if mesh["tp"] == 4 else draw(st.sampled_from([2, 4])),
         "depth": draw(st.integers(1, 2)),
-        "is_tied": draw(st.booleans()),
+        "is_tied": is_tied,
     }
+    more = draw(st.sampled_from([NORMS, HEAD | TABLE] if is_tied else [NORMS, HEAD, TABLE]))
+    styles = lm.STYLES | draw(st.sampled_from([{}, more]))
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
     batches = lm.batches(*sizes, seed=draw(st.integers(0, 9)))
     parts = [draw(strategies.uneven_parts(size, mesh["dp"])) for size in sizes]
-    return lm.language_model(**options), mesh, batches, parts
+    return lm.language_model(**options), styles, mesh, batches, parts
 
 
-UNEVEN = (lm.language_model(), SQUARE, lm.batches(5, 6, 3), [[2, 3], [0, 6], [3, 0]])
+UNEVEN = (
+    lm.language_model(is_tied=False),
+    lm.STYLES | HEAD,
+    SQUARE,
+    lm.batches(5, 6, 3),
+    [[2, 3], [0, 6], [3, 0]],
+)
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
@@ -78,8 +92,8 @@ UNEVEN = (lm.language_model(), SQUARE, lm.batches(5, 6, 3), [[2, 3], [0, 6], [3,
 @given(run=runs(), num_microbatches=st.integers(1, 4))
 @example(run=UNEVEN, num_microbatches=2)
 def test_any_mesh_is_one_rank(wrap, run, num_microbatches):
-    model, mesh, batches, sizes = run
-    recipe = af.compose(wrap, af.wrap_tp(lm.STYLES), af.accumulate(num_microbatches), af.clip(0.5))
+    model, styles, mesh, batches, sizes = run
+    recipe = af.compose(wrap, af.wrap_tp(styles), af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
     ranks = simulate(lambda state: train(state, model, parts, recipe), mesh=mesh)
     assert_one_process(ranks, train_by_hand(model, batches, 0.5))
