@@ -14,6 +14,7 @@ from accel_fn.base.mesh_axes import AXES, mesh_shape, ranks_along
 from accel_fn.base.state import Axis
 from accel_fn.comm import primitives
 from accel_fn.testing import simulate
+from tests.support import strategies as ours
 
 SQUARE = {"dp": 2, "tp": 2}
 
@@ -223,6 +224,20 @@ def test_what_needs_all_ranks_refuses_the_state_of_an_axis(name, tmp_path):
     text = f"{name}: state must be of all ranks, got one along 'dp'; give the state that along was"
     with pytest.raises(ValueError, match=text):
         calls[name](state.along("dp"))
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_step_and_an_evaluation_refuse_the_state_of_an_axis(axis):
+    def run(state):
+        state, step = ours.built(af.wrap_ddp(), state)
+        along = state.along(axis)
+        for call in (step, step.forward, lambda state, batch: af.evaluate(step, [batch], state)):
+            with pytest.raises(
+                ValueError, match="step: state must be of the world it was built in"
+            ):
+                call(along, (torch.ones(2, 3).double(), torch.ones(2, 1).double()))
+
+    simulate(run, mesh=SQUARE)
 
 
 def test_the_mesh_of_a_launch_is_the_default_of_init(monkeypatch):

@@ -33,6 +33,7 @@ class Difference:
 NONE = "(no counterpart)"
 _SHARDS = "FSDP2 alone: the units, offloading and dtypes are arguments of wrap_fsdp."
 _DEEPSPEED = "wrap_deepspeed takes DeepSpeed's configuration; its engine stays inside of the step."
+_MESH = "Replicas and shards are both along dp: wrap_fsdp(replicate=r). wrap_tp() splits along tp."
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
 _TRAIN = "A step trains and evaluate evaluates: each sets the mode."
 
@@ -111,7 +112,9 @@ TABLE: dict[str, Row] = {
     "Accelerator(fsdp_plugin)": Row(
         "af.wrap_fsdp() in the recipe", _SHARDS, transform="af.wrap_fsdp()"
     ),
-    "Accelerator(torch_tp_plugin)": Row(NONE, "Tensor parallelism is not here."),
+    "Accelerator(torch_tp_plugin)": Row(
+        "af.wrap_tp() in the recipe", _MESH, transform="af.wrap_tp()"
+    ),
     "Accelerator(megatron_lm_plugin)": Row(NONE, "Megatron-LM has a loop of its own."),
     "Accelerator(rng_types)": Row(None, "The order of a loader is computed from the seed."),
     "Accelerator(log_with)": Row(
@@ -138,9 +141,7 @@ TABLE: dict[str, Row] = {
     "Accelerator(kwargs_handlers)": Row(None, "Their fields are arguments of transforms."),
     "Accelerator(dynamo_backend)": Row("af.compiled() in the recipe", transform="af.compiled()"),
     "Accelerator(dynamo_plugin)": Row("af.compiled() in the recipe", transform="af.compiled()"),
-    "Accelerator(parallelism_config)": Row(
-        "af.wrap_fsdp(replicate=r)", "Shards and replicas of them; no other meshes."
-    ),
+    "Accelerator(parallelism_config)": Row("af.init(mesh=dict(dp=-1, tp=n))", _MESH),
     # Methods: the loop.
     "accelerator.prepare": Row("plan, step and loader", differences=(18,)),
     "accelerator.prepare(model)": Row(
@@ -356,13 +357,15 @@ TABLE: dict[str, Row] = {
     "accelerator.fp8_backend": Row(None, 'af.with_amp("fp8") uses torchao.'),
     "accelerator.is_fsdp2": Row(None, _SHARDS),
     "accelerator.is_composable_parallelism_enabled": Row(None, "One recipe."),
-    "accelerator.parallelism_config": Row(NONE, "No meshes of other axes are here."),
-    "accelerator.torch_device_mesh": Row("state.group", "One group of all ranks."),
-    "accelerator.tensor_parallel_rank": Row(NONE, "Tensor parallelism is not here."),
+    "accelerator.parallelism_config": Row(
+        "state.axes", "The axes of the mesh that init was given."
+    ),
+    "accelerator.torch_device_mesh": Row("af.device_mesh(state)"),
+    "accelerator.tensor_parallel_rank": Row('state.along("tp").rank'),
     "accelerator.pipeline_parallel_rank": Row(NONE, "Pipelines are not here."),
     "accelerator.context_parallel_rank": Row(NONE, "Context parallelism is not here."),
-    "accelerator.data_parallel_rank": Row("state.rank"),
-    "accelerator.data_parallel_shard_rank": Row("state.rank"),
+    "accelerator.data_parallel_rank": Row("state.data.rank"),
+    "accelerator.data_parallel_shard_rank": Row("state.data.rank"),
     # State without an Accelerator.
     "PartialState": Row(
         "state = af.init({init})", "Once; functions take the state as an argument."
@@ -391,8 +394,8 @@ TABLE: dict[str, Row] = {
     "ProfileKwargs": Row("af.profile(folder, steps=range(11, 14))"),
     "TorchDynamoPlugin": Row("af.compiled(mode=..., fullgraph=..., dynamic=...)"),
     "DynamoBackend": Row("af.compiled()", "Inductor alone."),
-    "ParallelismConfig": Row("af.wrap_fsdp(replicate=r)", "No other meshes."),
-    "TorchTensorParallelPlugin": Row(NONE, "Tensor parallelism is not here."),
+    "ParallelismConfig": Row("af.init(mesh=dict(dp=-1, tp=n))", _MESH),
+    "TorchTensorParallelPlugin": Row("af.wrap_tp()", _MESH),
     "MegatronLMPlugin": Row(NONE, "Megatron-LM has a loop of its own."),
     "DeepSpeedPlugin": Row("af.wrap_deepspeed(stage=...)", _DEEPSPEED),
     "DummyOptim": Row("an optimizer of torch", _DEEPSPEED),
