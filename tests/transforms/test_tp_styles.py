@@ -311,8 +311,8 @@ def test_styles_that_do_not_fit_are_refused(model, styles, words):
 @pytest.mark.parametrize("inputs", [(), (torch.ones(4),)], ids=["none", "one dimension"])
 def test_module_that_splits_the_sequence_needs_a_sequence(inputs):
     def run(state):
-        model = parallelize_module(nn.Dropout(0.0), make_mesh(state, 1), SplitSequence())
-        got = f"Dropout({', '.join('Tensor' for _ in inputs)})"
+        model = parallelize_module(nn.LayerNorm(4), make_mesh(state, 1), SplitSequence())
+        got = f"LayerNorm({', '.join('Tensor' for _ in inputs)})"
         words = f'^step: a module of style "sequence" must be called with a tensor .*, got {re.escape(got)}$'
         with pytest.raises(af.errors.PlanError, match=words):
             model(*inputs)
@@ -337,6 +337,22 @@ def test_each_rank_runs_its_part_of_the_sequence():
         return model.length
 
     assert simulate(run, world_size=2) == [3, 2]
+
+
+def test_dropout_draws_the_mask_of_the_whole_sequence():
+    inputs = torch.ones(2, 5, 8)
+
+    def draw(model):
+        torch.manual_seed(3)
+        return model(inputs), torch.rand(())
+
+    expected = draw(nn.Dropout(0.5))
+
+    def run(state):
+        return draw(parallelize_module(nn.Dropout(0.5), make_mesh(state, 1), SplitSequence()))
+
+    for found in simulate(run, world_size=2):
+        assert all(map(torch.equal, found, expected))
 
 
 NAMES = st.sampled_from(["0", "1", "10", "up", "down", "up1"])
