@@ -1,4 +1,4 @@
-"""Does the code of a model compute the same once its layers are split over ranks?
+"""Refuses a model whose code computes something else once its layers are split over ranks.
 
 A layer with a part of its columns returns a plain tensor of fewer features, and code may take it for a
 whole one: `q.view(b, t, num_heads, -1)` then makes as many heads, each with fewer features. No shape is
