@@ -120,6 +120,7 @@ def _torch_module() -> types.ModuleType:
         _sleep=_sleep,
         current_device=torch.accelerator.current_device_index,
         current_stream=torch.accelerator.current_stream,
+        default_generators=[native.default_generator(index) for index in range(NUM_DEVICES)],
         device=lambda device: torch.accelerator.device_index(_index(device)),
         device_count=lambda: NUM_DEVICES,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
