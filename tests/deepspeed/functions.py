@@ -50,6 +50,7 @@ def cases(folder):
         add("tied", tied)
         add("groups", groups, folder=folder)
         add("grads", refused, of=lambda state, step, part: step.grads(state, part))
+        add("update", refused, of=lambda state, step, part: step.update(state, af.Grads(()), None))
         add("failed", failed)
         if stage:
             add("offload", offloaded)
@@ -63,7 +64,7 @@ def cases(folder):
             )
     for stage in range(3):
         found[f"average {stage}"] = lambda state, stage=stage: averages(state, stage)
-    found["replicas"] = replicas
+        found[f"replicas {stage}"] = lambda state, stage=stage: replicas(state, stage)
     found["launch"] = launched
     found["lock"] = lock
     return found
@@ -449,9 +450,9 @@ def averages(state, stage):
     return max(distance(*means), distance(*ends))
 
 
-def replicas(state):
+def replicas(state, stage):
     """A parameter that one rank changes is named."""
-    state, step, model = built(state, 0, af.check_replicas(every=1))
+    state, step, model = built(state, stage, af.check_replicas(every=1))
     part = rows_of(batches(1)[0], state, 8)
     state, _ = step(state, part)
     if state.rank == 1:

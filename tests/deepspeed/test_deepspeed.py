@@ -101,7 +101,12 @@ def test_check_replicas_names_the_parameter_and_the_rank(found):
     rule = (
         "check_replicas: parameters must be equal on all ranks at step 2, 0.bias differs on rank 1"
     )
-    assert rule in found["replicas"]
+    assert rule in found["replicas 0"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_each_update_writes_equal_parameters(found, stage):
+    assert found[f"replicas {stage}"] == "nothing is found"
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -125,10 +130,11 @@ def test_a_batch_without_weight_is_refused_at_stage_3(found):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_refused(found, stage):
-    assert found[f"grads {stage}"] == (
-        "step.grads: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
-        "parameters, got one with it; call the step, or use wrap_fsdp"
-    )
+    for name in ("grads", "update"):
+        assert found[f"{name} {stage}"] == (
+            f"step.{name}: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
+            "parameters, got one with it; call the step, or use wrap_fsdp"
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -256,6 +262,16 @@ def test_one_count_for_parameters_of_a_group(found):
         "load: wrap_deepspeed must have one 'step' for all parameters of a group, got 1.0 and 2.0; load by "
         "wrap_fsdp"
     )
+
+
+def test_the_engine_by_hand_differs_as_the_page_on_differences_has_it(found):
+    assert found["uneven by hand"] == pytest.approx(0.17, abs=0.005)
+    assert found["clipped by hand"] == pytest.approx([4.1, 1.0], abs=0.05)
+    assert found["window by hand"] == [1, 3]
+
+
+def test_the_engine_by_hand_reads_gradients_wrongly_from_files(found, libaio):
+    assert found["nvme by hand"] > 0.05
 
 
 def test_one_process_without_a_launcher_offloads(tmp_path):

@@ -262,9 +262,23 @@ def test_stage_3_has_no_whole_parameters(other):
     )
 
 
-@pytest.mark.parametrize("strategy", [af.local_sgd(every=2), af.reproducible(num_virtual_ranks=2)])
-def test_other_strategies_are_refused(strategy):
-    assert "wrap_deepspeed()" in refusal(af.wrap_deepspeed(), strategy)
+@pytest.mark.parametrize(
+    ("strategy", "start"),
+    [
+        (
+            af.local_sgd(every=2),
+            "local_sgd must be the only strategy, since every rank needs parameters and gradients of its "
+            "own, got wrap_deepspeed()",
+        ),
+        (
+            af.reproducible(num_virtual_ranks=2),
+            "plan must have at most one function in strategy, got wrap_deepspeed() and "
+            "reproducible(num_virtual_ranks=2)",
+        ),
+    ],
+)
+def test_other_strategies_are_refused(strategy, start):
+    assert refusal(af.wrap_deepspeed(), strategy).startswith(f"build: {start}; leave out one of ")
 
 
 def test_a_loss_scale_is_refused():
