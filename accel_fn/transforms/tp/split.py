@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_map_only
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.comm.dtensor import is_sharded, local
+from accel_fn.comm.dtensor import is_sharded, local, place_of
 from accel_fn.comm.mesh import device_mesh
 from accel_fn.transforms.tp.draws import draw_by_shard
+from accel_fn.transforms.tp.same_blocks import compare_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +45,8 @@ def split_model(
             module._parameters[name] = holder._parameters[its]
     layers = {model.get_submodule(name): style for name, style in styles.items()}
     draw_by_shard(model, layers, state.along(axis).rank)
+    names = [name for name, module in model.named_modules() if _holds_parts(module)]
+    compare_blocks(model, names, state, axis)
 
 
 def _send_values(state: DistState, model: nn.Module) -> None:
@@ -84,6 +87,10 @@ def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     if is_sharded(tensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def _holds_parts(module: nn.Module) -> bool:
+    return any(place_of(each) for each in module._parameters.values() if each is not None)
 
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
