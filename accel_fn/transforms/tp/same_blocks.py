@@ -56,9 +56,9 @@ def compare_blocks(
 
     A block is the smallest module around a split layer whose inputs and outputs are the same on all
     ranks along the axis. Of blocks of one class with parameters of the same shapes, the first one is
-    compared, by the first floating-point tensor that it returns, in evaluation mode. A forward must
-    leave nothing on a module but buffers. A block that draws random numbers in evaluation mode, or that
-    cannot run a second time, is not compared, and the main rank warns of it.
+    compared, by the first floating-point tensor that it returns, in evaluation mode. A block that draws
+    random numbers in evaluation mode, or that cannot run a second time, is not compared, and the main
+    rank warns of it.
 
     Args:
         model: its layers are split; compiled modules inside it have not run yet.
@@ -310,15 +310,16 @@ def _called(name: str, module: nn.Module) -> str:
 
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
-    """Put the modules inside in evaluation mode; their own `train` may do something else too."""
-    before = {each: each.training for each in module.modules()}
+    """Put the modules inside in evaluation mode; what a forward leaves on them goes at the end."""
+    before = {each: dict(vars(each)) for each in module.modules()}
     try:
         for each in before:
-            each.training = False
+            each.training = False  # its own `train` may do something else too
         yield
     finally:
-        for each, training in before.items():
-            each.training = training
+        for each, attributes in before.items():
+            vars(each).clear()
+            vars(each).update(attributes)
 
 
 @contextmanager
