@@ -45,7 +45,7 @@ nitpicky = True
 nitpick_ignore_regex = [  # type aliases and type variables have no page
     (
         "py:class",
-        r"(.*\.(GlobalMean|Prepared)|(.*\.)?Axis|Precision|Wrapper|Watchdog|ellipsis|\w+Fn|(.*\.)?(T|Batch))",
+        r"(.*\.(GlobalMean|Prepared)|(.*\.)?Axis|Precision|Styles|Wrapper|Watchdog|ellipsis|\w+Fn|(.*\.)?(T|Batch))",
     ),
 ]
 

@@ -201,7 +201,8 @@ def not_run(page: Path) -> list[str]:
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    diffs_run = page.name in ("README.md", "seeing-a-run.md") or page.name.startswith("from-")
+    with_diffs = ("README.md", "seeing-a-run.md", "choosing-a-mesh.md")
+    diffs_run = page.name in with_diffs or page.name.startswith("from-")
     run = {"python", "{eval-rst}", "diff" if diffs_run else "python"}
     texts = [text for language, text in fences if language not in run]
     python = re.compile(r"^(import |from \S+ import |.*= af\.)", re.MULTILINE)

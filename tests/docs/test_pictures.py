@@ -19,6 +19,11 @@ def test_the_picture_of_an_epoch_is_what_the_loader_gives():
     assert module["PICTURE"].read_text() == module["draw"](), "run python docs/draw_epoch.py"
 
 
+def test_the_picture_of_a_mesh_is_what_ranks_hold():
+    module = runpy.run_path(str(DOCS / "draw_mesh.py"))
+    assert module["PICTURE"].read_text() == module["draw"](), "run python docs/draw_mesh.py"
+
+
 def titles(svg):
     return [each.text for each in ElementTree.fromstring(svg).iter(f"{SVG}title")]
 
