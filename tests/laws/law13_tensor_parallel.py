@@ -23,10 +23,10 @@ TABLE = {"embedding": "rowwise"}
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
 
 
-def train_by_hand(model, batches, max_norm):
+def train_by_hand(model, batches, max_norm, make_optimizer):
     """Return losses, norms before clipping, weights and parameters of one process."""
     model = copy.deepcopy(model)
-    optimizer, found = ours.adamw(model.parameters()), []
+    optimizer, found = make_optimizer(model.parameters()), []
     for batch in batches:
         loss = lm.token_loss(model, batch)
         loss.backward()
@@ -37,13 +37,13 @@ def train_by_hand(model, batches, max_norm):
     return found, model.state_dict()
 
 
-def train(state, model, parts, recipe):
+def train(state, model, parts, recipe, make_optimizer):
     """Return the same of a rank, which trains on `parts[its place along dp]`."""
     mine = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in mine.parameters():
             parameter.add_(state.rank)  # the values of rank 0 are everyone's
-    optimizer = ours.adamw(mine.parameters())
+    optimizer = make_optimizer(mine.parameters())
     plan = af.Plan(lm.token_loss, mine, optimizer, af.num_labels("labels"))
     state, step = af.build(state, recipe(plan))
     found = []
@@ -89,11 +89,12 @@ UNEVEN = (
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
 @ours.share(0.2)
-@given(run=runs(), num_microbatches=st.integers(1, 4))
-@example(run=UNEVEN, num_microbatches=2)
-def test_any_mesh_is_one_rank(wrap, run, num_microbatches):
+@given(run=runs(), num_microbatches=st.integers(1, 4), make_optimizer=st.just(ours.sgd))
+@example(run=UNEVEN, num_microbatches=2, make_optimizer=ours.adamw)
+def test_any_mesh_is_one_rank(wrap, run, num_microbatches, make_optimizer):
+    # AdamW turns the rounding of a drawn gradient near zero into 1e-12 of the rate.
     model, styles, mesh, batches, sizes = run
     recipe = af.compose(wrap, af.wrap_tp(styles), af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
-    ranks = simulate(lambda state: train(state, model, parts, recipe), mesh=mesh)
-    assert_one_process(ranks, train_by_hand(model, batches, 0.5))
+    ranks = simulate(lambda state: train(state, model, parts, recipe, make_optimizer), mesh=mesh)
+    assert_one_process(ranks, train_by_hand(model, batches, 0.5, make_optimizer))
