@@ -31,9 +31,17 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 50, 100)
 
 
-def pytest_runtest_setup():
-    """Seed the global generators, so that every run draws the same numbers."""
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+
+
+def pytest_runtest_setup(item):
+    """Seed the global generators, so that every run draws the same numbers. Keep the simulated ranks of
+    a parallel run on one core, where threads that take turns need half the time."""
     torch.manual_seed(0)
+    if _CORES and _WORKER:
+        one = _CORES[int(_WORKER.removeprefix("gw")) % len(_CORES)]
+        os.sched_setaffinity(0, _CORES if item.get_closest_marker("slow") else [one])
 
 
 @pytest.fixture
