@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -31,7 +31,6 @@ STYLES = {
     "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
     "dtensor": lambda: ColwiseParallel(use_local_output=False),
     "table": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "sequence": lambda: SequenceParallel(use_local_output=True),
 }
 ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 INPUTS = torch.linspace(-1, 1, 48).sin().view(2, 3, WIDTH)
@@ -154,11 +153,34 @@ BERT = {"self.q": "colwise", "self.k": "colwise", "self.v": "colwise", "out": "r
 
 
 class Named(Attention):
-    def forward(self, *, hidden_states, cache=None):
+    def forward(self, *, hidden_states, cache=None, then=None):
         if cache is not None:
             hidden_states = torch.cat([*cache.past, hidden_states], 1)
             cache.past.append(hidden_states.detach())
         return super().forward(hidden_states), torch.zeros(1)
+
+
+class Scaled(MLP):
+    """Has a whole vector beside its parts of layers, and takes all of it or the start."""
+
+    def __init__(self, *, cut):
+        super().__init__(self.times)
+        self.scale, self.cut = nn.Parameter(torch.ones(16)), cut
+
+    def times(self, x):
+        return x * self.scale[: x.shape[-1]] if self.cut else x * self.scale.sum()
+
+
+class DeadUnits(nn.Module):
+    """Its rowwise layer is in a module that sees zeros alone, the same on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Linear(WIDTH, 16), nn.Sequential(nn.Linear(16, WIDTH))
+        nn.init.constant_(self.up.bias, -100)
+
+    def forward(self, x):
+        return self.out(self.up(x).relu())
 
 
 class Cache:
@@ -175,6 +197,10 @@ def call_with_cache(block, x):
     out, _ = block(hidden_states=x, cache=cache)
     assert len(cache.past) == 1
     return out
+
+
+def call_with_closure(block, x):
+    return block(hidden_states=x, then=lambda: x)[0]
 
 
 def by_constant(x):
@@ -202,7 +228,9 @@ RIGHT = {
     "dropout": (Attention(dropout=0.5), ATTENTION),
     "no float64": (MLP(by_constant), PAIR),
     "a DTensor": (OfDTensors(), {"up": "dtensor"}),
-    "in place": (Wrapped(MLP(), lambda block, x: block(x.clone().relu_())), within("block", PAIR)),
+    "a closure": (Wrapped(Named(), call_with_closure), within("block", ATTENTION)),
+    "a whole vector": (Scaled(cut=False), PAIR),
+    "zeros": (DeadUnits(), {"up": "colwise", "out.0": "rowwise"}),
 }
 
 
@@ -223,6 +251,7 @@ WRONG = {
     "no float64": (MLP(lambda x: by_constant(x).softmax(-1)), PAIR),
     "by name": (Wrapped(Named(*FIXED), call_by_name), within("block", ATTENTION)),
     "with a cache": (Wrapped(Named(*FIXED), call_with_cache), within("block", ATTENTION)),
+    "the start of a vector": (Scaled(cut=True), PAIR),
     "a mean": (MLP(lambda x: x - x.mean(-1, keepdim=True)), PAIR),
 }
 
@@ -250,6 +279,11 @@ def test_an_output_of_another_shape_is_refused():
     assert first == second
     assert "the model (Model)" in first
     assert "got the shape [2, 3, 5] instead of [2, 3, 10];" in first
+
+
+def test_a_model_is_compared_at_a_constant_input_too():
+    model, styles = WRONG["a norm"]
+    assert all(found(model, styles, torch.ones(2, 3, WIDTH)))
 
 
 def hidden(*shape):
@@ -295,58 +329,63 @@ def test_a_forward_that_goes_on_after_the_error_fails_again():
     simulate(run, mesh={"tp": 2})
 
 
-class Counted(MLP):
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
+class Counted(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.calls = []
 
     def forward(self, x):
         self.calls.append(None)
         return super().forward(x)
 
 
-def test_one_block_of_a_kind_is_compared_once():
-    model = Model(*(Counted([]) for _ in range(3)))
+def test_the_layers_of_the_first_block_of_a_kind_run_twice_more():
+    model = Model(*(MLP() for _ in range(3)))
+    for each in model.blocks:
+        each.up = Counted(WIDTH, 16)
 
     def run(state):
         styles = {f"blocks.{each}.{name}": PAIR[name] for each in range(3) for name in PAIR}
         own = split(model, styles, state)
         for _ in range(2):
             own(TOKENS).isnan()
-        return [len(each.calls) for each in own.blocks]
+        return [len(each.up.calls) for each in own.blocks]
 
-    assert simulate(run, mesh={"tp": 2}) == [[4, 2, 2]] * 2  # the first one runs twice more
+    assert simulate(run, mesh={"tp": 2}) == [[4, 2, 2]] * 2
 
 
-class Noisy(nn.Module):
+class Drawing(MLP):
+    """Draws in evaluation mode too, counts its forwards in a buffer, and has a part in its own mode."""
+
     def __init__(self):
         super().__init__()
-        self.mlp, self.norm = MLP(), nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(()))
+        self.norm = nn.LayerNorm(WIDTH).eval()
 
     def forward(self, x):
-        return F.dropout(self.norm(self.mlp(x)), 0.5, self.training) + torch.rand(()) * 0
+        self.count.add_(1)
+        return self.norm(super().forward(x)) + 0 * torch.rand(())
 
 
 def test_a_comparison_leaves_no_trace():
-    """Generators, buffers and modes are those of a forward without it."""
-    model = Noisy()
+    """Generators, buffers, parameters and modes are those of a forward without it."""
+    model = Drawing()
 
     def run(state):
-        own = split(model, within("mlp", PAIR), state)
-        own.norm.eval()
-        before = [*own.named_parameters(), *own.named_buffers()]
-        values = {name: each.detach().clone() for name, each in own.named_buffers()}
-        random = torch.get_rng_state()
-        own.mlp(INPUTS).isnan()
-        assert torch.equal(random, torch.get_rng_state())
-        after = [*own.named_parameters(), *own.named_buffers()]
-        assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
-        assert all(torch.equal(values[name], each) for name, each in own.named_buffers())
+        own = split(model, PAIR, state)
+        before = [*own.parameters(), own.count]
+        own(INPUTS).isnan()
+        assert all(a is b for a, b in zip(before, (*own.parameters(), own.count), strict=True))
+        assert own.count == 1
         assert own.training
-        assert own.mlp.training
+        assert own.up.training
         assert not own.norm.training
 
+    torch.manual_seed(0)
     simulate(run, mesh={"tp": 2})
+    found = torch.rand(())
+    torch.manual_seed(0)
+    assert found == torch.rand(3)[2]  # each of the two ranks has drawn once
 
 
 def drawing(x):
@@ -381,6 +420,32 @@ def test_ranks_of_one_batch_are_compared_in_a_mesh_of_two_axes():
             own(INPUTS + state.along("dp").rank)
 
     simulate(run, mesh={"dp": 2, "tp": 2})
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize(("shape", "num_refused"), [((), 0), (FIXED, 4)])
+def test_parameters_that_fsdp_shards_are_compared_too(shape, num_refused):
+    model = Model(Attention(*shape), MLP())
+
+    def run(state):
+        own = split(model, WHOLE, state)
+        for each in (*own.blocks, own):
+            fully_shard(each, mesh=af.device_mesh(state)["dp"])
+        try:
+            own(TOKENS).isnan()
+        except af.errors.PlanError as error:
+            return str(error)
+        return ""
+
+    errors = list(filter(None, simulate(run, mesh={"dp": 2, "tp": 2})))
+    assert len(errors) == num_refused
+    assert all("blocks.0 (FSDPAttention) must return the same" in each for each in errors)
+
+
+def test_hooks_of_the_user_run_in_both():
+    model = MLP()
+    model.down.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert found(model, PAIR, INPUTS) == ["", ""]
 
 
 ACTIVATIONS = st.sampled_from([F.relu, F.gelu, F.silu, torch.tanh])

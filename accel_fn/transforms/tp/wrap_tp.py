@@ -56,12 +56,15 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
             a style fits no module, or one that cannot be split so; the axis does not divide a number of
             heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
             shards; a model with dropout in graphs of `compiled(fullgraph=True)`, which would have to break.
+            In the first forward, on the ranks along the axis: a block that returns something else than
+            with whole layers.
         TypeError: `styles` is of another type.
 
     Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
         column-wise layers in the backward, over the axis; with `wrap_ddp`, one all-reduce of the gradients
         over `dp`, after the last backward. Weights, gradients and optimizer state of split layers take
-        the memory of one part.
+        the memory of one part. In the first forward, each kind of block that holds split layers runs twice
+        more, once with its whole weights in float64.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053.
 
