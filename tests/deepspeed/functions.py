@@ -7,6 +7,7 @@ import warnings
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from tests.deepspeed.cases import (
@@ -34,6 +35,7 @@ def cases(folder):
 
         add("forward", forward)
         add("evaluate", evaluates)
+        add("predict", predicts)
         add("explain", explains)
         add("schedule", schedules)
         add("bf16", in_bf16)
@@ -98,6 +100,15 @@ def evaluates(state, *, stage):
     losses = [loss_fn(make_model(), each).item() for each in every]
     mean = sum(w * each for w, each in zip(weights, losses, strict=True)) / sum(weights)
     return relative([found["loss"]], [mean])
+
+
+def predicts(state, *, stage):
+    """Rows of a loader whose last batch is one sample, so that rank 1 has none of it."""
+    _, step, _ = built(state, stage)
+    inputs = batches(1)[0][0][:7]
+    loader = af.shard_loader(DataLoader(TensorDataset(inputs), batch_size=3), state)
+    found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
+    return distance([found], [make_model()(inputs).detach()])
 
 
 def explains(state, *, stage):

@@ -57,7 +57,7 @@ def test_the_smallest_bound_clips(found, stage):
 
 
 WORKS = [
-    *("forward", "evaluate", "schedule", "activations", "frozen", "weightless"),
+    *("forward", "evaluate", "predict", "schedule", "activations", "frozen", "weightless"),
     *("terms", "sum", "unreached", "evaluation", "tied", "groups"),
 ]
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_accelerate_is_refused(found, stage):
 def test_a_step_after_one_that_failed_is_refused(found, stage):
     assert found[f"failed {stage}"] == (
         "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine keeps, "
-        "got another step; build again and load a checkpoint"
+        "got another step; make the model again, build, and load a checkpoint"
     )
 
 
