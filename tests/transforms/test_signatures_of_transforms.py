@@ -16,6 +16,7 @@ SIGNATURES = {
         "(*, blocks=None, ignore=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
         "reduce_dtype=torch.float32, offload=False)"
     ),
+    "wrap_tp": "(styles='auto', *, axis='tp')",
     "wrap_deepspeed": "(config=None, *, stage=None, offload=None, nvme_path=None, **settings)",
     "local_sgd": "(every)",
     "reproducible": "(num_virtual_ranks=8)",

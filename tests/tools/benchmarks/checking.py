@@ -73,7 +73,7 @@ def check(
     """Train a fresh task for a few updates, and compare the result with the base's."""
     if loop is None:
         return Checked(note="not installed")
-    task = make_task(scenario, station.rank)
+    task = make_task(scenario, 0 if scenario.way.same_data else station.rank)
     try:
         update = loop(task)
         repeat(update, OF_A_JOB if scenario.way.job else CHECKED_UPDATES)

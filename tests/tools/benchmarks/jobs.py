@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +130,21 @@ def sharded(task: Task) -> Update:
     return by_hand(task)
 
 
+def split(task: Task) -> Update:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(task.model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    # The fused optimizer and the norm take no plain tensors beside DTensors.
+    distribute_module(
+        task.model[-1],  # type: ignore[index]
+        mesh,
+        None,
+        lambda _, inputs, mesh: (DTensor.from_local(inputs[0], mesh, run_check=False),),  # type: ignore[arg-type]
+        lambda _, output, mesh: output.to_local(),  # type: ignore[arg-type, attr-defined]
+    )
+    task.optimizer.param_groups[0]["params"] = list(task.model.parameters())
+    return by_hand(task)
+
+
 def apart(task: Task) -> Update:
     update, num_updates = by_hand(task), 0
 
@@ -140,12 +162,14 @@ def apart(task: Task) -> Update:
 
 
 def ours(
-    *added: Callable[[], af.Transform], owner: Callable[[], af.Transform] = af.wrap_ddp
+    *added: Callable[[], af.Transform],
+    owner: Callable[[], af.Transform] = af.wrap_ddp,
+    mesh: Mapping[str, int] | None = None,
 ) -> Loop:
     """Use these transforms, made anew for each training."""
 
     def loop(task: Task) -> Update:
-        return with_accel_fn(task, *[make() for make in added], owner=owner())
+        return with_accel_fn(task, *[make() for make in added], owner=owner(), mesh=mesh)
 
     return loop
 
@@ -206,11 +230,23 @@ JOBS: dict[str, tuple[Loop, Loop]] = {
 }
 JOBS_OF_TWO: dict[str, tuple[Loop, Loop]] = {
     "wrap_fsdp": (sharded, ours(owner=partial(af.wrap_fsdp, blocks=nn.Linear))),
+    "wrap_tp": (
+        split,
+        ours(owner=partial(af.wrap_tp, {"0": "colwise", "2": "rowwise"}), mesh={"dp": 1, "tp": 2}),
+    ),
     f"local_sgd({EVERY})": (apart, ours(owner=partial(af.local_sgd, EVERY))),
     f"check_replicas({EVERY})": (by_hand_tuned_ddp, ours(partial(af.check_replicas, EVERY))),
 }
 SCENARIOS = [Scenario(size, True, Way(job, job=job)) for size in (TINY, MIDDLE) for job in JOBS]
-SCENARIOS_OF_TWO = [Scenario(MIDDLE, True, Way(job, job=job), world_size=2) for job in JOBS_OF_TWO]
+SCENARIOS_OF_TWO = [
+    Scenario(MIDDLE, True, way, world_size=2)
+    for way in (
+        Way("wrap_fsdp", target=1.05, job="wrap_fsdp"),
+        Way("wrap_tp", target=1.05, job="wrap_tp", same_data=True),
+        Way("wrap_tp, clipping", target=1.05, max_norm=1.0, job="wrap_tp", same_data=True),
+        *[Way(job, job=job) for job in JOBS_OF_TWO if not job.startswith("wrap_")],
+    )
+]
 
 
 def loops_of(job: str) -> dict[str, Loop | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.util import find_spec
 
@@ -127,7 +127,12 @@ def with_fabric(task: Task) -> Update:
     return update if num_parts == 1 else update_in_parts
 
 
-def with_accel_fn(task: Task, *added: af.Transform, owner: af.Transform | None = None) -> Update:
+def with_accel_fn(
+    task: Task,
+    *added: af.Transform,
+    owner: af.Transform | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> Update:
     way, batches = task.scenario.way, task.batches
     transforms = [af.place(), *added]
     if task.scenario.world_size > 1:
@@ -139,7 +144,7 @@ def with_accel_fn(task: Task, *added: af.Transform, owner: af.Transform | None =
     if way.max_norm is not None:
         transforms.append(af.clip(way.max_norm))
     plan = af.compose(*transforms)(af.Plan(loss_fn, task.model, task.optimizer))
-    state, step = af.build(af.init(device="cpu"), plan)
+    state, step = af.build(af.init(device="cpu", mesh=mesh), plan)
 
     def update(index: int) -> None:
         nonlocal state

@@ -41,6 +41,8 @@ class Way:
     """The target with the whole step compiled."""
     job: str = ""
     """The job around each update; see `jobs`."""
+    same_data: bool = False
+    """Are all ranks given the same batches?"""
 
 
 @dataclass(frozen=True, slots=True)
