@@ -5,6 +5,7 @@ import re
 from importlib.metadata import version
 
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
 
 from tests.support.processes import ROOT, launch
 
@@ -51,6 +52,11 @@ def test_accelerate_does_as_the_page_lists(number, text, found):
         f"row {number} of docs/differences.md is not what accelerate {version('accelerate')} does; "
         "where accelerate no longer fails, take the row out, else put in what was found"
     )
+
+
+def test_accelerate_refuses_replicas_beside_tensor_parallelism():
+    with pytest.raises(ValueError, match="cannot be used with pure data parallelism"):
+        ParallelismConfig(dp_replicate_size=2, tp_size=2)
 
 
 def test_all_that_is_measured_is_on_the_page(found):
