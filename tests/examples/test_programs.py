@@ -28,8 +28,10 @@ def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [output_of(name, folder=folder, size=size) for size, folder in enumerate(folders, 1)]
 
 
-def output_of(name: str, *arguments: str, folder: Path, size: int = 1) -> str:
-    program = ("launch", "-n", str(size), "--cpu", str(EXAMPLES / f"{name}.py"))
+def output_of(
+    name: str, *arguments: str, folder: Path, size: int = 1, options: tuple[str, ...] = ()
+) -> str:
+    program = ("launch", "-n", str(size), "--cpu", *options, str(EXAMPLES / f"{name}.py"))
     done = run_command(folder, *program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
