@@ -50,6 +50,7 @@ def test_results_come_in_the_order_of_ranks():
     assert found == ["0: a b!", "1: a b!", "2: a b!"]
 
 
+@pytest.mark.slow
 def test_ranks_are_a_world_and_large_tensors_come_back():
     """Torch's own way to join the world works too, and so does a second world of the library."""
 

@@ -345,6 +345,7 @@ def test_a_terminal_shows_one_bar_below_what_is_printed(loop):
     assert end == ""
 
 
+@pytest.mark.slow
 def test_two_processes_show_one_bar(loop):
     with loop("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "loop.py") as terminal:
         assert terminal.end() == 0
