@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel_fn.base.state import DistState
 from accel_fn.base.torch_compile import uncompiled
 from accel_fn.base.weights import Weight
-from accel_fn.comm.dtensor import is_sharded
+from accel_fn.comm.dtensor import is_sharded, whole
 from accel_fn.errors import BatchError, LossError
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, leave_out, stacked
 from accel_fn.step.plan import ContextFn, LossFn, Plan, describe
@@ -141,7 +141,7 @@ def _number(value: Any, loss: Tensor) -> Tensor | None:
         return loss.detach().new_full((), value, dtype=dtype)
     if not isinstance(value, Tensor) or value.ndim or value.is_complex():
         return None
-    return value.detach()
+    return whole(value)
 
 
 def _refused(name: str, value: Any) -> str:

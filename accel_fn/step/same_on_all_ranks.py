@@ -15,6 +15,7 @@ from accel_fn.comm.dtensor import local
 from accel_fn.errors import ReplicaError, check_equal
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan, describe, slot_names
+from accel_fn.step.report import Report
 
 if TYPE_CHECKING:
     from accel_fn.step.strategy import Strategy
@@ -23,6 +24,9 @@ _PIECE, _PIECE_ON_HOST = 2**22, 2**16
 """So many words at a time: many for few kernels, few on the host for its cache."""
 _MIXING = 6364136223846793005
 """An odd number that looks like a random one: Knuth's for MMIX."""
+
+
+_REPAIR_OF_PARTS = "give a style to layers between a colwise one and the rowwise one after it, "
 
 
 def check_same_plan(state: DistState, plan: Plan) -> None:
@@ -68,11 +72,24 @@ def _identity(fn: Any) -> str:
     return describe(fn) if is_ours else describe(inner)
 
 
-def check_same_gradients(strategy: Strategy, state: DistState, plan: Plan, grads: Grads) -> None:
-    """Raise on every rank if the gradients for the optimizer differ between ranks.
+def check_same_gradients(
+    strategy: Strategy, state: DistState, plan: Plan, grads: Grads, report: Report
+) -> None:
+    """Raise on every rank if the losses or the gradients for the optimizer differ between ranks.
 
-    Cost: one read of the gradients, two small collectives, one host synchronisation.
+    Cost: one read of the gradients, four small collectives, two host synchronisations.
     """
+    has_copies = state.data.world_size < state.world_size
+    if has_copies:
+        # A loss or a metric of the part of a split layer that this rank computes.
+        losses = {"the loss": report.loss} | {
+            f"the metric {name!r}": each for name, each in report.metrics.items()
+        }
+        words = (
+            "step: loss_fn must return the same on ranks that differ in other axes than dp, {name} differs "
+            "on {ranks}; compute it from outputs that are whole, not from those of a colwise layer"
+        )
+        check_same(strategy, state, losses, words)
     # Once, in the first update: a gradient function that forgets to average, or random numbers
     # drawn by rank, would otherwise let the replicas diverge silently.
     names = {id(p): name for name, p in plan.model.named_parameters()}
@@ -83,8 +100,9 @@ def check_same_gradients(strategy: Strategy, state: DistState, plan: Plan, grads
         strategy,
         state,
         tensors,
-        "step: gradients must be equal on all ranks, {name} differs on {ranks}; average with "
-        "reduce_mean what is computed by rank, and draw random numbers by state.step",
+        "step: gradients must be equal on all ranks, {name} differs on {ranks}; "
+        + (_REPAIR_OF_PARTS if has_copies else "")
+        + "average with reduce_mean what is computed by rank, and draw random numbers by state.step",
     )
 
 

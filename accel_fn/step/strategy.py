@@ -201,7 +201,7 @@ class Strategy:
         """Stage one of an update: every collective, and all that may raise. Changes nothing."""
         prepared = prepare(plan, state, grads, report)
         if self._compares:
-            check_same_gradients(self, state, plan, prepared.grads)
+            check_same_gradients(self, state, plan, prepared.grads, report)
             self._compares = False
         return prepared
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils.parametrizations import weight_norm
 
 import accel_fn as af
 from accel_fn.comm.mesh import make_mesh
@@ -245,8 +246,20 @@ def test_configuration_counts_for_attention_alone():
             nn.TransformerEncoderLayer(8, 2),
             {"self_attn.out_proj": "rowwise"},
             "leave out the layers of MultiheadAttention, which reads their weights without calling them, "
-            "got self_attn.out_proj, of class NonDynamicallyQuantizableLinear; write the attention with "
-            "nn.Linear layers",
+            "got self_attn.out_proj, of class NonDynamicallyQuantizableLinear; write it with nn.Linear "
+            "layers",
+        ),
+        (
+            nn.TransformerEncoderLayer(8, 2),
+            {"linear1": "colwise"},
+            "leave out the layers of TransformerEncoderLayer, which reads their weights without calling "
+            "them, got linear1, of class Linear; write it with nn.Linear layers",
+        ),
+        (
+            nn.Sequential(weight_norm(nn.Linear(4, 8))),
+            {"0": "colwise"},
+            "leave out layers whose weight is computed from others, as by weight_norm, got 0, of class "
+            "ParametrizedLinear",
         ),
         (
             nn.Sequential(nn.Linear(4, 7)),

@@ -11,8 +11,9 @@ from torch.autograd.graph import Node
 
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.weights import Weight
+from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import LossError, PlanError
-from accel_fn.step.checks.parameters import no_graph, replaced
+from accel_fn.step.checks.parameters import mixed, no_graph, replaced
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.loss_module import Outcome
 from accel_fn.step.plan import Plan
@@ -68,6 +69,8 @@ class GraphChecks:
     def _check_graph(self, loss: Tensor, part: Any) -> None:
         if not loss.requires_grad:
             raise no_graph()
+        if is_sharded(loss):
+            raise mixed()
         # Before the first backward of a step, only the loss itself can have written gradients.
         if self._is_first and any(parameter.grad is not None for parameter in self._reachable):
             raise LossError(

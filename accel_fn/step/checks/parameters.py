@@ -80,6 +80,8 @@ class TrainedParameters:
                 "step: compiled must have a loss_fn without gradients of gradients, got one that calls "
                 "torch.autograd.grad with create_graph=True; call torch.func.grad, or leave out compiled"
             ) from error
+        if "mixed torch.Tensor and DTensor" in str(error) or "different meshes" in str(error):
+            raise mixed() from error
         for name, parameter in self._plan.model.named_parameters():
             if not parameter.requires_grad and id(parameter) in self.required:
                 raise PlanError(
@@ -95,6 +97,14 @@ def no_graph() -> LossError:
     return LossError(
         "step: loss_fn must return a loss with a graph, got one that requires no gradient; "
         "leave out detach() and no_grad()"
+    )
+
+
+def mixed() -> LossError:
+    """The error for a loss that computes with parameters which are DTensors."""
+    return LossError(
+        "step: loss_fn must use parameters that are DTensors by calling their modules, or whole, got one "
+        "that mixes them with plain tensors; call full_tensor() on each"
     )
 
 

@@ -112,10 +112,12 @@ def _check_module(
     """Refuse a style that does not fit its module."""
     module = modules[name]
     got = f"{name}, of class {type(module).__name__}"
-    if isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
+    holder = modules[name.rpartition(".")[0]]
+    if isinstance(holder, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        kind = type(holder).__name__
         raise PlanError(
-            f"build: {_STYLES} must leave out the layers of MultiheadAttention, which reads their "
-            f"weights without calling them, got {got}; write the attention with nn.Linear layers"
+            f"build: {_STYLES} must leave out the layers of {kind}, which reads their weights without "
+            f"calling them, got {got}; write it with nn.Linear layers"
         )
     # Before the first draw of a DTensor on a GPU, torch sends rank 0's generator to all ranks, also over dp.
     is_no_norm = isinstance(module, _DropoutNd) or any(
@@ -136,6 +138,11 @@ def _check_module(
         raise PlanError(
             f'build: {_STYLES} must give "{word}" to nn.Linear and nn.Embedding alone, '
             f"got {got}{why if is_transposed else ''}"
+        )
+    if "weight" not in module._parameters:
+        raise PlanError(
+            f"build: {_STYLES} must leave out layers whose weight is computed from others, as by "
+            f"weight_norm, got {got}"
         )
     if isinstance(module, nn.Embedding) and not _is_whole(style.input_layouts):
         raise PlanError(

@@ -1,0 +1,123 @@
+"""wrap_tp and losses beyond one forward: parameters and activations of split layers in them."""
+
+import pytest
+import torch
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+from tests.transforms.test_wrap_tp import SQUARE, STYLES, TWO, assert_one_process, perceptron
+
+BATCH = (torch.linspace(-1, 1, 12).double().view(4, 3), torch.ones(4, 1).double())
+
+
+def whole(parameter):
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def squares(model):
+    return 0.1 * sum(whole(each).square().sum() for each in model.parameters())
+
+
+def orthogonality(model):
+    weight = whole(model[0].weight)
+    return 0.1 * (weight.mT @ weight - torch.eye(3)).square().sum()
+
+
+@pytest.mark.parametrize("penalty", [squares, orthogonality])
+def test_a_penalty_on_whole_parameters_is_that_of_one_process(penalty):
+    def loss_fn(model, batch):
+        return ours.mse(model, batch) + penalty(model)
+
+    assert_one_process(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), SQUARE, loss_fn=loss_fn)
+
+
+def refused(loss_fn, make=perceptron):
+    """Take a step of this loss on two ranks, and return the error of each."""
+
+    def run(state):
+        plan = ours.plan(model=make(), loss_fn=loss_fn)
+        state, step = af.build(state, af.wrap_tp(STYLES)(plan))
+        with pytest.raises(af.errors.AccelError) as caught:
+            step(state, BATCH)
+        return str(caught.value)
+
+    return simulate(run, mesh=TWO)
+
+
+MIXED = {
+    "squares": lambda model: sum(each.square().sum() for each in model.parameters()),
+    "a product": lambda model: (model[2].weight @ torch.ones(6, 1).double()).sum(),
+}
+
+
+@pytest.mark.parametrize("penalty", MIXED.values(), ids=MIXED)
+def test_a_loss_that_mixes_dtensors_and_plain_tensors_is_refused(penalty):
+    assert (
+        refused(lambda model, batch: ours.mse(model, batch) + penalty(model))
+        == [
+            "step: loss_fn must use parameters that are DTensors by calling their modules, or whole, got one "
+            "that mixes them with plain tensors; call full_tensor() on each"
+        ]
+        * 2
+    )
+
+
+def loss_of_a_part(model, batch):
+    return ours.mse(model, batch) + model[0](batch[0]).square().mean()
+
+
+def metric_of_a_part(model, batch):
+    return ours.mse(model, batch), {"active": (model[0](batch[0]) > 0).double().mean()}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"), [(loss_of_a_part, "the loss"), (metric_of_a_part, "the metric 'active'")]
+)
+def test_what_is_computed_from_a_part_of_a_layer_is_refused(loss_fn, name):
+    assert (
+        refused(loss_fn)
+        == [
+            "step: loss_fn must return the same on ranks that differ in other axes than dp, "
+            f"{name} differs on rank 1; compute it from outputs that are whole, not from those of a colwise "
+            "layer"
+        ]
+        * 2
+    )
+
+
+def test_a_metric_may_be_computed_from_parameters():
+    def loss_fn(model, batch):
+        return ours.mse(model, batch), {
+            "norm": model[0].weight.norm(),
+            "pair": (model[2].weight.square().sum(), 2),
+            "whole": whole(model[0].weight).mean(),
+        }
+
+    def run(state):
+        plan = ours.plan(model=perceptron(), loss_fn=loss_fn)
+        state, step = af.build(state, af.wrap_tp(STYLES)(plan))
+        _, report = step(state, BATCH)
+        return {name: float(each) for name, each in report.metrics.items()}
+
+    (expected,) = simulate(run, world_size=1)
+    assert simulate(run, mesh=TWO) == [pytest.approx(expected)] * 2
+
+
+def between():
+    model = perceptron()
+    model[1] = nn.PReLU().double()
+    return model
+
+
+def test_a_gradient_of_a_part_is_refused():
+    assert (
+        refused(ours.mse, between)
+        == [
+            "step: gradients must be equal on all ranks, 1.weight differs on rank 1; give a style to layers "
+            "between a colwise one and the rowwise one after it, average with reduce_mean what is computed "
+            "by rank, and draw random numbers by state.step"
+        ]
+        * 2
+    )
