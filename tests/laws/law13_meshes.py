@@ -14,6 +14,7 @@ import accel_fn as af
 from accel_fn.base.mesh_axes import AXES
 from accel_fn.testing import simulate, strategies
 from tests.laws import law03_contrastive as contrastive
+from tests.support import on_one_rank
 from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
 
@@ -300,53 +301,15 @@ for mesh in ({"dp": -1, "tp": 2}, {"tp": 2, "dp": 2}):  # the second is of other
         say(json.dumps({name: value.tolist() for name, value in parameters.items()}))
 """
 
-WHATS = "stop", "batch", "weight_fn", "split", "should_stop"
 ON_ONE_RANK = """
-from dataclasses import replace
-
+import json
 import accel_fn as af
-from tests.laws.law13_meshes import WHATS, four_batches
-from tests.support import strategies as ours
-
-now = None, None  # what happens, and on which rank
-
-def here(what):
-    return now == (what, state.rank)
-
-def weight_fn(batch):
-    if here("weight_fn"):
-        raise ZeroDivisionError
-    return len(batch[0])
-
-def split(batch):
-    if here("split"):
-        raise ZeroDivisionError
-    return [batch]
-
-def should_stop():
-    if here("should_stop"):
-        raise ZeroDivisionError
-    return here("stop")
+from tests.laws.law13_meshes import four_batches
+from tests.support import on_one_rank
 
 with af.distributed(device="cpu", timeout_s=60, mesh={"dp": 2, "tp": 2}) as state:
-    def recipe(plan):
-        return replace(af.wrap_ddp()(plan), split=(split,), should_stop=(should_stop,))
-
-    state, step = ours.built(recipe, state, weight_fn=weight_fn)
-    found = []
-    for rank in range(4):
-        for what in WHATS:
-            now = what, rank
-            batch = 3 if here("batch") else af.part(four_batches()[0], state)
-            try:
-                state, report = step(state, batch)
-                found.append(report.extras["stop"])
-            except Exception as error:
-                found.append("another rank could not" not in str(error))
-        now = None, None
-        state, report = step(state, af.part(four_batches()[0], state))
-        assert report.extras["stop"] is False
-    say(state.rank, *found)
+    found, _ = on_one_rank.learned(state, af.wrap_ddp(), four_batches()[0], range(4))
+    say(json.dumps([state.rank, found]))
 """
 
 DIFFERING = """
@@ -384,11 +347,7 @@ def test_four_processes_on_a_mesh_train_as_one():
 
 @pytest.mark.slow
 def test_a_stop_and_a_failure_on_any_one_of_four_processes_reach_all():
-    def line(rank):
-        """A failure is raised on all; on the rank that failed, by its own error."""
-        return [True if what == "stop" else own == rank for own in range(4) for what in WHATS]
-
-    expect = [" ".join(map(str, [rank, *line(rank)])) for rank in range(4)]
+    expect = [json.dumps([rank, on_one_rank.expected(rank, range(4))]) for rank in range(4)]
     launch(ON_ONE_RANK, num_processes=4, expect=expect)
 
 
