@@ -19,6 +19,19 @@ SQUARE = {"dp": 2, "tp": 2}
 NORMS = {"blocks.*.first_norm": "sequence", "norm": "sequence"}
 HEAD = {"head": ColwiseParallel(output_layouts=Replicate())}  # of a number of tokens that is odd
 TABLE = {"embedding": "rowwise"}
+PERCEPTRONS = {name: lm.STYLES[name] for name in ("blocks.*.up", "blocks.*.down")}
+ATTENTION = {name: style for name, style in lm.STYLES.items() if name not in PERCEPTRONS}
+MESHES = ({"dp": 2, "tp": 2}, {"dp": 1, "tp": 2}, {"dp": 1, "tp": 4})
+MORE_MESHES = (
+    *MESHES,
+    {"dp": 1, "tp": 3},
+    {"dp": 3, "tp": 2},
+    {"dp": 2, "tp": 3},
+    {"dp": 4, "tp": 2},
+    {"dp": 2, "tp": 4},
+    {"tp": 2, "dp": 3},  # of other groups
+    {"tp": 4, "dp": 2},
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
 
@@ -61,17 +74,17 @@ def assert_one_process(ranks, expected):
 
 
 @st.composite
-def runs(draw):
+def runs(draw, meshes=MESHES, layers=(lm.STYLES,)):
     """Draw a model, a mesh, batches of masked tokens, and any split over `dp`, also empty parts."""
-    mesh = draw(st.sampled_from([{"dp": dp, "tp": tp} for dp, tp in [(2, 2), (1, 2), (1, 4)]]))
+    mesh = draw(st.sampled_from(meshes))
     is_tied = draw(st.booleans())
     options = {
-        "num_heads": 4 if mesh["tp"] == 4 else draw(st.sampled_from([2, 4])),
+        "num_heads": mesh["tp"] * draw(st.integers(1, 4 // mesh["tp"])),
         "depth": draw(st.integers(1, 2)),
         "is_tied": is_tied,
     }
     more = draw(st.sampled_from([NORMS, HEAD | TABLE] if is_tied else [NORMS, HEAD, TABLE]))
-    styles = lm.STYLES | draw(st.sampled_from([{}, more]))
+    styles = draw(st.sampled_from(layers)) | draw(st.sampled_from([{}, more]))
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
     batches = lm.batches(*sizes, seed=draw(st.integers(0, 9)))
     parts = [draw(strategies.uneven_parts(size, mesh["dp"])) for size in sizes]
@@ -87,14 +100,33 @@ UNEVEN = (
 )
 
 
-@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
-@ours.share(0.2)
-@given(run=runs(), num_microbatches=st.integers(1, 4), make_optimizer=st.just(ours.sgd))
-@example(run=UNEVEN, num_microbatches=2, make_optimizer=ours.adamw)
-def test_any_mesh_is_one_rank(wrap, run, num_microbatches, make_optimizer):
+BOTH = pytest.mark.parametrize(
+    "wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"]
+)
+
+
+def check(wrap, run, num_microbatches, make_optimizer=ours.sgd):
     # AdamW turns the rounding of a drawn gradient near zero into 1e-12 of the rate.
     model, styles, mesh, batches, sizes = run
     recipe = af.compose(wrap, af.wrap_tp(styles), af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
     ranks = simulate(lambda state: train(state, model, parts, recipe, make_optimizer), mesh=mesh)
     assert_one_process(ranks, train_by_hand(model, batches, 0.5, make_optimizer))
+
+
+@BOTH
+@ours.share(0.2)
+@given(run=runs(), num_microbatches=st.integers(1, 4), make_optimizer=st.just(ours.sgd))
+@example(run=UNEVEN, num_microbatches=2, make_optimizer=ours.adamw)
+def test_any_mesh_is_one_rank(wrap, run, num_microbatches, make_optimizer):
+    check(wrap, run, num_microbatches, make_optimizer)
+
+
+@pytest.mark.slow
+@BOTH
+@ours.share(0.1)
+@given(
+    run=runs(MORE_MESHES, (lm.STYLES, ATTENTION, PERCEPTRONS)), num_microbatches=st.integers(1, 4)
+)
+def test_any_mesh_of_two_to_eight_ranks_is_one_rank(wrap, run, num_microbatches):
+    check(wrap, run, num_microbatches)
