@@ -124,8 +124,15 @@ def place_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def axes_of(tensors: Iterable[Tensor]) -> list[DistState]:
-    """Return the axes of the meshes that tensors are on, the innermost first; none for whole ones."""
+    """Return the axes of the meshes that tensors are on, the innermost first; none for whole ones.
+
+    Of a mesh that is a part of another one, the axes of that one too: along `dp`, ranks hold the same
+    shards. Along `pp` they hold other layers, so that axis counts only for tensors that are on it.
+    """
     groups: dict[ProcessGroup, None] = {}
-    for each in filter(is_sharded, tensors):
-        groups |= dict.fromkeys(each.device_mesh.get_all_groups()[::-1])
+    for mesh in dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)):
+        of_all, own = mesh._get_root_mesh(), mesh.mesh_dim_names or ()
+        names = of_all.mesh_dim_names or ("",) * of_all.ndim
+        kept = [dim for dim, name in enumerate(names) if name != "pp" or name in own]
+        groups |= dict.fromkeys(of_all.get_group(dim) for dim in reversed(kept))
     return [DistState(rank=group.rank(), world_size=group.size(), group=group) for group in groups]

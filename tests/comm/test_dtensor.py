@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import accel_fn as af
 from accel_fn.checkpoint.weights import save_load_model
-from accel_fn.comm.dtensor import fill, local, shard_like, whole
+from accel_fn.comm.dtensor import axes_of, fill, local, shard_like, whole
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.step.grads import global_norm
 from accel_fn.step.same_on_all_ranks import check_same
@@ -175,6 +175,16 @@ def test_a_model_over_two_axes_is_saved_once_and_loaded(tmp_path, monkeypatch):
     plain = ours.regression_model(seed=1)
     af.load_model(plain, tmp_path)
     ours.assert_identical(dict(plain.named_parameters()), expected)
+
+
+@pytest.mark.parametrize(("axis", "num_axes"), [("tp", 2), ("pp", 3)])
+def test_replicas_of_a_part_count_and_other_layers_do_not(axis, num_axes):
+    def run(state):
+        shard = cut(torch.ones(4), af.device_mesh(state)[axis], [Shard(0)])
+        return len(axes_of([shard]))
+
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    assert simulate(run, mesh=mesh) == [num_axes] * 8
 
 
 def gathered_mse(model, batch):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
+from accel_fn.checkpoint.weights import save_load_model
 from accel_fn.testing import simulate
 from tests.laws.law13_tensor_parallel import HEAD, NORMS, SQUARE, TABLE, train_by_hand
 from tests.laws.law13_users_checkpoints import held
@@ -57,7 +58,7 @@ def lived(folder, place, **given):
 
 def by_hand(num_steps):
     """Return the parameters of one process; that of the head is the embedding's."""
-    _, found = train_by_hand(model_of(0), BATCHES[:num_steps], 0.5)
+    _, found = train_by_hand(model_of(0), BATCHES[:num_steps], 0.5, ours.adamw)
     return {name: each for name, each in found.items() if name != "head.weight"}
 
 
@@ -103,8 +104,12 @@ def test_a_run_that_is_resumed_on_its_mesh_is_one_that_never_stopped_to_the_bit(
 
 
 @BOTH
-def test_weights_are_saved_whole_and_loaded(tmp_path, place):
+def test_weights_are_saved_whole_by_one_rank_and_loaded(tmp_path, place, monkeypatch):
     mesh, recipe = PLACES[place]
+    write_set, writes = save_load_model.write_set, []
+    monkeypatch.setattr(
+        save_load_model, "write_set", lambda *given: writes.append(write_set(*given))
+    )
 
     def run(state):
         _, step = built(state, recipe, seed=0)
@@ -119,6 +124,7 @@ def test_weights_are_saved_whole_and_loaded(tmp_path, place):
         assert copied.keys() == (set() if rank else expected.keys())
         ours.assert_identical({**expected, **copied}, expected)
         ours.assert_identical(loaded, expected)
+    assert len(writes) == 1
     plain = model_of(1)
     af.load_model(plain, tmp_path)
     ours.assert_identical(plain.state_dict(), expected)

@@ -115,11 +115,12 @@ def figures(state, recipe, num_rows, batch_size):
     model = model_of()
     plan = af.Plan(measured, model, ours.adamw(model.parameters()), af.num_labels("labels"))
     state, step = af.build(state, recipe(plan), check_loss=False)
-    loader = af.shard_loader(DataLoader(rows, batch_size=batch_size), state)
     numbers = []
-    for batch in loader:
+    for start in range(0, num_rows, batch_size):
+        batch = af.part(ours.rows(data, start, start + batch_size), state)
         state, report = step(state, batch)
         numbers += [report.loss, *report.metrics.values(), step.forward(state, batch)]
+    loader = af.shard_loader(DataLoader(rows, batch_size=batch_size), state)
     predicted = af.predict(step, loader, state, lambda model, batch: model(batch["tokens"]))
     last = af.gather(batch["labels"], state, axis="dp" if state.axes else None)
     numbers += af.evaluate(step, loader, state).values()

@@ -71,7 +71,8 @@ def save_model(
     replacing a set by one of as many shards copies its files.
 
     Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. With `wrap_fsdp`,
-    or stage 3 of `wrap_deepspeed`, call it on every rank: the first one gathers the model, and writes.
+    `wrap_tp`, or stage 3 of `wrap_deepspeed`, call it on every rank: the first one gathers the model, and
+    writes.
     Plain tensors count as whole, also those of which a strategy of yours gives each rank a part.
 
     Args:
