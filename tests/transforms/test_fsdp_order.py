@@ -159,3 +159,23 @@ def test_steps_after_the_first_two_have_three_small_collectives(num_microbatches
         return counts[2:], primitives.num_calls() - before
 
     assert simulate(run, world_size=2) == [([3, 3, 3], 6)] * 2
+
+
+def test_a_forward_without_a_backward_leaves_no_gather_to_the_next_step():
+    """FSDP gathers ahead by the forwards before; ranks would compare that gather in every step."""
+
+    def run(state):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+        plan = af.Plan(square, model, ours.adamw(model.parameters()))
+        state, step = af.build(state, af.wrap_fsdp(blocks=nn.Linear)(plan))
+        counts = []
+        for each in range(5):
+            with torch.no_grad():
+                if each > 2:
+                    model(batch_of(state, BOTH))
+            before = primitives.num_calls()
+            state, _ = step(state, batch_of(state, BOTH))
+            counts.append(primitives.num_calls() - before)
+        return counts[2:]
+
+    assert simulate(run, world_size=2) == [[3, 3, 3]] * 2

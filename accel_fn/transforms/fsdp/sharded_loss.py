@@ -127,6 +127,15 @@ class ShardedLoss(nn.Module):
         # FSDP keeps some units whole until the backward, which without gradients never comes.
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
+            if not self._is_in_loss:
+                self._forget_forwards()
+
+    def _forget_forwards(self) -> None:
+        """Forget forwards that no backward follows: the next backward would gather the last unit of them."""
+        for state in self._call("_get_fsdp_state", self._kinds):
+            state._comm_ctx.post_forward_order.clear()
+            for group in _groups_of(state):
+                group._post_forward_indices.clear()
 
     def reset(self) -> None:
         """Reshard every unit, and forget what was gathered and not finished."""
@@ -167,9 +176,8 @@ class ShardedLoss(nn.Module):
     def _group_parameters(self, units: Iterable[nn.Module] | None = None) -> Iterator[Any]:
         """Return FSDP's own records of parameters."""
         for state in self._call("_get_fsdp_state", self._kinds if units is None else units):
-            several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
-            for group in [state._fsdp_param_group] if several is None else several:
-                yield from group.fsdp_params if group else ()
+            for group in _groups_of(state):
+                yield from group.fsdp_params
 
     def trainable(self) -> list[nn.Parameter]:
         """Return parameters that a backward may reach: each one unsharded, and its shard."""
@@ -209,3 +217,9 @@ class ShardedLoss(nn.Module):
         finally:
             for module, kind in own.items():
                 module.__class__ = kind
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return FSDP's groups of parameters of a unit."""
+    several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
+    return [each for each in ([state._fsdp_param_group] if several is None else several) if each]
