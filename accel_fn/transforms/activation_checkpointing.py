@@ -16,7 +16,7 @@ from accel_fn.base.blocks import Blocks, check_blocks, find_blocks
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.base.torch_compile import compile_inside
-from accel_fn.errors import PlanError, check_flag
+from accel_fn.errors import PlanError, check_flag, message
 from accel_fn.step.plan import ContextFn, Plan, Stateful, describe
 from accel_fn.step.torch_internals import checkpoint_hook
 from accel_fn.step.transform import Transform, fill, transform
@@ -90,8 +90,16 @@ class CheckpointSlot(Stateful):
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
     """Make the context of forward and loss, for one step."""
-    found = find_blocks(plan.model, blocks, "checkpoint_activations").values()
-    inside = compile_inside([each.keywords for each in plan.having("torch_compile")], found)
+    found = find_blocks(plan.model, blocks, "checkpoint_activations")
+    for name, block in found.items():
+        hooks = block._forward_pre_hooks.values()
+        if any(each.__module__.startswith("torch.distributed.tensor") for each in hooks):
+            # A recomputation calls the forward without the hooks, which split its input.
+            rule, repair = "match modules around split layers", "name blocks that hold the layers"
+            raise PlanError(message("build", "checkpoint_activations(blocks)", rule, name, repair))
+    inside = compile_inside(
+        [each.keywords for each in plan.having("torch_compile")], found.values()
+    )
     pinned = state.device.type not in ("cpu", "mps")  # others copy from there without waiting
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
@@ -113,7 +121,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
 
     # The same objects in every step, otherwise a compiler would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
-    running = {block: partial(outside, block) for block in found}
+    running = {block: partial(outside, block) for block in found.values()}
 
     def within(state: DistState) -> AbstractContextManager[None]:
         forwards.update({block: block.forward for block in running})

@@ -1,5 +1,6 @@
 """wrap_tp: what it makes of a model, beside which transforms, and what it refuses."""
 
+import copy
 import re
 from functools import partial
 
@@ -119,6 +120,48 @@ BESIDE = {
 def test_it_works_beside(transform):
     recipe = af.compose(af.wrap_ddp(), af.wrap_tp(STYLES), transform)
     assert_one_process(recipe, SQUARE, transform)
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+        self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 3)
+
+    def forward(self, hidden):
+        return hidden + self.scale * self.down(self.up(hidden).tanh())
+
+
+def scaled():
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), Scaled(), nn.Linear(3, 1)).double()
+
+
+def test_blocks_with_parameters_of_their_own_are_recomputed():
+    recompute = af.checkpoint_activations(blocks=Scaled)
+    styles = af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"})
+    assert_one_process(af.compose(styles, recompute), TWO, make=scaled)
+
+
+def test_a_copy_of_the_model_has_parameters_of_its_own():
+    def run(state):
+        model = scaled()
+        styles = af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"})
+        af.build(state, styles(ours.plan(model=model)))
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other[0].scale.zero_()
+        return model(BATCH[0]).detach(), other(BATCH[0]).detach()
+
+    expected = scaled()
+    changed = copy.deepcopy(expected)
+    with torch.no_grad():
+        changed[0].scale.zero_()
+    for found in simulate(run, mesh=TWO):
+        for actual, model in zip(found, (expected, changed), strict=True):
+            torch.testing.assert_close(actual, model(BATCH[0]).detach(), **ours.EXACT)
 
 
 TRAIN = """
@@ -256,6 +299,11 @@ REFUSED = {
     "compiled loss": (
         af.compose(af.wrap_tp(STYLES), af.compiled()),
         "build: wrap_tp must not be used with compiled(), whose graph",
+        {},
+    ),
+    "recomputed layers": (
+        af.compose(af.wrap_tp(STYLES), af.checkpoint_activations(blocks=nn.Linear)),
+        "build: checkpoint_activations(blocks) must match modules around split layers, got '0'",
         {},
     ),
     "sparse gradients": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +77,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         whole = _whole(plain.detach(), mesh)
         module._parameters[name] = nn.Parameter(whole, requires_grad=plain.requires_grad)
     if names:
-        swap = _Swap(names, mesh)
-        module.register_forward_pre_hook(swap.to_local)
-        module.register_forward_hook(swap.back, always_call=True)
+        vars(module)["forward"] = _PlainForward(module, names, mesh)
 
 
 def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -97,38 +95,35 @@ def _is_plain(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and not is_sharded(parameter)
 
 
-class _Swap:
-    """Lets the forward of a module see its replicated parameters as plain tensors.
+class _PlainForward:
+    """The forward of a module, which sees the module's replicated parameters as plain tensors.
 
     So its operations are those of one rank: they cost no dispatch of DTensors, and none of them is unknown
     to it. The gradient of each replica is whole, since its input is the same on all ranks.
     """
 
-    def __init__(self, names: Sequence[str], mesh: DeviceMesh) -> None:
-        self._names, self._mesh = names, mesh
-        self._replicas: list[dict[str, Any]] = []
-        """What each forward under way has replaced: a module may call itself."""
+    # No hooks, since what recomputes a forward may call it without them.
 
-    def to_local(self, module: nn.Module, inputs: Any) -> Any:
-        """Return other inputs, or None for the same."""
+    def __init__(self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> None:
+        update_wrapper(self, module.forward)
+        self._module, self._forward = module, module.forward
+        self._names, self._mesh = names, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The compiler does not follow what a hook puts in place of a parameter.
-            return tree_map_only(Tensor, partial(_whole, mesh=self._mesh), inputs)
-        parameters: dict[str, Any] = module._parameters
-        replaced = {name: parameters[name] for name in self._names}
-        self._replicas.append(replaced)
-        for name, replica in replaced.items():
+            # The compiler does not follow what is put in place of a parameter.
+            args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
+            output = self._forward(*args, **kwargs)
+            return tree_map_only(DTensor, DTensor.to_local, output)
+        parameters: dict[str, Any] = self._module._parameters
+        replicas = {name: parameters[name] for name in self._names}
+        for name, replica in replicas.items():
             if is_sharded(replica):
                 parameters[name] = _plain(replica)
-        return None
-
-    def back(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Return another output, or None for the same."""
-        if torch.compiler.is_compiling():
-            return tree_map_only(DTensor, DTensor.to_local, output)
-        if self._replicas:
-            module._parameters.update(self._replicas.pop())
-        return None
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            parameters.update(replicas)
 
 
 def _plain(replica: DTensor) -> Tensor:
