@@ -26,9 +26,6 @@ _MIXING = 6364136223846793005
 """An odd number that looks like a random one: Knuth's for MMIX."""
 
 
-_REPAIR_OF_PARTS = "give a style to layers between a colwise one and the rowwise one after it, "
-
-
 def check_same_plan(state: DistState, plan: Plan) -> None:
     """Raise on every rank if ranks build different steps: their replicas would diverge."""
     every = primitives.exchange(_summary(plan), state, "build")
@@ -79,8 +76,7 @@ def check_same_gradients(
 
     Cost: one read of the gradients, four small collectives, two host synchronisations.
     """
-    has_copies = state.data.world_size < state.world_size
-    if has_copies:
+    if state.data.world_size < state.world_size:
         # A loss or a metric of the part of a split layer that this rank computes.
         losses = {"the loss": report.loss} | {
             f"the metric {name!r}": each for name, each in report.metrics.items()
@@ -100,9 +96,8 @@ def check_same_gradients(
         strategy,
         state,
         tensors,
-        "step: gradients must be equal on all ranks, {name} differs on {ranks}; "
-        + (_REPAIR_OF_PARTS if has_copies else "")
-        + "average with reduce_mean what is computed by rank, and draw random numbers by state.step",
+        "step: gradients must be equal on all ranks, {name} differs on {ranks}; average with "
+        "reduce_mean what is computed by rank, and draw random numbers by state.step",
     )
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -33,11 +32,11 @@ def test_a_penalty_on_whole_parameters_is_that_of_one_process(penalty):
     assert_one_process(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), SQUARE, loss_fn=loss_fn)
 
 
-def refused(loss_fn, make=perceptron):
+def refused(loss_fn):
     """Take a step of this loss on two ranks, and return the error of each."""
 
     def run(state):
-        plan = ours.plan(model=make(), loss_fn=loss_fn)
+        plan = ours.plan(model=perceptron(), loss_fn=loss_fn)
         state, step = af.build(state, af.wrap_tp(STYLES)(plan))
         with pytest.raises(af.errors.AccelError) as caught:
             step(state, BATCH)
@@ -103,21 +102,3 @@ def test_a_metric_may_be_computed_from_parameters():
 
     (expected,) = simulate(run, world_size=1)
     assert simulate(run, mesh=TWO) == [pytest.approx(expected)] * 2
-
-
-def between():
-    model = perceptron()
-    model[1] = nn.PReLU().double()
-    return model
-
-
-def test_a_gradient_of_a_part_is_refused():
-    assert (
-        refused(ours.mse, between)
-        == [
-            "step: gradients must be equal on all ranks, 1.weight differs on rank 1; give a style to layers "
-            "between a colwise one and the rowwise one after it, average with reduce_mean what is computed "
-            "by rank, and draw random numbers by state.step"
-        ]
-        * 2
-    )

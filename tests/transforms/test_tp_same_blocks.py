@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -30,6 +31,7 @@ STYLES = {
     "rowwise": RowwiseParallel,
     "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
     "dtensor": lambda: ColwiseParallel(use_local_output=False),
+    "heads": lambda: SequenceParallel(use_local_output=True),
     "table": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
@@ -168,7 +170,18 @@ class Scaled(MLP):
         self.scale, self.cut = nn.Parameter(torch.ones(16)), cut
 
     def times(self, x):
-        return x * self.scale[: x.shape[-1]] if self.cut else x * self.scale.sum()
+        return x * self.scale[: x.shape[-1]] if self.cut else x * self.scale.detach().sum()
+
+
+class Routed(nn.Module):
+    """Gives no token to its first expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x):
+        return x + self.experts[0](x[0, :0]).sum() + self.experts[1](x)
 
 
 class DeadUnits(nn.Module):
@@ -230,6 +243,10 @@ RIGHT = {
     "a DTensor": (OfDTensors(), {"up": "dtensor"}),
     "a closure": (Wrapped(Named(), call_with_closure), within("block", ATTENTION)),
     "a whole vector": (Scaled(cut=False), PAIR),
+    "no tokens": (
+        Routed(),
+        {f"experts.{each}.{name}": PAIR[name] for each in range(2) for name in PAIR},
+    ),
     "zeros": (DeadUnits(), {"up": "colwise", "out.0": "rowwise"}),
 }
 
@@ -262,6 +279,67 @@ def test_wrong_code_is_refused_on_all_ranks(model, styles):
     first, second = found(model, styles, INPUTS)
     assert first == second
     assert "must return the same with its layers split over 2 ranks as with whole ones" in first
+
+
+class NormedHeads(Attention):
+    """Norms the queries of each head by one vector, and starts as a block that adds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(HEAD_DIM)
+        nn.init.zeros_(self.o.weight)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = (self.heads(each(x)) for each in (self.q, self.k, self.v))
+        weights = (self.norm(q) @ k.mT).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class OneKey(NormedHeads):
+    """All heads share one head of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Identity()
+        self.k, self.v = nn.Linear(WIDTH, HEAD_DIM), nn.Linear(WIDTH, HEAD_DIM)
+
+
+class Gated(MLP):
+    """Gates split features by one number of each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1).requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+WHOLE_KEY = {"q": "colwise", "o": "rowwise"}
+WRONG_GRADIENTS = {
+    "a norm of heads": (NormedHeads(), ATTENTION, "norm.weight"),
+    "a whole key": (OneKey(), WHOLE_KEY, "k.weight"),
+    "a gathered key": (OneKey(), WHOLE_KEY | {"k": "gathered", "v": "gathered"}, "k.weight"),
+    "an input": (Wrapped(Gated(), nn.Module.__call__), within("block", PAIR), "its input"),
+}
+
+
+@pytest.mark.parametrize(("model", "styles", "name"), WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS)
+def test_code_whose_gradients_are_those_of_a_part_is_refused(model, styles, name):
+    first, second = found(model, styles, INPUTS.clone().requires_grad_())
+    assert first == second
+    assert re.search(
+        r"must have the same gradients with its layers split over 2 ranks as with whole ones, got "
+        rf"gradients of (k\.|v\.|{name}).* that differ by \d\S* of the largest; split what is used "
+        r"between a colwise layer and the rowwise one after it, give a norm of heads there "
+        r"SequenceParallel\(use_local_output=True\), or leave out the styles of",
+        first,
+    )
+
+
+def test_a_norm_of_heads_whose_gradients_are_added_up_passes():
+    assert found(NormedHeads(), ATTENTION | {"norm": "heads"}, INPUTS) == ["", ""]
 
 
 def test_the_message_names_the_block_and_the_repair():
@@ -393,15 +471,16 @@ def drawing(x):
     return F.dropout(x, 0.5)
 
 
-def failing(x):
-    if not torch.is_grad_enabled():
-        raise RuntimeError("no second time")
-    return x
+class Failing(nn.Module):
+    def forward(self, x):
+        if not self.training:
+            raise RuntimeError("no second time")
+        return x
 
 
 @pytest.mark.parametrize(
     ("between", "failure"),
-    [(drawing, "another output each time"), (failing, "RuntimeError: no second time")],
+    [(drawing, "another output each time"), (Failing(), "RuntimeError: no second time")],
 )
 def test_a_block_that_cannot_be_compared_is_warned_of_on_the_main_rank(between, failure):
     with pytest.warns(UserWarning, match="wrap_tp") as caught:

@@ -45,6 +45,15 @@ one of the softmax or the norm that code computes in float32 by 1e-7. Code that 
 in the dtype of the model. There the bounds are those of products of TF32, which has 10 bits, and of
 bfloat16, which has 8. Autocast leaves float64 as it is.
 """
+_REPAIR = (
+    "take sizes from the tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a "
+    "rowwise one"
+)
+_REPAIR_OF_GRADIENTS = (
+    "split what is used between a colwise layer and the rowwise one after it, give a norm of heads there "
+    "SequenceParallel(use_local_output=True)"
+)
+_Convert = Callable[[Tensor], Tensor]
 _SPREAD = 0.05
 """By how much vectors are varied; some, as those of variances, must stay positive."""
 
@@ -56,9 +65,10 @@ def compare_blocks(
 
     A block is the smallest module around a split layer whose inputs are the same on all ranks along the
     axis, and whose output has the shape that it has with whole layers. Of blocks of one class with
-    parameters of the same shapes, the first one is compared, by the first floating-point tensor that it
-    returns, in evaluation mode. A block that draws random numbers in evaluation mode, or that cannot
-    run a second time, is not compared, and the main rank warns of it.
+    parameters of the same shapes, the first one is compared, in evaluation mode: by the first
+    floating-point tensor that it returns, and by the gradients of a sum of its elements. A block that
+    draws random numbers in evaluation mode, or that cannot run a second time, is not compared, and the
+    main rank warns of it.
 
     Args:
         model: its layers are split; compiled modules inside it have not run yet.
@@ -68,10 +78,10 @@ def compare_blocks(
 
     Raises:
         PlanError: from the forward, on all ranks along the axis, if a block returns something else
-            than it would with whole layers.
+            than it would with whole layers, or has other gradients.
 
-    Cost: for each kind of block, once, two forwards without a graph, and the memory and the gather
-    of the block's parameters in float64. Layers that no smaller block holds are compared in the
+    Cost: for each kind of block, once, two forwards and backwards, and the memory and the gather of
+    the block's parameters in float64, twice. Layers that no smaller block holds are compared in the
     whole model. A steady step costs nothing.
     """
     if styled and state.along(axis).world_size > 1:
@@ -98,7 +108,7 @@ class _Comparison:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             # A copy of what holds tensors: attention puts its keys in a cache, for example.
             is_due = self._layers(name) and _kind(name, module) not in self._kinds
-            calls[:] = [_copied((args, kwargs), Tensor.detach)] if is_due else []
+            calls[:] = [_copied((args, kwargs), _detached)] if is_due else []
 
         def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             kind = _kind(name, module)
@@ -167,10 +177,14 @@ class _Comparison:
     def _refuse(self, name: str, module: nn.Module, worst: _Outcome) -> None:
         layers = sorted(self._layers(name))
         names = ", ".join(layers[:4]) + (", ..." if len(layers) > 4 else "")
+        rule, repair = (
+            ("have the same gradients", _REPAIR_OF_GRADIENTS)
+            if worst.is_gradient
+            else ("return the same", _REPAIR)
+        )
         raise PlanError(
-            f"wrap_tp: {_called(name, module)} must return the same with its layers split over "
-            f"{self._along.world_size} ranks as with whole ones, got {worst.text}; take sizes from the "
-            "tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a rowwise one, or "
+            f"wrap_tp: {_called(name, module)} must {rule} with its layers split over "
+            f"{self._along.world_size} ranks as with whole ones, got {worst.text}; {repair}, or "
             f"leave out the styles of {names}"
         )
 
@@ -184,6 +198,8 @@ class _Outcome(NamedTuple):
     bound: float = 1.0
     text: str = ""
     failure: str = ""
+    is_gradient: bool = False
+    """Is the output the same, and a gradient not?"""
 
 
 def _compare(
@@ -195,33 +211,60 @@ def _compare(
         is_moved = dtype is not None and tensor.is_floating_point()
         return tensor.detach().to(dtype if is_moved else tensor.dtype, copy=True)
 
-    def unsplit_run() -> Tensor:
-        values = {**parameters, **{name: whole(converted(each)) for name, each in buffers.items()}}
-        with _without_hooks(module, _NEVER + _STYLES):
-            return _output(module, values, _copied(call, lambda each: whole(converted(each))))
+    def run(
+        values: Mapping[str, Tensor], packages: tuple[str, ...], take: _Convert
+    ) -> list[Tensor]:
+        leaves = [each for each in values.values() if each.requires_grad]
+
+        def given(tensor: Tensor) -> Tensor:
+            leaf = take(converted(tensor)).requires_grad_(tensor.requires_grad)
+            if leaf.requires_grad:
+                leaves.append(leaf)
+            # Code may write to its input.
+            return leaf.clone()
+
+        with torch.enable_grad(), _without_hooks(module, packages):
+            named = {f"block.{name}": each for name, each in values.items()}
+            found: list[Tensor] = functional_call(
+                _Block(module, leaves), named, _copied(call, given)
+            )
+        return [whole(each) for each in found]
+
+    def unsplit_run() -> list[Tensor]:
+        values = {name: each.requires_grad_(is_trained[name]) for name, each in parameters.items()}
+        values |= {name: whole(converted(each)) for name, each in buffers.items()}
+        return run(values, _NEVER + _STYLES, whole)
 
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(restored_random(device))
         stack.enter_context(_evaluated(module))
         buffers = dict(module.named_buffers())
         own = dict(module.named_parameters())
+        is_trained = {name: each.requires_grad for name, each in own.items()}
         drawn = torch.Generator(device).manual_seed(0)
         parameters = {n: _varied(whole(converted(each)), drawn) for n, each in own.items()}
-        cut = {name: _cut_like(each, own[name], axis) for name, each in parameters.items()}
+        cut = {n: _cut_like(each, own[n], axis) for n, each in parameters.items()}
+        cut = {n: each.detach().requires_grad_(is_trained[n]) for n, each in cut.items()}
         cut |= {name: converted(each) for name, each in buffers.items()}
-        with _without_hooks(module, _NEVER):
-            split = _output(module, cut, _copied(call, converted))
-        split, unsplit = whole(split), unsplit_run()
-        bound = _bound([split, unsplit, *parameters.values()], dtype, device)
-        if split.shape != unsplit.shape:
-            text = f"the shape {[*split.shape]} instead of {[*unsplit.shape]}"
+        split, unsplit = run(cut, _NEVER, lambda each: each), unsplit_run()
+        bound = _bound([split[0], unsplit[0], *parameters.values()], dtype, device)
+        if split[0].shape != unsplit[0].shape:
+            text = f"the shape {[*split[0].shape]} instead of {[*unsplit[0].shape]}"
             return _Outcome(False, float("inf"), bound, text)
-        difference = _difference(split, unsplit)
-        if difference > bound and _difference(unsplit_run(), unsplit) > bound:
+        found = _differences(split, unsplit)
+        if max(found) > bound and max(_differences(unsplit_run(), unsplit)) > bound:
             return _Outcome(failure="another output each time")
-    text = f"outputs that differ by {difference:.2g} of the largest"
-    return _Outcome(True, difference, bound, text)
+    if found[0] > bound or len(found) == 1:
+        return _Outcome(
+            True, found[0], bound, f"outputs that differ by {found[0]:.2g} of the largest"
+        )
+    worst = max(found[1:])
+    trained = [name for name in parameters if is_trained[name]]
+    of = [*trained, *["its input"] * len(found)][found.index(worst, 1) - 1]
+    text = f"gradients of {of} that differ by {worst:.2g} of the largest"
+    return _Outcome(True, worst, bound, text, is_gradient=True)
 
 
 def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.device) -> float:
@@ -231,15 +274,27 @@ def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.d
     return max(_BOUNDS.get(each, _BOUND_OF_HALVES) for each in dtypes)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest finite number."""
+def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Return the largest difference of outputs, and of each gradient, as a share of the largest number."""
+    # Some gradients are zero but for rounding, as that of a key's bias: one scale serves all.
+    scales = [_largest(expected[:1])] + [_largest(expected[1:])] * (len(expected) - 1)
+    return [
+        _difference(each, other, scale)
+        for each, other, scale in zip(found, expected, scales, strict=True)
+    ]
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """Return the largest finite number."""
+    largest = [float(each.nan_to_num(0, 0, 0).abs().max()) for each in tensors if each.numel()]
+    return max([torch.finfo(torch.float64).tiny, *largest])
+
+
+def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
     found, expected = found.double(), expected.double()
     same = (found == expected) | (found.isnan() & expected.isnan())
     apart = (found - expected).abs().masked_fill(same, 0).nan_to_num(nan=float("inf"))
-    largest = expected.abs().nan_to_num(0, 0, 0)
-    if not apart.numel():
-        return 0.0
-    return float(apart.max() / largest.max().clamp(min=torch.finfo(largest.dtype).tiny))
+    return float(apart.max() / scale) if apart.numel() else 0.0
 
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -255,9 +310,11 @@ def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_constant(tensors: Iterable[Tensor]) -> bool:
-    """Is the first of numbers all one, as a part of the features is then too, or not a number?"""
-    first = next((each for each in tensors if each.is_floating_point() and each.numel()), None)
-    return first is not None and bool(((first == first.flatten()[0]) | first.isnan()).all())
+    """Are the first numbers all one, as a part of the features is then too, not numbers, or none?"""
+    first = next((each for each in tensors if each.is_floating_point()), None)
+    if first is None:
+        return False
+    return not first.numel() or bool(((first == first.flatten()[0]) | first.isnan()).all())
 
 
 def _are_equal(every: Sequence[object]) -> bool:
@@ -276,13 +333,31 @@ def _cut_like(tensor: Tensor, like: Tensor, axis: str) -> Tensor:
     return distribute_tensor(tensor, along, [placement], src_data_rank=None)
 
 
-def _output(module: nn.Module, values: Mapping[str, Tensor], inputs: tuple[Any, Any]) -> Tensor:
-    """Return the first floating-point tensor of the output with these parameters and buffers."""
-    output = functional_call(module, dict(values), *inputs)
-    for each in tensors_of(output):
-        if each.is_floating_point():
-            return each
-    return torch.zeros(())
+class _Block(nn.Module):
+    """Returns the first floating-point tensor of a block's output, and gradients of a sum of its elements.
+
+    The backward is inside, since checkpoints run a forward again in it, with the same parameters.
+    """
+
+    def __init__(self, block: nn.Module, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.block, self.leaves = block, leaves
+
+    def forward(self, args: Any, kwargs: Any) -> list[Tensor]:
+        output = _first(tensors_of(self.block(*args, **kwargs)))
+        if is_sharded(output):
+            output = output.full_tensor()
+        if not output.requires_grad:
+            return [output]
+        drawn = torch.Generator(output.device).manual_seed(0)
+        weights = torch.empty_like(output).normal_(generator=drawn)
+        found = torch.autograd.grad(output, self.leaves, weights, allow_unused=True)
+        pairs = zip(found, self.leaves, strict=True)
+        return [output, *(torch.zeros_like(leaf) if each is None else each for each, leaf in pairs)]
+
+
+def _first(tensors: Iterable[Tensor]) -> Tensor:
+    return next((each for each in tensors if each.is_floating_point()), torch.zeros(()))
 
 
 def _outward(name: str) -> list[str]:
@@ -348,6 +423,10 @@ def _copied(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     except (pickle.PicklingError, TypeError, AttributeError):
         # Closures and objects of local classes have no copy.
         return map_tensors(convert, tree)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Pickler(pickle.Pickler):
