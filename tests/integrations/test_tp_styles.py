@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from accel_fn.transforms.tp.styles import styles_of
 from tests.support import strategies as ours
+from tests.support.processes import from_lists, launch
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +104,44 @@ def test_mesh_of_two_by_two_gives_the_result_of_one_process(
         ours.assert_close(parameters, expected)
         # These models compute their loss in float32.
         assert reported == pytest.approx(found, rel=1e-6)
+
+
+SCRIPT = """
+import json
+import accel_fn as af
+import torch
+from transformers import LlamaForCausalLM
+from tests.integrations.test_tp_styles import trained
+from tests.support import strategies as ours
+
+for mesh in ({{"dp": 1, "tp": 4}}, {{"dp": 2, "tp": 2}}):
+    with af.distributed(device="cpu", timeout_s=60, mesh=mesh) as state:
+        model = LlamaForCausalLM.from_pretrained({folder!r}, tp_plan="auto", dtype=torch.float64)
+        try:
+            reported, ends = trained(state, model.train(), af.compose(af.wrap_ddp(), af.wrap_tp()))
+            say(json.dumps([reported, {{name: each.tolist() for name, each in ends.items()}}]))
+        except ValueError as error:
+            say(json.dumps(str(error)))
+"""
+
+
+def test_model_that_from_pretrained_splits_is_taken_where_tp_is_the_whole_world(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+    model.save_pretrained(tmp_path)
+    losses, expected = trained(af.DistState(), model, lambda plan: plan)
+    said = launch(SCRIPT.format(folder=str(tmp_path)), num_processes=4).splitlines()
+    found = [json.loads(line) for line in said]
+    results = [each for each in found if not isinstance(each, str)]
+    assert len(results) == 4
+    for reported, ends in results:
+        ours.assert_close(from_lists(ends), expected)
+        assert reported == pytest.approx(losses, rel=1e-6)
+    refused = "build: wrap_tp's model must be split over the ranks along tp, [2, 3], got "
+    refused += "model.embed_tokens.weight over [0, 1, 2, 3]; give it whole, from from_pretrained"
+    assert sum(isinstance(each, str) and each.startswith(refused) for each in found) == 2
 
 
 def test_every_matrix_of_a_llama_is_sharded() -> None:

@@ -209,9 +209,9 @@ def test_on_one_rank_it_does_nothing():
     assert_one_process(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), {"dp": 2, "tp": 1})
 
 
-def split_by_hand(state):
+def split_by_hand(state, axis="tp"):
     model = perceptron()
-    mesh = af.device_mesh(state)["tp"]
+    mesh = af.device_mesh(state)[axis]
     styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     return parallelize_module(model, mesh, styles, src_data_rank=None)
 
@@ -356,6 +356,12 @@ REFUSED = {
         "must have a mesh of dp alone, got dp 2 x tp 2",
         {"mesh": SQUARE},
     ),
+    "a model on the meta device": (
+        af.wrap_tp(STYLES),
+        "build: wrap_tp's model must hold values, got a tensor on the meta device for '0.weight'; call "
+        "model.to_empty(device='cpu') and load_model before build",
+        {"make": lambda: perceptron().to("meta")},
+    ),
     "a style that fits nothing": (
         af.wrap_tp({"up": "colwise"}),
         "build: wrap_tp's styles must match modules of the model, got 'up'",
@@ -373,6 +379,21 @@ def test_a_split_model_without_wrap_tp_is_refused():
     def run(state):
         with pytest.raises(ValueError, match=r"got 0\.weight, a DTensor; add wrap_tp\(\)"):
             af.build(state, af.wrap_ddp()(ours.plan(model=split_by_hand(state))))
+
+    simulate(run, mesh=SQUARE)
+
+
+def test_a_model_that_is_split_over_another_axis_is_refused():
+    def run(state):
+        first = state.rank // 2 * 2
+        text = (
+            f"build: wrap_tp's model must be split over the ranks along tp, [{first}, {first + 1}], got "
+            f"0.weight over {[state.rank % 2, state.rank % 2 + 2]}; give it whole, from from_pretrained "
+            "without tp_plan for example: wrap_tp() splits it by the same plan"
+        )
+        plan = ours.plan(model=split_by_hand(state, "dp"))
+        with pytest.raises(ValueError, match=re.escape(text)):
+            af.build(state, af.compose(af.wrap_ddp(), af.wrap_tp())(plan))
 
     simulate(run, mesh=SQUARE)
 

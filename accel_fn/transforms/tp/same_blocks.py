@@ -33,8 +33,8 @@ from accel_fn.step.same_on_all_ranks import fingerprints
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEVER = ("torch.distributed.fsdp", "accel_fn.transforms.fsdp", __name__)
 """Whose hooks stay out of both runs: parameters are whole here, and nothing is to be recorded."""
-_STYLES = ("torch.distributed.tensor", "accel_fn.transforms.tp")
-"""Whose hooks split inputs, and make plain tensors of outputs and parameters."""
+_STYLES = ("torch.distributed.tensor", "accel_fn.transforms.tp", "transformers.distributed")
+"""Whose hooks, and forwards in place of a module's own, split inputs and make plain tensors."""
 _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
 _BOUND_OF_HALVES = 0.05
 """How far outputs may differ, as a share of the largest: by the dtype of a run.
@@ -393,17 +393,19 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(module: nn.Module, packages: tuple[str, ...]) -> Iterator[None]:
-    """Take the forward hooks of some packages off the modules inside."""
-    homes = [(vars(each), name) for each in module.modules() for name in _HOOKS]
-    before = [home[name] for home, name in homes]
+    """Take the forward hooks of some packages off the modules inside, and forwards that they have set."""
+    before = [(vars(each), dict(vars(each))) for each in module.modules()]
     try:
-        for home, name in homes:
-            kept = {key: hook for key, hook in home[name].items() if not _is_of(hook, packages)}
-            home[name] = OrderedDict(kept)
+        for home, _ in before:
+            for name in _HOOKS:
+                kept = {key: hook for key, hook in home[name].items() if not _is_of(hook, packages)}
+                home[name] = OrderedDict(kept)
+            if "forward" in home and _is_of(home["forward"], packages):
+                del home["forward"]
         yield
     finally:
-        for (home, name), hooks in zip(homes, before, strict=True):
-            home[name] = hooks
+        for home, attributes in before:
+            home |= {name: attributes[name] for name in (*_HOOKS, "forward") if name in attributes}
 
 
 def _is_of(hook: Callable[..., Any], packages: tuple[str, ...]) -> bool:

@@ -45,7 +45,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
             layer or an embedding, `"sequence"` for a norm, which then computes a part of the sequence on each
             rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model brings along, as those
             of transformers do. A model that was split before, by `parallelize_module` on
-            `device_mesh(state)[axis]`, is taken as it is.
+            `device_mesh(state)[axis]`, or by `from_pretrained(tp_plan="auto")` of transformers where the
+            axis is the whole world, is taken as it is.
         axis: "tp", or another axis of the mesh than `dp`.
 
     Returns:
@@ -55,7 +56,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
         ValueError: `styles` or `axis` are none of these. In `build`, on all ranks: the mesh has no such axis;
             a style fits no module, or one that cannot be split so; the axis does not divide a number of
             heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
-            shards; a model with dropout in graphs of `compiled(fullgraph=True)`, which would have to break.
+            shards; a model on the meta device, or split over other ranks; dropout in graphs of
+            `compiled(fullgraph=True)`, which would have to break.
             In the first forward, on the ranks along the axis: a block that returns something else than
             with whole layers.
         TypeError: `styles` is of another type.
@@ -111,6 +113,8 @@ class TPSlot(SlotFunction):
         _check_graphs(plan)
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_tp")
+        _check_values(plan.model, state)
+        _check_mesh(plan.model, state, self.keywords["axis"])
         _styles(plan.model, self.keywords["styles"], size)
 
 
@@ -123,6 +127,30 @@ def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis:
         model.to(state.device)
         split_model(state, model, _styles(model, styles, size), axis)
     return model
+
+
+def _check_values(model: nn.Module, state: DistState) -> None:
+    """Refuse a model without values, which build would have to send."""
+    for name, each in model.named_parameters():
+        if each.is_meta and state.device.type != "meta":
+            raise PlanError(
+                f"build: wrap_tp's model must hold values, got a tensor on the meta device for {name!r}; "
+                f"call model.to_empty(device={state.device.type!r}) and load_model before build"
+            )
+
+
+def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
+    """Refuse a model that is split over other ranks than those along the axis."""
+    from accel_fn.comm.mesh import device_mesh
+
+    wanted = device_mesh(state)[axis].mesh.tolist()
+    for name, each in model.named_parameters():
+        if is_sharded(each) and (ranks := each.device_mesh.mesh.tolist()) != wanted:
+            raise PlanError(
+                f"build: wrap_tp's model must be split over the ranks along {axis}, {wanted}, got {name} "
+                f"over {ranks}; give it whole, from from_pretrained without tp_plan for example: wrap_tp() "
+                "splits it by the same plan"
+            )
 
 
 def _check_graphs(plan: Plan) -> None:
