@@ -7,7 +7,7 @@ called on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,13 +210,17 @@ class ShardedLoss(nn.Module):
     def _call(self, method: str, modules: Iterable[nn.Module], *arguments: object) -> list[Any]:
         """Call a method of FSDP on these modules, while they have the classes that define it."""
         own = {module: type(module) for module in self._kinds}
-        for module, kind in self._kinds.items():
-            module.__class__ = kind
+        _set_classes(self._kinds)
         try:
             return [getattr(module, method)(*arguments) for module in modules]
         finally:
-            for module, kind in own.items():
-                module.__class__ = kind
+            _set_classes(own)
+
+
+def _set_classes(kinds: Mapping[nn.Module, type[nn.Module]]) -> None:
+    for module, kind in kinds.items():
+        # A module's own `__setattr__` takes far longer.
+        object.__setattr__(module, "__class__", kind)
 
 
 def _groups_of(state: Any) -> list[Any]:
