@@ -174,13 +174,13 @@ def test_the_plan_prints_its_arguments():
 
 
 @pytest.mark.parametrize("recipe", [af.compose(), af.wrap_ddp(), af.local_sgd(2)])
-def test_a_model_of_dtensors_is_refused_without_advice_that_does_not_help(recipe):
+def test_a_model_of_dtensors_is_refused_with_what_takes_it(recipe):
     def run(state):
         model = nn.Linear(4, 2)
         mesh = make_mesh(state, 1)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        words = "model must hold its parameters whole, got weight, a DTensor; .* are not supported"
+        words = r"model must hold its parameters whole, got weight, a DTensor; add wrap_tp\(\)"
         with pytest.raises(ValueError, match=words):
             af.build(state, recipe(af.Plan(lambda m, x: m(x).mean(), model, optimizer)))
 
