@@ -229,7 +229,10 @@ def _step_again(scheduler: Any) -> None:
     for each in acting[functions[-1] :]:
         each.last_epoch -= 1
         each._step_count -= 1
-        _step(each)
+        if each.last_epoch < 0:
+            each._initial_step()  # before the first update, a factor is not multiplied in
+        else:
+            _step(each)
     scheduler._last_lr = acting[-1]._last_lr
 
 

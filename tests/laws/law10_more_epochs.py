@@ -2,7 +2,7 @@
 
 import pytest
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
@@ -76,6 +76,9 @@ RUNS = st.fixed_dictionaries(
 )
 
 
+BEFORE_THE_FIRST_UPDATE = {"wrap": "wrap_ddp", "bad": {0}, "worlds": (1, 1), "k": 1, "stop": 1}
+
+
 def assert_is_the_run_by_hand(folder, make, choice, *, follows_program, wrap, bad, worlds, k, stop):
     batches = batches_of(bad if wrap != "local_sgd" else ())
     expected = ByHand(make)
@@ -102,6 +105,7 @@ def test_the_schedule_of_a_longer_program_goes_on_from_the_saved_update(
 @pytest.mark.parametrize("make", WITHOUT_LENGTH.values(), ids=WITHOUT_LENGTH)
 @ours.share(0.3)
 @given(choice=st.sampled_from([None, "saved", "program"]), run=RUNS)
+@example(choice="saved", run=BEFORE_THE_FIRST_UPDATE)
 def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
     tmp_path_factory, make, choice, run
 ):
