@@ -93,7 +93,7 @@ def runs(draw, meshes=MESHES, layers=(lm.STYLES,)):
 
 UNEVEN = (
     lm.language_model(is_tied=False),
-    lm.STYLES | HEAD,
+    lm.STYLES | HEAD | TABLE | NORMS,
     SQUARE,
     lm.batches(5, 6, 3),
     [[2, 3], [0, 6], [3, 0]],

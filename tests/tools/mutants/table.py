@@ -33,6 +33,7 @@ ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
 BY_HAND = f"{LAWS}01_no_transforms.py {LAWS}02_accumulation.py"
 WORLDS, SCALING = f"{LAWS}03_worlds.py", f"{LAWS}07_scaling.py"
 MESHES = f"{LAWS}13_meshes.py"
+SPLIT, SPLIT_CHECKPOINTS = f"{LAWS}13_tensor_parallel.py", f"{LAWS}13_split_checkpoints.py"
 SHARE = "return shares(weight, total, self._num_ranks)"
 FINITE = "finite = None if state.scaler is None else torch.isfinite(grads.norm())"
 
@@ -740,5 +741,68 @@ MUTANTS = [
         "sum(rows[data_places(state)])",
         "sum(rows)",
         MESHES,
+    ),
+    Mutant(
+        "under wrap_tp, ranks keep their own first parameters",
+        "transforms/tp/split.py",
+        "    _send_values(state, model)\n",
+        "",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, tied parameters part",
+        "transforms/tp/split.py",
+        "for (holder, its), *others in ties:",
+        "for (holder, its), *others in ties[:0]:",
+        SPLIT_CHECKPOINTS,
+    ),
+    Mutant(
+        'under wrap_tp, a norm of style "sequence" takes the whole sequence for its part',
+        "transforms/tp/split_sequence.py",
+        "return whole.redistribute(placements=[Shard(1)]), *inputs[1:]",
+        "return DTensor.from_local(first, mesh, [Shard(1)]), *inputs[1:]",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, gradients are summed over replicas instead of averaged",
+        DDP,
+        "torch._foreach_div_(same, self._replicas.world_size)",
+        "pass",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, gradients of other parts are averaged too",
+        DDP,
+        "self._replicas = over(state)",
+        "self._replicas = state",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, gradients that are still to be summed are updates",
+        STRATEGY,
+        "            place_gradients(self.reachable)",
+        "            pass",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, the norm counts whole parameters once for each rank",
+        "comm/dtensor.py",
+        "for group, placement in pairs if not placement.is_replicate())",
+        "for group, _ in pairs)",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, FSDP looks for the fullest rank among those of all axes",
+        FSDP,
+        "found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks",
+        "found = mean.of_ranks",
+        SPLIT,
+    ),
+    Mutant(
+        "under wrap_tp, each replica writes the weights",
+        "comm/dtensor.py",
+        "of_all, own = mesh._get_root_mesh(), mesh.mesh_dim_names or ()",
+        "of_all, own = mesh, mesh.mesh_dim_names or ()",
+        SPLIT_CHECKPOINTS,
     ),
 ]
