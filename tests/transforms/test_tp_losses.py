@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -102,3 +105,55 @@ def test_a_metric_may_be_computed_from_parameters():
 
     (expected,) = simulate(run, world_size=1)
     assert simulate(run, mesh=TWO) == [pytest.approx(expected)] * 2
+
+
+def of_gradients(model, batch):
+    inputs = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return ours.mse(model, batch) + slope.square().mean()
+
+
+def test_gradients_of_gradients_are_refused():
+    assert (
+        refused(of_gradients)
+        == [
+            "step: wrap_tp must have a loss_fn without gradients of gradients, got one that calls "
+            "torch.autograd.grad with create_graph=True; use wrap_ddp alone"
+        ]
+        * 2
+    )
+
+
+class Attention(nn.Module):
+    """Torch's attention, whole on every rank, beside a split layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
+        self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        x = self.layer(self.up(x).unsqueeze(0))
+        return self.down(self.attention(x, x, x, need_weights=False)[0].squeeze(0))
+
+
+def attention():
+    torch.manual_seed(0)
+    return Attention().double()
+
+
+def test_attention_of_torch_stays_whole():
+    styles = {"up": ColwiseParallel(output_layouts=Replicate())}
+    assert_one_process(af.wrap_tp(styles), TWO, make=attention)
+
+    def run(state):
+        model = attention()
+        af.build(state, af.wrap_tp(styles)(ours.plan(model=model)))
+        with torch.no_grad():
+            return model.eval()(BATCH[0])
+
+    with torch.no_grad():
+        expected = attention().eval()(BATCH[0])
+    for actual in simulate(run, mesh=TWO):
+        torch.testing.assert_close(actual, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
 
+from accel_fn.base.batch import tensors_of
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.dtensor import is_sharded, local, place_of
 from accel_fn.comm.mesh import device_mesh
+from accel_fn.errors import LossError
 from accel_fn.transforms.tp.draws import draw_by_shard
 from accel_fn.transforms.tp.same_blocks import compare_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+
+_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that use the parameters of their children without calling them."""
 
 
 def split_model(
@@ -37,7 +42,9 @@ def split_model(
     ties = _ties(model)
     for name, style in styles.items():
         # Without a source each rank cuts its own copy, which is rank 0's by now.
-        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+        layer = model.get_submodule(name)
+        parallelize_module(layer, mesh, style, src_data_rank=None)
+        layer.register_forward_hook(_watch_backward)
     for module in model.modules():
         _replicate(module, mesh)
     for (holder, its), *others in ties:
@@ -70,14 +77,19 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
-    names = [name for name, each in module._parameters.items() if _is_plain(each)]
-    for name in names:
-        plain = module._parameters[name]
-        assert plain is not None
-        whole = _whole(plain.detach(), mesh)
-        module._parameters[name] = nn.Parameter(whole, requires_grad=plain.requires_grad)
-    if names:
-        vars(module)["forward"] = _PlainForward(module, names, mesh)
+    readers = module.modules() if isinstance(module, _READS_CHILDREN) else [module]
+    read = [
+        (each, name)
+        for each in readers
+        for name, parameter in each._parameters.items()
+        if _is_plain(parameter)
+    ]
+    if read:
+        vars(module)["forward"] = _PlainForward(module, read, mesh)
+    for name, plain in module._parameters.items():
+        if _is_plain(plain):
+            whole = _whole(plain.detach(), mesh)
+            module._parameters[name] = nn.Parameter(whole, requires_grad=plain.requires_grad)
 
 
 def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -91,12 +103,12 @@ def _holds_parts(module: nn.Module) -> bool:
     return any(place_of(each) for each in module._parameters.values() if each is not None)
 
 
-def _is_plain(parameter: nn.Parameter | None) -> bool:
+def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
     return parameter is not None and not is_sharded(parameter)
 
 
 class _PlainForward:
-    """The forward of a module, which sees the module's replicated parameters as plain tensors.
+    """The forward of a module, which sees the replicated parameters that it reads as plain tensors.
 
     So its operations are those of one rank: they cost no dispatch of DTensors, and none of them is unknown
     to it. The gradient of each replica is whole, since its input is the same on all ranks.
@@ -104,10 +116,11 @@ class _PlainForward:
 
     # No hooks, since what recomputes a forward may call it without them.
 
-    def __init__(self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, module: nn.Module, read: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh
+    ) -> None:
         update_wrapper(self, module.forward)
-        self._module, self._forward = module, module.forward
-        self._names, self._mesh = names, mesh
+        self._forward, self._read, self._mesh = module.forward, read, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -115,16 +128,35 @@ class _PlainForward:
             args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
             output = self._forward(*args, **kwargs)
             return tree_map_only(DTensor, DTensor.to_local, output)
-        parameters: dict[str, Any] = self._module._parameters
-        replicas = {name: parameters[name] for name in self._names}
-        for name, replica in replicas.items():
+        homes: list[tuple[dict[str, Any], str]] = [(m._parameters, name) for m, name in self._read]
+        replicas = [home[name] for home, name in homes]
+        for (home, name), replica in zip(homes, replicas, strict=True):
             if is_sharded(replica):
-                parameters[name] = _plain(replica)
+                home[name] = _plain(replica)
         try:
             return self._forward(*args, **kwargs)
         finally:
-            parameters.update(replicas)
+            for (home, name), replica in zip(homes, replicas, strict=True):
+                home[name] = replica
 
 
 def _plain(replica: DTensor) -> Tensor:
     return replica.to_local(grad_placements=replica.placements)
+
+
+def _watch_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
+    """Refuse gradients of gradients: a backward of DTensors has no graph, so they would be wrong."""
+    if torch.compiler.is_compiling():
+        return  # a compiled graph refuses them itself
+    for each in tensors_of(output):
+        if each.requires_grad:
+            each.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+
+
+def _refuse_graph(gradient: Tensor) -> None:
+    # A backward runs with gradients enabled only if it is to make a graph.
+    if torch.is_grad_enabled():
+        raise LossError(
+            "step: wrap_tp must have a loss_fn without gradients of gradients, got one that calls "
+            "torch.autograd.grad with create_graph=True; use wrap_ddp alone"
+        )
