@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from operator import is_
 
+import torch
 from torch import nn
 
 from accel_fn.base.state import DistState
-from accel_fn.errors import LossError, PlanError
+from accel_fn.comm.dtensor import is_sharded
+from accel_fn.errors import AccelError, LossError, PlanError
 from accel_fn.step.plan import Plan
 
 _REPAIR = "build again, or train all from the start and freeze(names, until=...) those"
+_OF_PARTS = (
+    "wrap_tp: a colwise layer returns a part of its features on each rank, and a rowwise one takes a part; "
+    "take sizes from the tensors, as in q.view(b, t, -1, head_dim), or leave out styles"
+)
 
 
 class TrainedParameters:
@@ -71,6 +77,12 @@ class TrainedParameters:
 
     def explain(self, error: BaseException) -> None:
         """Raise a clearer error if a forward or backward failed for a reason that is known here."""
+        is_of_sizes = any(
+            word in str(error) for word in ("size", "shape", "reduction dim", "unpack")
+        )
+        is_known = isinstance(error, AccelError | torch.OutOfMemoryError)
+        if is_of_sizes and not is_known and self._is_split_by_features():
+            error.add_note(_OF_PARTS)
         if not isinstance(error, RuntimeError):
             return
         if "does not require grad and does not have a grad_fn" in str(error):
@@ -90,6 +102,11 @@ class TrainedParameters:
                 ) from error
             if id(parameter) not in self._found:
                 raise replaced(name) from error
+
+    def _is_split_by_features(self) -> bool:
+        """Do layers return parts of their features on each rank?"""
+        named = [each.device_mesh for each in self._plan.model.parameters() if is_sharded(each)]
+        return any({*(mesh.mesh_dim_names or ())} - {"dp"} for mesh in named)
 
 
 def no_graph() -> LossError:
