@@ -113,6 +113,9 @@ BESIDE = {
     "schedule": af.schedule(lambda update: 1 / (1 + update)),
     "skip_nonfinite": af.skip_nonfinite(),
     "check_replicas": af.check_replicas(1),
+    "average": af.average(0.9),
+    "freeze": af.freeze("0.bias", until=2),
+    "with_amp": af.with_amp("fp16"),
 }
 
 
