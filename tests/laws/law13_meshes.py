@@ -64,6 +64,7 @@ def trained(
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
+@ours.share(0.5)
 @given(dealt=dealt_over_meshes(strategies.batches()), num_microbatches=st.integers(1, 3))
 @example(
     dealt=(

@@ -27,7 +27,9 @@ PLACES = {
     "shards": ({"dp": 3}, af.wrap_fsdp()),
     "one process": ({"dp": 1}, af.compose()),
 }
-BOTH = pytest.mark.parametrize("place", ["wrap_ddp", "wrap_fsdp"])
+BOTH = pytest.mark.parametrize(
+    "place", ["wrap_ddp", pytest.param("wrap_fsdp", marks=pytest.mark.slow)]
+)
 BATCHES = lm.batches(5, 3, 6, 4, 2, 5, 4)
 
 

@@ -115,7 +115,7 @@ def check(wrap, run, num_microbatches, make_optimizer=ours.sgd):
 
 
 @BOTH
-@ours.share(0.2)
+@ours.share(0.12)
 @given(run=runs(), num_microbatches=st.integers(1, 4), make_optimizer=st.just(ours.sgd))
 @example(run=UNEVEN, num_microbatches=2, make_optimizer=ours.adamw)
 def test_any_mesh_is_one_rank(wrap, run, num_microbatches, make_optimizer):

@@ -71,6 +71,7 @@ def check(folder, places):
         ours.assert_close(actual, by_hand(len(places)))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_other_meshes(tmp_path):
     check(tmp_path, ["replicas of parts", "one process", "shards of parts"])
 

@@ -108,7 +108,9 @@ def shards_of_parts(plan):
     return replace(plan, shard_model=(split_and_shard,), strategy=(Shards,))
 
 
-BOTH = pytest.mark.parametrize("recipe", [replicas_of_parts, shards_of_parts])
+BOTH = pytest.mark.parametrize(
+    "recipe", [replicas_of_parts, pytest.param(shards_of_parts, marks=pytest.mark.slow)]
+)
 
 
 class Perceptron(nn.Sequential):

@@ -135,7 +135,7 @@ def mlp():
         ),
         (
             nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2),
-            'wrap_tp({"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"})',
+            'got "auto"; give one such as',
         ),
         (mlp(), 'wrap_tp({"0": "colwise", "2": "rowwise"})'),
         (

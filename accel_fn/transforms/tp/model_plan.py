@@ -8,7 +8,6 @@ from collections import Counter
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accel_fn.base.blocks import is_container, repeated
 from accel_fn.errors import PlanError
@@ -29,6 +28,9 @@ _OF_TRANSFORMERS: dict[str, object] = {
     "replicate": None,
 }
 """Styles by their name in transformers; None: the module stays whole."""
+
+READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that read the weights of their layers without calling them."""
 
 
 def plan_styles(model: nn.Module) -> dict[str, object]:
@@ -101,10 +103,12 @@ def _guess(block: nn.Module) -> dict[str, str]:
 
     A style is empty where that is not so, as where one matrix holds queries, keys and values.
     """
+    modules = dict(block.named_modules())
     layers = {
         name: each
-        for name, each in block.named_modules()
-        if isinstance(each, nn.Linear) and not isinstance(each, NonDynamicallyQuantizableLinear)
+        for name, each in modules.items()
+        if isinstance(each, nn.Linear)
+        and not isinstance(modules[name.rpartition(".")[0]], READS_WEIGHTS)
     }
     part_of = {name: _part(block, name) for name in layers}
     num_layers = Counter(part_of.values())

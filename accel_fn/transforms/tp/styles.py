@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.modules.dropout import _DropoutNd
 
 from accel_fn.errors import PlanError, message
-from accel_fn.transforms.tp.model_plan import plan_styles
+from accel_fn.transforms.tp.model_plan import READS_WEIGHTS, plan_styles
 from accel_fn.transforms.tp.patterns import matches, starred
 from accel_fn.transforms.tp.split_sequence import SplitSequence
 
@@ -113,7 +113,7 @@ def _check_module(
     module = modules[name]
     got = f"{name}, of class {type(module).__name__}"
     holder = modules[name.rpartition(".")[0]]
-    if isinstance(holder, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+    if isinstance(holder, READS_WEIGHTS):
         kind = type(holder).__name__
         raise PlanError(
             f"build: {_STYLES} must leave out the layers of {kind}, which reads their weights without "
