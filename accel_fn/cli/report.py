@@ -31,7 +31,7 @@ _OWN = ("run", "step", "goodput", "time", "samples/s", "restarts", "skipped")
 
 @dataclass(frozen=True)
 class _Summary:
-    """What a report prints of one run."""
+    """One run, as a report prints it."""
 
     run: Run
     spent: Goodput
@@ -51,7 +51,7 @@ class _Summary:
         return median(columns[0].values) if columns else None
 
     def cell(self, name: str) -> Any:
-        """What the table of runs shows in a column: a text, a number, or None."""
+        """The value of a column in the table of runs: a text, a number, or None."""
         own = {
             "run": self.run.name,
             "step": self.run.last_step,

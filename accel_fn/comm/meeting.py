@@ -42,7 +42,7 @@ class Place:
     deadline: float
     """On the monotonic clock."""
     task: str
-    """What all ranks must do, for errors."""
+    """The words of errors for what all ranks must do."""
 
 
 def meet(

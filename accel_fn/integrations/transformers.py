@@ -63,7 +63,7 @@ PRIVATE_NAMES = (
     "_save_optimizer_and_scheduler",
     "_save_scaler",
 )
-"""What this file overrides or reads of transformers' Trainer that it does not document."""
+"""Names of transformers' Trainer without documentation that this file overrides or reads."""
 _FOLDER = "accel_fn"
 """The folder in a checkpoint of the Trainer's that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
@@ -508,7 +508,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _prediction(found: Mapping[str, Any], args: Any) -> EvalPrediction:
-    """What `compute_metrics` gets."""
+    """The argument of `compute_metrics`."""
     included = {"losses": "loss", "inputs": "inputs"}
     more = {
         name: found.get(name) for name, kind in included.items() if kind in args.include_for_metrics

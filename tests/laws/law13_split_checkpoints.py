@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 import accel_fn as af
 from accel_fn.checkpoint.weights import save_load_model
 from accel_fn.testing import simulate
-from tests.laws.law13_tensor_parallel import HEAD, NORMS, SQUARE, TABLE, train_by_hand
+from tests.laws.law13_tensor_parallel import HEAD, NORMS, SQUARE, TABLE
 from tests.laws.law13_users_checkpoints import held
 from tests.support import language_model as lm
 from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
+from tests.support.runs_on_meshes import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
 
@@ -60,7 +61,8 @@ def lived(folder, place, **given):
 
 def by_hand(num_steps):
     """Return the parameters of one process; that of the head is the embedding's."""
-    _, found = train_by_hand(model_of(0), BATCHES[:num_steps], 0.5, ours.adamw)
+    batches = BATCHES[:num_steps]
+    _, found = train_by_hand(model_of(0), batches, loss_fn=lm.token_loss, max_norm=0.5)
     return {name: each for name, each in found.items() if name != "head.weight"}
 
 

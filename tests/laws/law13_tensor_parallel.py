@@ -1,12 +1,8 @@
 """Law 13: a model that `wrap_tp` splits over an axis, on any mesh, is one process."""
 
-import copy
-
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -14,6 +10,7 @@ import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests.support import language_model as lm
 from tests.support import strategies as ours
+from tests.support.runs_on_meshes import assert_one_process, train, train_by_hand
 
 SQUARE = {"dp": 2, "tp": 2}
 NORMS = {"blocks.*.first_norm": "sequence", "norm": "sequence"}
@@ -34,43 +31,6 @@ MORE_MESHES = (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
-
-
-def train_by_hand(model, batches, max_norm, make_optimizer):
-    """Return losses, norms before clipping, weights and parameters of one process."""
-    model = copy.deepcopy(model)
-    optimizer, found = make_optimizer(model.parameters()), []
-    for batch in batches:
-        loss = lm.token_loss(model, batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((loss.item(), norm.item(), int((batch["labels"] != -100).sum())))
-    return found, model.state_dict()
-
-
-def train(state, model, parts, recipe, make_optimizer):
-    """Return the same of a rank, which trains on `parts[its place along dp]`."""
-    mine = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in mine.parameters():
-            parameter.add_(state.rank)  # the values of rank 0 are everyone's
-    optimizer = make_optimizer(mine.parameters())
-    plan = af.Plan(lm.token_loss, mine, optimizer, af.num_labels("labels"))
-    state, step = af.build(state, recipe(plan))
-    found = []
-    for part in parts[state.data.rank]:
-        state, report = step(state, part)
-        found.append((float(report.loss), float(report.grad_norm), report.weight))
-    return found, ours.whole(mine.state_dict())
-
-
-def assert_one_process(ranks, expected):
-    reports, parameters = expected
-    for found, actual in ranks:
-        ours.assert_close(actual, parameters)
-        assert found == [pytest.approx(each, rel=1e-6) for each in reports]
 
 
 @st.composite
@@ -110,8 +70,9 @@ def check(wrap, run, num_microbatches, make_optimizer=ours.sgd):
     model, styles, mesh, batches, sizes = run
     recipe = af.compose(wrap, af.wrap_tp(styles), af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
-    ranks = simulate(lambda state: train(state, model, parts, recipe, make_optimizer), mesh=mesh)
-    assert_one_process(ranks, train_by_hand(model, batches, 0.5, make_optimizer))
+    options = {"loss_fn": lm.token_loss, "optimizer": make_optimizer}
+    ranks = simulate(lambda state: train(state, model, parts, recipe, **options), mesh=mesh)
+    assert_one_process(ranks, train_by_hand(model, batches, max_norm=0.5, **options))
 
 
 @BOTH

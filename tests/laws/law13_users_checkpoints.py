@@ -60,7 +60,7 @@ def lived(folder, place, **given):
 
 
 def by_hand(num_steps):
-    return users.train_by_hand(users.perceptron(), users.batches(*SIZES)[:num_steps])[1]
+    return users.by_hand(users.perceptron(), users.batches(*SIZES)[:num_steps])[1]
 
 
 def check(folder, places):

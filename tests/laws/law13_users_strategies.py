@@ -1,6 +1,5 @@
 """Law 13: a user's strategies of torch's tensor parallelism, with replicas or FSDP, are one process."""
 
-import copy
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
+from tests.support.runs_on_meshes import assert_one_process, train, train_by_hand
 
 SQUARE = {"dp": 2, "tp": 2}
 
@@ -148,40 +148,12 @@ def two_optimizers(parameters):
     return {"first": torch.optim.AdamW([first], lr=0.02), "others": ours.adamw(others)}
 
 
-def train_by_hand(model, batches, *, loss_fn=ours.token_loss, optimizer=ours.adamw):
-    """Return losses, norms before clipping, weights and parameters of one process."""
-    model = copy.deepcopy(model)
-    made, found = optimizer(model.parameters()), []
-    for batch in batches:
-        loss = loss_fn(model, batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        made.step()
-        made.zero_grad()
-        found.append((loss.item(), norm.item(), int((batch["labels"] != -100).sum())))
-    return found, model.state_dict()
+def by_hand(model, found, *, loss_fn=ours.token_loss, **given):
+    return train_by_hand(model, found, loss_fn=loss_fn, max_norm=0.1, **given)
 
 
-def train(state, model, parts, recipe, *, loss_fn=ours.token_loss, optimizer=ours.adamw, **given):
-    """Return the same of a rank, which trains on `parts[its place along dp]`."""
-    mine = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in mine.parameters():
-            parameter.add_(state.rank)  # the values of rank 0 are everyone's
-    plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), af.num_labels("labels"), **given)
-    state, step = af.build(state, recipe(plan))
-    found = []
-    for part in parts[state.data.rank]:
-        state, report = step(state, part)
-        found.append((float(report.loss), float(report.grad_norm), report.weight))
-    return found, ours.whole(mine.state_dict())
-
-
-def assert_one_process(ranks, expected):
-    reports, parameters = expected
-    for found, actual in ranks:
-        ours.assert_close(actual, parameters)
-        assert found == [pytest.approx(each, rel=1e-6) for each in reports]
+def on_rank(state, model, parts, recipe, *, loss_fn=ours.token_loss, **given):
+    return train(state, model, parts, recipe, loss_fn=loss_fn, **given)
 
 
 @st.composite
@@ -216,13 +188,13 @@ def test_any_split_over_a_mesh_is_one_process(recipe, dealt, num_microbatches):
     found, sizes = dealt
     recipe = af.compose(recipe, af.accumulate(num_microbatches), af.clip(0.1))
     model, parts = perceptron(), ours.dealt(found, sizes)
-    ranks = simulate(lambda state: train(state, model, parts, recipe), mesh=SQUARE)
-    assert_one_process(ranks, train_by_hand(model, found))
+    ranks = simulate(lambda state: on_rank(state, model, parts, recipe), mesh=SQUARE)
+    assert_one_process(ranks, by_hand(model, found))
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("given", "by_hand"),
+    ("given", "expected"),
     [
         ({}, {}),
         ({"loss_fn": summed_loss, "reduction": "sum"}, {"loss_fn": summed_loss}),
@@ -230,12 +202,12 @@ def test_any_split_over_a_mesh_is_one_process(recipe, dealt, num_microbatches):
     ],
     ids=["a mean", "a sum", "two optimizers"],
 )
-def test_means_sums_and_two_optimizers_on_a_mesh_are_those_of_one_process(recipe, given, by_hand):
+def test_means_sums_and_two_optimizers_on_a_mesh_are_those_of_one_process(recipe, given, expected):
     found, sizes = UNEVEN
     recipe = af.compose(recipe, af.accumulate(2), af.clip(0.1))
     model, parts = perceptron(), ours.dealt(found, sizes)
-    ranks = simulate(lambda state: train(state, model, parts, recipe, **given), mesh=SQUARE)
-    assert_one_process(ranks, train_by_hand(model, found, **by_hand))
+    ranks = simulate(lambda state: on_rank(state, model, parts, recipe, **given), mesh=SQUARE)
+    assert_one_process(ranks, by_hand(model, found, **expected))
 
 
 class Attention(nn.Module):
@@ -324,8 +296,8 @@ def test_a_language_model_on_a_mesh_is_one_process(recipe, num_microbatches):
     recipe = af.compose(recipe, af.accumulate(num_microbatches), af.clip(0.1))
     torch.manual_seed(0)
     model, parts = LanguageModel(), ours.dealt(found, sizes)
-    ranks = simulate(lambda state: train(state, model, parts, recipe), mesh=SQUARE)
-    assert_one_process(ranks, train_by_hand(model, found))
+    ranks = simulate(lambda state: on_rank(state, model, parts, recipe), mesh=SQUARE)
+    assert_one_process(ranks, by_hand(model, found))
 
 
 @BOTH

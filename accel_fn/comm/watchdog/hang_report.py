@@ -59,7 +59,7 @@ class Collective(NamedTuple):
     """The same on every rank that takes part; 0 for a message between two ranks."""
     function: str
     axis: str
-    """Of the mesh, along which it goes; empty for all ranks."""
+    """The axis of the mesh that it goes along; empty for all ranks."""
     shapes: tuple[Any, ...]
     place: Place | None
 

@@ -256,12 +256,16 @@ def _compare(
         found = _differences(split, unsplit)
         if max(found) > bound and max(_differences(unsplit_run(), unsplit)) > bound:
             return _Outcome(failure="another output each time")
-    if found[0] > bound or len(found) == 1:
-        return _Outcome(
-            True, found[0], bound, f"outputs that differ by {found[0]:.2g} of the largest"
-        )
-    worst = max(found[1:])
     trained = [name for name in parameters if is_trained[name]]
+    return _worst(found, bound, trained)
+
+
+def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
+    """Return the difference of the output, or else the largest of gradients: of these, then of the inputs."""
+    if found[0] > bound or len(found) == 1:
+        text = f"outputs that differ by {found[0]:.2g} of the largest"
+        return _Outcome(True, found[0], bound, text)
+    worst = max(found[1:])
     of = [*trained, *["its input"] * len(found)][found.index(worst, 1) - 1]
     text = f"gradients of {of} that differ by {worst:.2g} of the largest"
     return _Outcome(True, worst, bound, text, is_gradient=True)
