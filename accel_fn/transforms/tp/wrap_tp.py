@@ -65,8 +65,9 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
         column-wise layers in the backward, over the axis; with `wrap_ddp`, one all-reduce of the gradients
         over `dp`, after the last backward. Weights, gradients and optimizer state of split layers take
-        the memory of one part. In the first forward, each kind of block that holds split layers runs twice
-        more, once with its whole weights in float64.
+        the memory of one part. Ranks wait for one small exchange before the first forward, so that all
+        know of a failure. In the first forward, each kind of block that holds split layers runs twice more,
+        with a backward each, once with its whole weights in float64.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053.
 
