@@ -60,10 +60,14 @@ class Background:
         self._writing = writing
 
     def drop(self) -> None:
-        """Wait for what was just started, whose folder is gone: another rank could not start its own."""
-        if self._writing is not None:
-            self._writing.finish()
-            self._writing = None
+        """End what was just started: another rank could not start its own."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            while writing.is_alive():
+                # A file that the thread writes meanwhile keeps the folder, and the thread waits in it.
+                writing.checkpoint.discard()
+                writing.join(_POLL_S)
+            writing.finish()
 
     def finish(self, state: DistState, function: str) -> None:
         """Wait for what is being written; if that failed on one rank, all raise."""

@@ -96,10 +96,10 @@ class _Meeting:
         self._store.set(_note(self._place.rank), self._note)
         try:
             number, notes = self._lead(first) if self._place.rank == 0 else self._follow(first)
-        except dist.DistNetworkError:
-            raise  # the store is gone, and the note with it
         except BaseException:
-            self._withdraw()
+            # The note is gone with the store, which rank 0 may end with its try.
+            with suppress(dist.DistNetworkError):
+                self._withdraw()
             raise
         self._withdraw()
         return number, max(json.loads(note)[1] for note in notes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     return mesh
 
 
+@cache
 def _alone() -> ProcessGroup:
-    """A group of this rank alone."""
+    """A group of one rank, for all in this process that are alone: nobody waits in it."""
     return make_group(HashStore(), 0, 1, _TIMEOUT_S)
 
 

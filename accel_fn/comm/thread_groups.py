@@ -66,6 +66,11 @@ def make_group(
     return group
 
 
+def num_connections(group: ProcessGroup) -> int:
+    """Return how many sockets this end of a group and its parts hold open."""
+    return sum(each.size() - 1 for each in _groups[group.group_name])
+
+
 def close_group(group: ProcessGroup) -> None:
     """Close the connections of a group and its parts: whoever waits in them fails at once, on all ranks.
 

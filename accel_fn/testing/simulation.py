@@ -21,7 +21,12 @@ from torch.distributed import ProcessGroup
 from accel_fn.base.mesh_axes import mesh_shape, ranks_along
 from accel_fn.base.state import Axis, DistState
 from accel_fn.comm.mesh_groups import axes_of
-from accel_fn.comm.thread_groups import close_group, make_group, release_group
+from accel_fn.comm.thread_groups import (
+    close_group,
+    make_group,
+    num_connections,
+    release_group,
+)
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
 from accel_fn.testing.seed_turns import rank_of
 
@@ -32,6 +37,8 @@ _RELEASE_S = 0.1
 """How long a thread of Gloo may take to release a tensor after its collective."""
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
+_MAX_IDLE_SOCKETS = 384
+"""Most sockets of worlds that wait for the next simulation."""
 
 
 _Key = tuple[int, float, tuple[tuple[str, int], ...]]
@@ -56,6 +63,16 @@ class _World:
                 every.setdefault((axis.name, tuple(ranks)), set()).add(_num_collectives(axis.group))
         return all(len(counts) == 1 for counts in every.values())
 
+    def num_sockets(self) -> int:
+        return sum(num_connections(group) for group in self.groups if group is not None)
+
+    def release(self) -> None:
+        """Let the groups of all ranks end: nothing may be under way in them."""
+        self.axes.clear()
+        while self.groups:
+            if (group := self.groups.pop()) is not None:
+                release_group(group)
+
 
 def _num_collectives(group: ProcessGroup | None) -> int:
     return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
@@ -65,27 +82,37 @@ class _IdleWorlds:
     """Worlds that wait for the next simulation: making one costs more than using it."""
 
     def __init__(self) -> None:
-        self._worlds: dict[_Key, list[_World]] = {}
+        self._worlds: list[tuple[float, _World]] = []
+        """Each after the time at which its last simulation ended, on the monotonic clock; in that order."""
         self._lock = threading.Lock()
         self._newest_s = -math.inf
-        """When a simulation ended, on the monotonic clock."""
 
     def take(self, key: _Key) -> _World:
         with self._lock:
-            waiting = self._worlds.get(key)
-            if waiting:
-                return waiting.pop()
+            self._release_oldest()
+            for place in reversed(range(len(self._worlds))):
+                if self._worlds[place][1].key == key:
+                    return self._worlds.pop(place)[1]
         _lost.join_oldest(_MAX_LOST_SOCKETS)
         return _make_world(key)
 
     def give(self, world: _World) -> None:
         with self._lock:
-            self._worlds.setdefault(world.key, []).append(world)
             self._newest_s = time.monotonic()
+            self._worlds.append((self._newest_s, world))
 
     def rest(self) -> None:
         """Wait until threads of Gloo hold no tensor: one released after Python's end aborts the process."""
-        time.sleep(max(self._newest_s + _RELEASE_S - time.monotonic(), 0.0))
+        _sleep_until(self._newest_s + _RELEASE_S)
+
+    def _release_oldest(self) -> None:
+        """Release worlds until the others hold few sockets: a world gets more with each mesh made in it."""
+        num_sockets = sum(world.num_sockets() for _, world in self._worlds)
+        while num_sockets > _MAX_IDLE_SOCKETS:
+            ended_s, world = self._worlds.pop(0)
+            num_sockets -= world.num_sockets()
+            _sleep_until(ended_s + _RELEASE_S)
+            world.release()
 
 
 class _LostThreads:
@@ -277,10 +304,7 @@ def _recover_later(threads: list[threading.Thread], world: _World, start: float)
         for thread in threads:
             thread.join()
         if not _exiting.wait(_SETTLE_S):
-            world.axes.clear()
-            while world.groups:
-                if (group := world.groups.pop()) is not None:
-                    release_group(group)
+            world.release()
 
     thread = threading.Thread(target=recover, name="recovery of a world", daemon=True)
     thread.start()
@@ -304,6 +328,10 @@ def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     for thread in threads if threading.current_thread() not in threads else ():
         thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _sleep_until(time_s: float) -> None:
+    time.sleep(max(time_s - time.monotonic(), 0.0))
 
 
 def _run_threads(jobs: list[Callable[[], None]]) -> None:

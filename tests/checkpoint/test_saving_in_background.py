@@ -15,6 +15,7 @@ from accel_fn.checkpoint import background as background_module
 from accel_fn.checkpoint.format import host_memory
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share
+from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
 from tests.checkpoint.test_checkpoint import advance
@@ -259,6 +260,29 @@ def test_a_rank_that_cannot_start_to_write_fails_on_all_at_once(
 
     simulate(run, world_size=2)
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_file_written_while_a_folder_is_discarded_holds_nobody(tmp_path, monkeypatch):
+    """Then the folder stays, in which rank 0 waits for a rank that could not start to write."""
+    discard, left = NewCheckpoint.discard, ["the first"]
+
+    def half(checkpoint):
+        if left:
+            left.clear()
+        else:
+            discard(checkpoint)
+
+    monkeypatch.setattr(NewCheckpoint, "discard", half)
+    start = of_rank_1_once(background_module.Writing.start, RuntimeError("can't start new thread"))
+    monkeypatch.setattr(background_module.Writing, "start", start)
+
+    def run(state):
+        state, step = make(state)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            af.save(tmp_path, state, step, wait=False)
+
+    simulate(run, world_size=2)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ class Terminal:
         )
         os.close(inside)
         termios.tcsetwinsize(self.screen, (24, 80))
+        self._poll = select.poll()
+        self._poll.register(self.screen, select.POLLIN)
         self.text, self.seen, self.raw = "", 0, ""
         # A read may end in the middle of a character.
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
@@ -66,7 +68,7 @@ class Terminal:
         return self.process.wait(timeout=120)
 
     def _read(self):
-        ready, _, _ = select.select([self.screen], [], [], 120)
+        ready = self._poll.poll(120_000)
         try:
             got = os.read(self.screen, 4096) if ready else b""
         except OSError:  # on Linux, this means that the other side is closed

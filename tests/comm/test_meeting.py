@@ -310,7 +310,14 @@ def in_threads(*calls):
         return [str(future.exception(30)) for future in [threads.submit(call) for call in calls]]
 
 
-def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends():
+def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends(monkeypatch):
+    withdraw = meeting._Meeting._withdraw
+
+    def late(self):
+        time.sleep(0.3 * self._place.rank)  # rank 0 ends meanwhile
+        withdraw(self)
+
+    monkeypatch.setattr(meeting._Meeting, "_withdraw", late)
     port = free_port()
     ranks = [Rank(place(rank, 3, 0.0), [], 0, port, rank == 0, []) for rank in range(2)]
     errors = in_threads(

@@ -146,6 +146,47 @@ def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
         )  # two failed worlds before, and this one
 
 
+@pytest.fixture
+def idle(monkeypatch):
+    """Keep worlds for the next simulation apart from those of other tests."""
+    monkeypatch.setattr(simulate_module, "_idle", simulate_module._IdleWorlds())
+    monkeypatch.setattr(simulate_module, "_MAX_IDLE_SOCKETS", 0)
+    yield
+    simulate_module._idle.take((1, 1.0, ()))
+
+
+def num_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+OTHER_WORLDS = {
+    "time-outs": lambda turn: {"world_size": 4, "timeout_s": 10.0 + turn},
+    "shapes": lambda turn: {"mesh": {"dp": 2, ("pp", "cp", "tp")[turn % 3]: 2}},
+    "meshes made in one world": lambda turn: {"world_size": 4},
+}
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files of Linux")
+@pytest.mark.parametrize("other", OTHER_WORLDS)
+def test_worlds_that_wait_hold_few_files(other):
+    """The limit of open files is often 1024; a property over sizes and meshes makes many worlds."""
+    counts = []
+    for turn in range(5):
+        simulate(lambda state: make_mesh(state, 2) is None, **OTHER_WORLDS[other](turn))
+        counts.append(num_files())
+    assert max(counts) == min(counts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads of Linux")
+def test_ranks_that_are_alone_share_a_group():
+    make_mesh(af.DistState(), 1)
+    before = num_threads()
+    for _ in range(3):
+        make_mesh(af.DistState(), 1)
+    assert num_threads() <= before
+
+
 @pytest.mark.usefixtures("lost")
 def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
     """The rank is among the threads to be joined, and cannot join itself."""
