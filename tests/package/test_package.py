@@ -196,6 +196,7 @@ def test_one_module_alone_calls_collectives():
 # Mutable objects that modules hold, and why none of them belongs to a run.
 KEPT = {
     "comm/mesh.py _numbers": "a count, for names that no other mesh of this process has",
+    "comm/mesh.py _alone": "a group of one rank, in which nothing is kept",
     "comm/thread_groups.py _numbers": "a count, for names that no other group of this process has",
     "comm/thread_groups.py _groups": "groups of worlds that are used again, which live to the end",
     "comm/primitives.py _calls": "a count of a thread, of which only differences are read",
