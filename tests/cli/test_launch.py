@@ -238,10 +238,9 @@ def test_what_this_machine_cannot_do_is_refused(launchers, tmp_path, arguments, 
 
 def test_logs_hold_the_output_of_each_rank_and_tee_prints_it(launchers, tmp_path):
     script = """
-        import os
-        rank = os.environ["RANK"]
-        os.write(1, f"out of {rank}\\n".encode())  # in one piece
-        os.write(2, f"err of {rank}\\n".encode())
+        import os, sys
+        print("out of", os.environ["RANK"])
+        print("err of", os.environ["RANK"], file=sys.stderr)
     """
     quiet = launchers.run(tmp_path, "-n", 2, "--log-dir", "quiet", "script.py", script=script)
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")

@@ -56,6 +56,7 @@ def main(caller: str, cpus: str, place: str, displays: str) -> None:
     In a notebook, `displays` is the pipe for what the rank displays.
     """
     worker.die_with(int(caller))
+    worker.print_whole_lines()
     if cpus:
         worker.bind(cpus)
     folder = Path(place)

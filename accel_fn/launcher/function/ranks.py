@@ -104,7 +104,7 @@ def _start(
     )
     pipe = "" if displays is None else str(NO_PIPE if number else displays)
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code, str(os.getpid()), cpus, str(folder), pipe],
+        [sys.executable, "-c", code, str(os.getpid()), cpus, str(folder), pipe],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         pass_fds=[] if displays is None or number else [displays],

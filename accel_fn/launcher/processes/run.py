@@ -62,7 +62,7 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
     handler = _handler(machines, run_id)
     cpus = ";".join(",".join(map(str, each)) for each in plan.cpus or ())
     show = "1" if redirects else ""
-    arguments = ["-u", worker.__file__, str(os.getpid()), cpus, show]
+    arguments = [worker.__file__, str(os.getpid()), cpus, show]
     arguments += [command.kind, command.target, *command.arguments]
     agent = Agent(
         WorkerSpec(

@@ -30,6 +30,7 @@ _REPORT_AFTER_S, _END_AFTER_S = 5.0, 30.0
 def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
     """Run one rank of a launcher: a script, a module or a program, on some of the processors."""
     die_with(int(launcher))
+    print_whole_lines()
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
@@ -53,6 +54,13 @@ def die_with(launcher: int) -> None:
     # The launcher may have ended before the line above, which then waits for another parent's end.
     if os.getppid() != launcher:
         os._exit(1)
+
+
+def print_whole_lines() -> None:
+    """Have each line that is printed written at its end, in one piece: lines of ranks do not mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not where it is closed
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def record_stacks(path: Path) -> None:
