@@ -6,8 +6,16 @@ import codecs
 import os
 import pty
 import select
+import signal
 import subprocess
 import termios
+from functools import partial
+
+
+def _enter(inside):
+    """Be a program of this terminal, which Ctrl-C reaches also where tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.login_tty(inside)
 
 
 class Terminal:
@@ -16,7 +24,7 @@ class Terminal:
     def __init__(self, command, folder, environment):
         self.screen, inside = pty.openpty()
         self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, preexec_fn=lambda: os.login_tty(inside)
+            command, cwd=folder, env=environment, preexec_fn=partial(_enter, inside)
         )
         os.close(inside)
         termios.tcsetwinsize(self.screen, (24, 80))
