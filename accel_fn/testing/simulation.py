@@ -37,8 +37,9 @@ _RELEASE_S = 0.1
 """How long a thread of Gloo may take to release a tensor after its collective."""
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
-_MAX_IDLE_SOCKETS = 384
-"""Most sockets of worlds that wait for the next simulation."""
+_MAX_IDLE_SOCKETS, _UNUSED_S = 384, 1.0
+"""Most sockets of worlds that wait for the next simulation, and how long ago the last one of a world
+ended when it is released: a machine with much to do may stop a thread of Gloo for a while."""
 
 
 _Key = tuple[int, float, tuple[tuple[str, int], ...]]
@@ -111,7 +112,7 @@ class _IdleWorlds:
         while num_sockets > _MAX_IDLE_SOCKETS:
             ended_s, world = self._worlds.pop(0)
             num_sockets -= world.num_sockets()
-            _sleep_until(ended_s + _RELEASE_S)
+            _sleep_until(ended_s + _UNUSED_S)
             world.release()
 
 

@@ -151,6 +151,7 @@ def idle(monkeypatch):
     """Keep worlds for the next simulation apart from those of other tests."""
     monkeypatch.setattr(simulate_module, "_idle", simulate_module._IdleWorlds())
     monkeypatch.setattr(simulate_module, "_MAX_IDLE_SOCKETS", 0)
+    monkeypatch.setattr(simulate_module, "_UNUSED_S", 0.1)
     yield
     simulate_module._idle.take((1, 1.0, ()))
 
