@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -35,12 +39,12 @@ def test_a_penalty_on_whole_parameters_is_that_of_one_process(penalty):
     assert_one_process(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), SQUARE, loss_fn=loss_fn)
 
 
-def refused(loss_fn):
+def refused(loss_fn, styles=STYLES, model_of=lambda state: perceptron()):
     """Take a step of this loss on two ranks, and return the error of each."""
 
     def run(state):
-        plan = ours.plan(model=perceptron(), loss_fn=loss_fn)
-        state, step = af.build(state, af.wrap_tp(STYLES)(plan))
+        plan = ours.plan(model=model_of(state), loss_fn=loss_fn)
+        state, step = af.build(state, af.wrap_tp(styles)(plan))
         with pytest.raises(af.errors.AccelError) as caught:
             step(state, BATCH)
         return str(caught.value)
@@ -133,9 +137,20 @@ def test_a_wrong_size_in_the_users_code_has_a_note_on_parts_of_layers():
         assert notes[0] == note
 
 
-def test_gradients_of_gradients_are_refused():
+def split_by_hand(state):
+    layers = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    mesh = af.device_mesh(state)["tp"]
+    return parallelize_module(perceptron(), mesh, layers, src_data_rank=None)
+
+
+@pytest.mark.parametrize(
+    ("styles", "model_of"),
+    [(STYLES, lambda state: perceptron()), ("auto", split_by_hand)],
+    ids=["by wrap_tp", "by hand"],
+)
+def test_gradients_of_gradients_are_refused(styles, model_of):
     assert (
-        refused(of_gradients)
+        refused(of_gradients, styles, model_of)
         == [
             "step: wrap_tp must have a loss_fn without gradients of gradients, got one that calls "
             "torch.autograd.grad with create_graph=True; use wrap_ddp alone"

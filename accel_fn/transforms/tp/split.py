@@ -42,9 +42,7 @@ def split_model(
     ties = _ties(model)
     for name, style in styles.items():
         # Without a source each rank cuts its own copy, which is rank 0's by now.
-        layer = model.get_submodule(name)
-        parallelize_module(layer, mesh, style, src_data_rank=None)
-        layer.register_forward_hook(_watch_backward)
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for module in model.modules():
         _replicate(module, mesh)
     for (holder, its), *others in ties:
@@ -53,6 +51,9 @@ def split_model(
     layers = {model.get_submodule(name): style for name, style in styles.items()}
     draw_by_shard(model, layers, state.along(axis).rank)
     names = [name for name, module in model.named_modules() if _holds_parts(module)]
+    # Of a model that was split before, no layer has a style.
+    for name in {*styles, *names}:
+        model.get_submodule(name).register_forward_hook(_watch_backward)
     compare_blocks(model, names, state, axis)
 
 
