@@ -160,12 +160,24 @@ def test_config_is_a_mapping_or_a_file():
         af.wrap_deepspeed(3)
 
 
-def test_zero_optimization_is_a_mapping():
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("zero_optimization", {"zero_optimization": True}),
+        ("bf16", {"bf16": True}),
+        ("fp16", {"fp16": True}),
+        ("amp", {"amp": True}),
+        ("optimizer", {"optimizer": True}),
+        ("offload_optimizer", {"zero_optimization": {"offload_optimizer": True}}),
+        ("offload_param", {"zero_optimization": {"offload_param": True}, "offload": "cpu"}),
+    ],
+)
+def test_a_section_is_a_mapping(name, settings):
     with pytest.raises(
         ArgumentTypeError,
-        match=r"^wrap_deepspeed: zero_optimization must be a mapping of settings, got 2$",
+        match=rf"^wrap_deepspeed: {name} must be a mapping of settings, got True$",
     ):
-        af.wrap_deepspeed(zero_optimization=2)
+        af.wrap_deepspeed(**settings)
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
@@ -180,19 +192,22 @@ def test_a_file_holds_a_json_object(text, tmp_path):
         af.wrap_deepspeed(path)
 
 
+@pytest.mark.filterwarnings("ignore:build. with_amp should have bf16")
 def test_a_file_of_transformers_is_read(tmp_path):
     path = tmp_path / "ds.json"
     given = {
         "optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": 0}},
         "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "amp": None,
+        "zero_optimization": {"stage": 3, "offload_param": None, "reduce_bucket_size": "auto"},
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": 0.5,
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
     }
     path.write_text(json.dumps(given))
-    af.build(af.DistState(), plan_of(af.wrap_deepspeed(path), af.clip(0.5)))
+    af.build(af.DistState(), plan_of(af.wrap_deepspeed(path), af.clip(0.5), af.with_amp("bf16")))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +222,11 @@ def test_a_file_of_transformers_is_read(tmp_path):
             {"gradient_clipping": 1.0},
             [],
             "gradient_clipping must be that of the plan, 0.0, got 1.0; leave it out, or use clip",
+        ),
+        (
+            {"gradient_clipping": "1"},
+            [af.clip(1.0)],
+            "gradient_clipping must be that of the plan, 1.0, got '1'; leave it out, or use clip",
         ),
         (
             {"fp16": {"enabled": True}},

@@ -47,9 +47,12 @@ def read_settings(
     for key, value in others.items():
         if found.setdefault(key, value) != value:
             raise _differs(key, found[key], value)
-    found = _without_auto(found)
-    _set_stage(found, stage)
-    _set_offload(found["zero_optimization"], offload, nvme_path)
+    found = _decided(found)
+    _check_sections(found, ("zero_optimization", "optimizer", "bf16", "fp16", "amp"))
+    zero = found.setdefault("zero_optimization", {})
+    _check_sections(zero, ("offload_optimizer", "offload_param"))
+    _set_stage(zero, stage)
+    _set_offload(zero, offload, nvme_path)
     repairs = dict.fromkeys(_SIZES, "the loader decides how many samples a rank has")
     repairs["scheduler"] = "add schedule(scheduler) to the plan"
     for key in repairs.keys() & found.keys():
@@ -60,11 +63,14 @@ def read_settings(
     return found
 
 
-def _set_stage(found: dict[str, Any], stage: int | None) -> None:
-    zero = found.setdefault("zero_optimization", {})
-    if not isinstance(zero, dict):
-        rule = "be a mapping of settings"
-        raise ArgumentTypeError(message(_FUNCTION, "zero_optimization", rule, zero))
+def _check_sections(found: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        if not isinstance(found.get(key, {}), Mapping):
+            rule = "be a mapping of settings"
+            raise ArgumentTypeError(message(_FUNCTION, key, rule, found[key]))
+
+
+def _set_stage(zero: dict[str, Any], stage: int | None) -> None:
     if stage is not None and zero.setdefault("stage", stage) != stage:
         raise _differs("stage", zero["stage"], stage)
     stage = zero.setdefault("stage", _DEFAULT_STAGE)
@@ -103,11 +109,15 @@ def _differs(key: str, first: Any, second: Any) -> ArgumentError:
     return ArgumentError(f"{_FUNCTION}: {key} must be given once, got {got}; leave out one")
 
 
-def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out "auto", so that the plan decides, or DeepSpeed's own default; `build` fills in the rest."""
-    found = {k: value for k, value in section.items() if value != "auto" or k in _OF_HIDDEN_SIZE}
+def _decided(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out "auto" and None: the plan decides, or DeepSpeed's own default; `build` fills in the rest."""
+    found = {
+        key: value
+        for key, value in section.items()
+        if value is not None and (value != "auto" or key in _OF_HIDDEN_SIZE)
+    }
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: _decided(value) if isinstance(value, Mapping) else value
         for key, value in found.items()
     }
 
@@ -124,12 +134,12 @@ def _set_offload(
         raise ArgumentError(message(_FUNCTION, "nvme_path", rule, nvme_path))
     if offload is not None:
         path = {} if nvme_path is None else {"nvme_path": os.fspath(nvme_path)}
-        given = zero.get("offload_optimizer") or {}
+        given = zero.get("offload_optimizer", {})
         if path and given.get("nvme_path", path["nvme_path"]) != path["nvme_path"]:
             raise _differs("nvme_path", given["nvme_path"], path["nvme_path"])
         zero["offload_optimizer"] = {"device": offload, **path, **given}
         if zero["stage"] == 3:
-            zero["offload_param"] = {"device": "cpu", **path, **(zero.get("offload_param") or {})}
+            zero["offload_param"] = {"device": "cpu", **path, **zero.get("offload_param", {})}
     _check_offload(zero, offload)
 
 
@@ -165,7 +175,7 @@ def offloads(settings: Mapping[str, Any]) -> set[str]:
 
 def device_of(zero: Mapping[str, Any], key: str) -> str:
     """Return the device to which a section of `zero_optimization` offloads, or "none"."""
-    device: str = (zero.get(key) or {}).get("device", "none")
+    device: str = zero.get(key, {}).get("device", "none")
     return device
 
 
@@ -193,13 +203,14 @@ def _both(
         theirs = settings["gradient_accumulation_steps"]
         yield "gradient_accumulation_steps", theirs, num[0], "leave it out, or use accumulate"
     if "gradient_clipping" in settings:
-        theirs = float(settings["gradient_clipping"])
+        theirs = settings["gradient_clipping"]
         yield "gradient_clipping", theirs, max_norm or 0.0, "leave it out, or use clip"
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "amp": None}
-    for key in dtypes.keys() & settings.keys():
-        is_ours = dtypes[key] is not None and autocast_dtype(plan) == dtypes[key]
-        theirs = bool(settings[key].get("enabled", False))
-        yield f"{key}.enabled", theirs, is_ours, "leave it out, or use with_amp"
+    for key, dtype in dtypes.items():
+        if "enabled" in settings.get(key, {}):
+            is_ours = dtype is not None and autocast_dtype(plan) == dtype
+            theirs = bool(settings[key]["enabled"])
+            yield f"{key}.enabled", theirs, is_ours, "leave it out, or use with_amp"
     (optimizer,) = plan.optimizers.values()
     section = settings.get("optimizer", {})
     if "type" in section:
