@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
+from accel_fn.step.checks.warn import warn_user
 from accel_fn.testing import assert_equivalent, simulate
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -467,3 +469,11 @@ def test_a_loss_without_a_graph_is_refused_in_any_step(first):
         state, _ = step(state, X)
     with pytest.raises(ValueError, match="must return a loss with a graph, got one that requires"):
         step(state, X)
+
+
+@pytest.mark.parametrize("library", [af, torch], ids=["accel_fn", "torch"])
+def test_a_program_beside_a_library_is_warned_at_its_own_line(library):
+    file = f"{Path(library.__file__).parent}_demo.py"
+    with pytest.warns(UserWarning, match="^the text$") as caught:
+        exec(compile("warn_user('the text')", file, "exec"), {"warn_user": warn_user})
+    assert [each.filename for each in caught] == [file]

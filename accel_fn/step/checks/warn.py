@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 
-_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
+_LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def warn_user(text: str) -> None:
