@@ -20,7 +20,7 @@ MakeGroup = Callable[[DistState, str, range], "ProcessGroup | None"]
 """Called for each set of ranks along each axis, in one order on all ranks; returns this rank's end."""
 
 
-def axes_of(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
+def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
     """Make this rank's axes of a mesh of this shape."""
     axes = []
     for name, size in shape.items():

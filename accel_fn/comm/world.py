@@ -19,7 +19,7 @@ from accel_fn.comm import backends
 from accel_fn.comm.clusters.nodes import azure_local_world_size, check_alone
 from accel_fn.comm.clusters.tasks import RANKS, read_task
 from accel_fn.comm.collectives import agreed
-from accel_fn.comm.mesh_groups import axes_of, make_subgroup
+from accel_fn.comm.mesh_groups import make_axes, make_subgroup
 from accel_fn.comm.rendezvous import join_world, leave_world
 from accel_fn.errors import ArgumentError, WorldError, check_count, check_equal, check_positive
 
@@ -202,7 +202,7 @@ def _join(
         shapes = agreed(lambda: shape, state, "init")
         check_equal(shapes, "init: mesh must be the same on every rank", error=ArgumentError)
         make_group = partial(make_subgroup, backend=backend, timeout_s=timeout_s)
-        return replace(state, axes=axes_of(state, shape, make_group))
+        return replace(state, axes=make_axes(state, shape, make_group))
     except BaseException:
         _leave(state)
         raise

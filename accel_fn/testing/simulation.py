@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from accel_fn.base.mesh_axes import mesh_shape, ranks_along
 from accel_fn.base.state import Axis, DistState
-from accel_fn.comm.mesh_groups import axes_of
+from accel_fn.comm.mesh_groups import make_axes
 from accel_fn.comm.thread_groups import (
     close_group,
     make_group,
@@ -161,7 +161,7 @@ def _make_world(key: _Key) -> _World:
         if world_size > 1:
             whole = world.groups[rank] = make_group(store, rank, world_size, timeout_s)
         state = DistState(rank=rank, world_size=world_size, group=whole)
-        world.axes[rank] = axes_of(state, dict(shape), join_part)
+        world.axes[rank] = make_axes(state, dict(shape), join_part)
 
     def join_part(state: DistState, name: str, ranks: range) -> ProcessGroup | None:
         if state.rank not in ranks:
