@@ -193,12 +193,6 @@ def test_configuration_counts_for_attention_alone():
     [
         (
             Words(),
-            "colwise",
-            'map names of modules to styles, got \'colwise\'; such as {"layers.*.up": "colwise", '
-            '"layers.*.down": "rowwise"}',
-        ),
-        (
-            Words(),
             {"layers.*.atention.q": "colwise"},
             "match modules of the model, got 'layers.*.atention.q'; did you mean layers.*.attention.q or",
         ),
@@ -350,22 +344,6 @@ def test_each_rank_runs_its_part_of_the_sequence():
         return model.length
 
     assert simulate(run, world_size=2) == [3, 2]
-
-
-def test_dropout_draws_the_mask_of_the_whole_sequence():
-    inputs = torch.ones(2, 5, 8)
-
-    def draw(model):
-        torch.manual_seed(3)
-        return model(inputs), torch.rand(())
-
-    expected = draw(nn.Dropout(0.5))
-
-    def run(state):
-        return draw(parallelize_module(nn.Dropout(0.5), make_mesh(state, 1), SplitSequence()))
-
-    for found in simulate(run, world_size=2):
-        assert all(map(torch.equal, found, expected))
 
 
 NAMES = st.sampled_from(["0", "1", "10", "up", "down", "up1"])

@@ -276,7 +276,7 @@ def with_table():
 REFUSED = {
     "no mesh": (
         af.wrap_tp(STYLES),
-        "build: wrap_tp's mesh must have an axis 'tp', got 'none'; init(mesh={\"dp\": -1, \"tp\": 2})",
+        "build: wrap_tp's mesh must have an axis 'tp', got 'dp 2'; init(mesh={\"dp\": -1, \"tp\": 2})",
         {"mesh": None},
     ),
     "another axis": (
@@ -404,7 +404,11 @@ def test_a_model_that_is_split_over_another_axis_is_refused():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"styles": "colwise"}, 'wrap_tp: styles must be "auto" or a dict, got'),
+        (
+            {"styles": "colwise"},
+            'wrap_tp: styles must be "auto" or a dict, got \'colwise\'; such as {"layers.*.up": "colwise", '
+            '"layers.*.down": "rowwise"}',
+        ),
         ({"axis": "dp"}, "wrap_tp: axis must be one of pp, cp, tp, got 'dp'"),
         ({"styles": 2}, 'wrap_tp: styles must be "auto" or map names of modules to styles, got 2'),
     ],

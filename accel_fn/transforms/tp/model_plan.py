@@ -52,6 +52,7 @@ def plan_styles(model: nn.Module) -> dict[str, object]:
             )
         if _OF_TRANSFORMERS[style] is not None:
             found[pattern] = _OF_TRANSFORMERS[style]
+    # The plan of DBRX, for example, names the head alone.
     if not any("*" in pattern for pattern in found):
         raise PlanError(_without_plan(model))
     return found

@@ -29,6 +29,7 @@ from accel_fn.comm.primitives import exchange
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.same_on_all_ranks import fingerprints
+from accel_fn.transforms.tp.patterns import starred
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEVER = ("torch.distributed.fsdp", "accel_fn.transforms.fsdp", __name__)
@@ -372,9 +373,8 @@ def _outward(name: str) -> list[str]:
 
 def _kind(name: str, module: nn.Module) -> object:
     """What layers of one class in the same place of several blocks have in common."""
-    places = tuple("*" if each.isdigit() else each for each in name.split("."))
     shapes = tuple((path, each.shape) for path, each in module.named_parameters())
-    return places, type(module), shapes
+    return starred(name), type(module), shapes
 
 
 def _called(name: str, module: nn.Module) -> str:
@@ -418,7 +418,7 @@ def _is_of(hook: Callable[..., Any], packages: tuple[str, ...]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in packages)
 
 
-def _copied(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+def _copied(tree: Any, convert: _Convert) -> Any:
     """Copy what is in a tree; tensors are converted, and modules stay."""
     file = io.BytesIO()
     pickler = _Pickler(file)

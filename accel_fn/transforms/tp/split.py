@@ -19,14 +19,12 @@ from accel_fn.comm.dtensor import is_sharded, local, place_of
 from accel_fn.comm.mesh import device_mesh
 from accel_fn.errors import LossError
 from accel_fn.transforms.tp.draws import draw_by_shard
+from accel_fn.transforms.tp.model_plan import READS_WEIGHTS
 from accel_fn.transforms.tp.same_blocks import compare_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-
-_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that use the parameters of their children without calling them."""
 
 
 def split_model(
@@ -78,7 +76,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
-    readers = module.modules() if isinstance(module, _READS_CHILDREN) else [module]
+    readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module]
     read = [
         (each, name)
         for each in readers

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.modules.dropout import _DropoutNd
 
 from accel_fn.errors import PlanError
 
@@ -16,7 +15,6 @@ from accel_fn.errors import PlanError
 class SplitSequence(ParallelStyle):
     """Split dim 1 of a plain input, the same on all ranks, and gather the output likewise.
 
-    A dropout stays as it is: each rank draws the mask of the whole sequence, as one process does.
     The gradients of the module's parameters are DTensors of placement Partial.
     """
 
@@ -24,9 +22,6 @@ class SplitSequence(ParallelStyle):
     # same on all ranks, that makes a sequence that is as many times as long, without an error.
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Of its part alone, each rank would draw the same mask: they share the state of the generator.
-        if isinstance(module, _DropoutNd):
-            return module
         return distribute_module(module, device_mesh, None, _split, _gather)  # type: ignore[arg-type]
 
 

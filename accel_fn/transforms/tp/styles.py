@@ -48,10 +48,6 @@ def styles_of(
     Raises:
         ValueError: a pattern matches nothing, or a style does not fit its module.
     """
-    if styles != "auto" and not isinstance(styles, Mapping):
-        repair = 'such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
-        rule = 'be "auto" or map names of modules to styles'
-        raise PlanError(message("build", _STYLES, rule, styles, repair))
     modules = dict(model.named_modules())
     ties = _ties(modules)
     given = _matched(model, styles if isinstance(styles, Mapping) else plan_styles(model))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from accel_fn.base.mesh_axes import AXES
-from accel_fn.base.state import DistState
+from accel_fn.base.mesh_axes import AXES, mesh_name
+from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn.step.checks.sharded_optimizers import check_updates_shards
@@ -80,7 +80,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
         rule = 'be "auto" or map names of modules to styles'
         raise ArgumentTypeError(message("wrap_tp", "styles", rule, styles))
     if isinstance(styles, str) and styles != "auto":
-        rule, repair = 'be "auto" or a dict', f'{{"*": {styles!r}}} for example'
+        rule = 'be "auto" or a dict'
+        repair = 'such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
         raise ArgumentError(message("wrap_tp", "styles", rule, styles, repair))
     others = [name for name in AXES if name != "dp"]
     if axis not in others:
@@ -175,11 +176,10 @@ def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, Paralle
 
 def _size(state: DistState, axis: str) -> int:
     """Return the number of ranks along the axis, which the mesh must name."""
-    for each in state.axes:
-        if each.name == axis:
-            return each.world_size
-    if state.world_size == 1:
-        return 1
-    got = " x ".join(f"{each.name} {each.world_size}" for each in state.axes) or "none"
+    mesh = mesh_of(state)
+    if axis in mesh or state.world_size == 1:
+        return mesh.get(axis, 1)
     repair = f'init(mesh={{"dp": -1, {axis!r}: 2}}), or --mesh dp=-1,{axis}=2'.replace("'", '"')
-    raise PlanError(message("build", "wrap_tp's mesh", f"have an axis {axis!r}", got, repair))
+    raise PlanError(
+        message("build", "wrap_tp's mesh", f"have an axis {axis!r}", mesh_name(mesh), repair)
+    )
