@@ -223,7 +223,6 @@ KEPT = {
     "observe/log_files.py _quoted": "names as JSON has them",
     "observe/recorder.py _IMPORTED": "when this process imported the file",
     "step/checks/graph.py _BUILT": "the parameters of all steps, which a loss of another one may reach",
-    "step/checks/warn.py _LIBRARIES": "where accel_fn and torch are",
     "transforms/ddp.py _TURNS": "which of the plans over a model has run the last backward",
     "comm/differentiable.py TRAINING": "which loss a thread computes, while it does",
 }
