@@ -117,24 +117,31 @@ def of_gradients(model, batch):
     return ours.mse(model, batch) + slope.square().mean()
 
 
-def test_a_wrong_size_in_the_users_code_has_a_note_on_parts_of_layers():
-    class Fixed(nn.Sequential):
-        def forward(self, x):
-            return self[2](self[0](x).view(4, 6))
+class WrongSize(nn.Sequential):
+    """Code that fails with parts of the features, and with all of them."""
 
+    def forward(self, x):
+        return self[2](self[0](x).view(2, 12))
+
+
+NOTE = (
+    "wrap_tp: a colwise layer returns a part of its features on each rank, and a rowwise one takes a part; "
+    "take sizes from the tensors, as in q.view(b, t, -1, head_dim), or leave out styles"
+)
+
+
+@pytest.mark.parametrize(
+    ("transform", "has_note"), [(af.wrap_tp(STYLES), True), (af.wrap_fsdp(), False)]
+)
+def test_a_wrong_size_in_the_users_code_has_a_note_where_layers_are_split(transform, has_note):
     def run(state):
-        plan = ours.plan(model=Fixed(*perceptron()))
-        state, step = af.build(state, af.wrap_tp(STYLES)(plan))
-        with pytest.raises(RuntimeError, match="shape '\\[4, 6\\]' is invalid") as caught:
+        plan = ours.plan(model=WrongSize(*perceptron()))
+        state, step = af.build(state, transform(plan))
+        with pytest.raises(RuntimeError) as caught:
             step(state, BATCH)
-        return caught.value.__notes__
+        return NOTE in getattr(caught.value, "__notes__", ())
 
-    note = (
-        "wrap_tp: a colwise layer returns a part of its features on each rank, and a rowwise one takes a "
-        "part; take sizes from the tensors, as in q.view(b, t, -1, head_dim), or leave out styles"
-    )
-    for notes in simulate(run, mesh=TWO):
-        assert notes[0] == note
+    assert simulate(run, mesh=TWO) == [has_note] * 2
 
 
 def split_by_hand(state):

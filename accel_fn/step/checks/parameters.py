@@ -8,6 +8,7 @@ from operator import is_
 import torch
 from torch import nn
 
+from accel_fn.base.mesh_axes import AXES
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import AccelError, LossError, PlanError
@@ -105,8 +106,9 @@ class TrainedParameters:
 
     def _is_split_by_features(self) -> bool:
         """Do layers return parts of their features on each rank?"""
-        named = [each.device_mesh for each in self._plan.model.parameters() if is_sharded(each)]
-        return any({*(mesh.mesh_dim_names or ())} - {"dp"} for mesh in named)
+        features = {*AXES} - {"dp"}
+        meshes = [each.device_mesh for each in self._plan.model.parameters() if is_sharded(each)]
+        return any(features & {*(mesh.mesh_dim_names or ())} for mesh in meshes)
 
 
 def no_graph() -> LossError:
