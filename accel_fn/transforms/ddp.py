@@ -157,10 +157,9 @@ class SplitReplicas(Strategy):
     def average(self, state: DistState) -> None:
         """Average the gradients over the replicas, after the last backward."""
         super().average(state)
-        named = self.model.named_parameters()
-        missed = [name for name, each in named if each.requires_grad and each.grad is None]
-        if missed:
-            raise not_reached(missed)
+        if any(each.grad is None for each in self.reachable):
+            named = self.model.named_parameters()
+            raise not_reached([n for n, p in named if p.requires_grad and p.grad is None])
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for each in self.reachable:
             by_dtype.setdefault(each.dtype, []).append(local(cast("Tensor", each.grad)))

@@ -4,16 +4,19 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
-from tests.transforms.test_wrap_tp import SQUARE, STYLES, TWO, assert_one_process, perceptron
+from tests.transforms.test_wrap_tp import (
+    SQUARE,
+    STYLES,
+    TWO,
+    assert_one_process,
+    perceptron,
+    split_by_hand,
+)
 
 BATCH = (torch.linspace(-1, 1, 12).double().view(4, 3), torch.ones(4, 1).double())
 
@@ -111,6 +114,17 @@ def test_a_metric_may_be_computed_from_parameters():
     assert simulate(run, mesh=TWO) == [pytest.approx(expected)] * 2
 
 
+def test_replicas_of_a_split_model_need_a_loss_that_reaches_every_parameter():
+    def run(state):
+        model = perceptron().append(nn.Linear(1, 1).double())
+        plan = ours.plan(model=model, loss_fn=lambda model, batch: ours.mse(model[:3], batch))
+        state, step = af.build(state, af.compose(af.wrap_ddp(), af.wrap_tp(STYLES))(plan))
+        with pytest.raises(af.errors.LossError, match=r"got no gradient for 3\.weight, 3\.bias;"):
+            step(state, af.part(BATCH, state))
+
+    simulate(run, mesh=SQUARE)
+
+
 def of_gradients(model, batch):
     inputs = batch[0].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
@@ -142,12 +156,6 @@ def test_a_wrong_size_in_the_users_code_has_a_note_where_layers_are_split(transf
         return NOTE in getattr(caught.value, "__notes__", ())
 
     assert simulate(run, mesh=TWO) == [has_note] * 2
-
-
-def split_by_hand(state):
-    layers = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    mesh = af.device_mesh(state)["tp"]
-    return parallelize_module(perceptron(), mesh, layers, src_data_rank=None)
 
 
 @pytest.mark.parametrize(
