@@ -213,6 +213,7 @@ def simulate(
             Collectives that other ranks are in fail a second later, in the background. Python waits
             for them at exit for a few seconds, and so does a later simulation if they are many.
         ValueError: an argument is outside its range.
+        TypeError: an argument is of the wrong type.
 
     Cost: about a millisecond a rank and the time of `fn`; groups are reused by
     the next simulation of the same size.

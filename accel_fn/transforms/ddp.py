@@ -63,7 +63,8 @@ def wrap_ddp(
     Raises:
         ValueError: an option that DDP does not have, or that comes from the state;
             in `build`, `sync_batchnorm` on CPUs; `static_graph` beside `accumulate` or a `weight_fn` that
-            is a mapping; in a world of several, an `nn.Embedding` with a `max_norm`.
+            is a mapping; any option beside `wrap_tp`; in a world of several, an `nn.Embedding` with a
+            `max_norm`, and on accelerators one with sparse gradients, if the backend cannot sum them.
 
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
     the last backward, and two small collectives: of weights, started before the first forward

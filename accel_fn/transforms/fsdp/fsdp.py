@@ -87,7 +87,9 @@ def wrap_fsdp(
             number of ranks; there is `accumulate("auto")` and several ranks; `blocks` or `ignore` match
             nothing; a module in `ignore` is not frozen; or the model holds what FSDP cannot shard, by
             name: a parameter that is tied across blocks, 0-dim, not contiguous, sharded already, or of
-            another dtype; or, in a world of several, an `nn.Embedding` with a `max_norm` or sparse
+            another dtype; an optimizer that cannot update shards; `replicate` beside `wrap_tp`, and
+            there on one rank along `dp` `param_dtype` and `offload`, which `compiled(scope="step")`
+            excludes too; or, in a world of several, an `nn.Embedding` with a `max_norm` or sparse
             gradients. In a step, on all ranks: their units or order differ.
         TypeError: another argument is of the wrong type.
 
