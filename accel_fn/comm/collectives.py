@@ -24,6 +24,7 @@ from accel_fn.comm.differentiable import (
     refuse_inexact,
     with_gradients,
 )
+from accel_fn.comm.dtensor import filled
 from accel_fn.comm.unpickle import unpickled
 from accel_fn.errors import (
     ArgumentError,
@@ -69,6 +70,7 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     """
     check_state("broadcast", state)
     leaves, structure = pytree.tree_flatten(opened(tree))
+    leaves = [*map(filled, leaves)]
     problem = inexact("broadcast", leaves, state)
 
     def checked() -> tuple[int, bytes]:

@@ -6,7 +6,7 @@ They are known by their method `to_local`: importing torch's module takes time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
+T = TypeVar("T")
 
 _WHOLE = (Tensor, nn.Parameter)
 """Most tensors: a test of the type is quicker than that of an attribute."""
@@ -34,6 +35,12 @@ def local(tensor: Tensor) -> Tensor:
         with torch.no_grad():  # detached afterwards, since a DTensor's own detach takes far longer
             return tensor.to_local().detach()
     return tensor
+
+
+def filled(leaf: T) -> T:
+    """Wait for a tensor that a collective of torch's still fills, as it does outputs of a split model."""
+    is_pending = isinstance(leaf, Tensor) and hasattr(leaf, "trigger_wait")
+    return cast("T", leaf.clone()) if is_pending else leaf  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:

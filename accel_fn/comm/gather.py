@@ -25,6 +25,7 @@ from accel_fn.comm.differentiable import (
     is_training,
     with_gradients,
 )
+from accel_fn.comm.dtensor import filled
 from accel_fn.errors import BatchError, check_equal
 
 T = TypeVar("T")
@@ -131,7 +132,8 @@ def _typed_like(leaf: Any, joined: Any) -> Any:
 
 def flat_rows(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the tensors and lists of a tree, and its structure."""
-    return pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
+    leaves, structure = pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
+    return [*map(filled, leaves)], structure
 
 
 def _is_list(node: Any) -> bool:
@@ -292,6 +294,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
+        value = filled(value)
         if type(value) is not Tensor and type(value) is not nn.Parameter:
             return None
         self.tensors.append(value)

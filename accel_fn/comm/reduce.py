@@ -26,6 +26,7 @@ from accel_fn.comm.differentiable import (
     refuse_inexact,
     with_gradients,
 )
+from accel_fn.comm.dtensor import filled
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_equal, message
 
 T = TypeVar("T")
@@ -191,6 +192,7 @@ def _extreme(
     """Pick one of the ranks' values of each leaf, element by element."""
     check_state(function, state)
     leaves, structure = pytree.tree_flatten(opened(tree))
+    leaves = [*map(filled, leaves)]
 
     def described() -> tuple[tuple[str, list[str]], list[float]]:
         form = str(structure), [_kind_of_extreme(leaf, function) for leaf in leaves]
@@ -225,6 +227,7 @@ def _reduced(
 ) -> Any:
     """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
     leaves, structure = pytree.tree_flatten(opened(tree))
+    leaves = [*map(filled, leaves)]
     problem = inexact(function, leaves, state)
 
     def described() -> tuple[float, tuple[str, list[str]], list[float], list[bool]]:

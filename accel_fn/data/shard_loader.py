@@ -87,7 +87,6 @@ def shard_loader(
     [[2, 3], [6, 7], [9]]
     """
     check_state("shard_loader", state)
-    state = over(state)
     if batch not in ("global", "per_rank"):
         raise ArgumentError(message("shard_loader", "batch", 'be "global" or "per_rank"', batch))
     if split not in _SPLITS:
@@ -102,8 +101,9 @@ def shard_loader(
 def _stream_source(
     loader: DataLoader[Any], state: DistState, batch: str, split: str
 ) -> RoundRobinSource | SplitSource:
-    read = partial(read_stream_options, loader, state, batch=batch, split=split)
+    read = partial(read_stream_options, loader, over(state), batch=batch, split=split)
     options = same_on_all_ranks(read, loader, state)
+    state = over(state)
     if options.split is not None:
         return SplitSource(loader, options, options.split, open_channel(state))
     is_alone = state.world_size == 1 or state.group is None
@@ -114,9 +114,10 @@ def _stream_source(
 def _indexed_source(
     loader: DataLoader[Any], state: DistState, batch: str, split: str, read_ahead: int | None
 ) -> IndexedSource | SamplerSource:
-    read = partial(read_order, loader, state, batch=batch, split=split, read_ahead=read_ahead)
+    data = over(state)
+    read = partial(read_order, loader, data, batch=batch, split=split, read_ahead=read_ahead)
     order = same_on_all_ranks(read, loader, state)
     if isinstance(order, Order):
-        return IndexedSource(loader, order, state.rank, state.world_size)
+        return IndexedSource(loader, order, data.rank, data.world_size)
     channel = None if state.group is None else open_channel(state)
-    return SamplerSource(loader, order, state, channel)
+    return SamplerSource(loader, order, data, channel)

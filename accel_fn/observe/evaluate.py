@@ -78,7 +78,8 @@ def evaluate(
     Raises:
         ValueError: on every rank: values that are a mean already, of another length
             than the batch, or named otherwise from batch to batch; a loss that is no mean; a loader without
-            a batch, or, in a world of several, a `DataLoader`; `local_sgd` between two averages.
+            a batch, or, in a world of several, a `DataLoader`; a first batch that differs on ranks that
+            differ in other axes than `dp`; `local_sgd` between two averages.
         RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ
             between ranks.
 
@@ -86,7 +87,8 @@ def evaluate(
         UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is always 1.
 
     Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
-    which has no float64, one; with `wrap_fsdp`, one small collective a batch beside its own);
+    which has no float64, one; with `wrap_fsdp`, one small collective a batch beside its own; where ranks
+    hold the same rows, one a batch and a comparison of the first);
     at the end two small collectives on the host and one host synchronisation. In a world of several, if
     the model has buffers in its `state_dict`, before that a copy of these, two small collectives and one
     broadcast; not with `reproducible`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from accel_fn.data.window import Windowed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.observe.bar import loader_length, open_bar
 from accel_fn.step import observers
-from accel_fn.step.checks.first_batches import Looks, looks_of, warn_of_equal_batches
+from accel_fn.step.checks.first_batches import Looks, check_copies, looks_of, warn_of_equal_batches
 from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
 from accel_fn.step.plan import Plan
@@ -31,6 +32,7 @@ from accel_fn.step.step import Step
 from accel_fn.step.strategy import Strategy
 
 T = TypeVar("T")
+_NOTHING = Looks([], [])
 
 _ENDED, _READY, _FAILED = 0, 1, 2
 """Signals of a rank before each batch, if all ranks must run the same number of batches."""
@@ -90,7 +92,7 @@ def over_loader(
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
-    looks: Looks | None = ([], []) if isinstance(loader, ShardedLoader | Epoch) else None
+    looks = _NOTHING if isinstance(loader, ShardedLoader | Epoch) else None
     # Ranks along other axes than `dp` may meet in a forward.
     together = state.data.world_size < state.world_size
     together = together or (step.strategy.pads and state.world_size > 1)
@@ -128,7 +130,7 @@ def over_loader(
             raise
         finally:
             del batches  # workers end with it, also where somebody keeps the error
-    return looks or ([], [])
+    return looks or _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def _use_in_step(
     has failed, all stop before the next batch.
     """
     failure: Exception | None = None
-    while True:
+    for number in itertools.count():
         signal = _ENDED
         try:
             found = next(batches, None)
@@ -165,6 +167,8 @@ def _use_in_step(
         signals = primitives.exchange_number(_FAILED if failure else signal, state, function)
         if _FAILED in signals or _READY not in signals:
             break
+        if number == 0 and state.data.world_size < state.world_size:
+            check_copies(function, state, primitives.exchange(looks_of(batch), state, function))
         try:
             use(each)
         except Exception as error:

@@ -71,7 +71,8 @@ def predict(
     Raises:
         ValueError: on every rank: another number of rows than the batch has samples; a tree that
             differs from batch to batch or from rank to rank; a loader without a row; a `DataLoader` in
-            a world of several; `local_sgd` between two averages.
+            a world of several; a first batch that differs on ranks that differ in other axes than `dp`;
+            `local_sgd` between two averages.
         RuntimeError: on the other ranks, when one fails.
 
     Warns:

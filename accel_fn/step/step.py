@@ -110,9 +110,9 @@ class Step(Generic[Batch]):
 
         Raises:
             TypeError: `advance` is not True or False.
-            ValueError: the state is another world's; the batch cannot be counted;
-                the loss cannot be trained on, or is no mean where the plan's `reduction` takes it
-                for one.
+            ValueError: the state is another world's; the batch cannot be counted, or differs on ranks that
+                differ in other axes than `dp`; the loss cannot be trained on, or is no mean where the
+                plan's `reduction` takes it for one.
 
         Warns:
             UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
@@ -120,10 +120,10 @@ class Step(Generic[Batch]):
                 batch, the loss reaches tensors outside of the model, or is neither a mean nor a sum.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
-        small collectives in a world of several, and the cost of `check_loss`, which is in the docstring
-        of `build`; in the first one a read of the batch and the buffers, and three more. Other steps add
-        no host synchronisation, but for one in the first update of several ranks, where the input of the
-        optimizer is compared.
+        small collectives in a world of several, where ranks hold the same rows also a read of the batch and
+        two more, and the cost of `check_loss`, which is in the docstring of `build`; in the first one a
+        read of the batch and the buffers, and three more. Other steps add no host synchronisation, but for
+        one in the first update of several ranks, where the input of the optimizer is compared.
         """
         self._check_state(state)
         if advance is not True:

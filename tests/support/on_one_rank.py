@@ -9,8 +9,7 @@ from typing import Any
 import accel_fn as af
 from tests.support import strategies as ours
 
-# The batches of the first step are compared before they are counted.
-WHATS = "weight_fn", "split", "should_stop", "stop", "batch"
+WHATS = "batch", "weight_fn", "split", "should_stop", "stop"
 
 
 def learned(

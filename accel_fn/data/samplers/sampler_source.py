@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.split_batch import part_bounds
-from accel_fn.base.state import DistState
+from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.messages import Channel
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
@@ -78,7 +79,7 @@ class SamplerSource:
         if self._sampling.cut is not None or self._channel is None:
             return self._sampling.position(step, window)
         place: tuple[int, int] = self._channel.another().via_main(
-            None, lambda _: [self._sampling.position(step, window)] * self._world_size
+            None, lambda ranks: [self._sampling.position(step, window)] * len(ranks)
         )
         return place
 
@@ -108,20 +109,23 @@ class SamplerSource:
 
 
 def _received(
-    take: Callable[[], list[Batch]], channel: Channel, place: tuple[int, int]
+    take: Callable[[], list[Batch]], channel: Channel, start: tuple[int, int]
 ) -> Iterator[Batch]:
     """Yield this rank's parts as rank 0 sends them; only rank 0 takes batches."""
-    ranks = range(channel.state.world_size)
+    shape = mesh_of(channel.state)
+    along = [ranks_along(shape, "dp", rank) for rank in range(channel.state.world_size)]
+    places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]
+    """Of each rank on `dp`, whose ranks share a batch."""
 
-    def parts_of_ranks(places: list[tuple[int, int]]) -> list[list[Batch]]:
+    def parts_of_ranks(starts: list[tuple[int, int]]) -> list[list[Batch]]:
         check_equal(
-            [f"epoch {epoch} from batch {batch}" for epoch, batch in places],
+            [f"epoch {epoch} from batch {batch}" for epoch, batch in starts],
             "shard_loader: ranks must go through the same epochs together",
         )
         several = take()
-        return [[_part(batch, rank, len(ranks)) for batch in several] for rank in ranks]
+        return [[_part(batch, *place) for batch in several] for place in places]
 
-    while parts := channel.via_main(place, parts_of_ranks):
+    while parts := channel.via_main(start, parts_of_ranks):
         yield from parts
 
 

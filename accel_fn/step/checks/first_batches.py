@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,14 @@ class FirstBatches:
     def _look(self, state: DistState, batch: Any) -> None:
         # A library that watches gradients is often called on the main rank alone.
         all_or_none(partial(self._check_hooks, state), state, "step")
-        if self._num_batches == 1:
-            if state.world_size > 1:
-                every = primitives.exchange(looks_of(batch), state, "step")
-                _check_copies(state, every)
+        has_copies = state.data.world_size < state.world_size
+        if has_copies or (self._num_batches == 1 and state.world_size > 1):
+            every = primitives.exchange(looks_of(batch), state, "step")
+            check_copies("step", state, every)
+            if self._num_batches == 1:
                 warn_of_equal_batches("step", state, every)
-            if is_cut(state, self._plan):
-                self._buffers = saved_buffers(self._model)
+        if self._num_batches == 1 and is_cut(state, self._plan):
+            self._buffers = saved_buffers(self._model)
         self.loss.look(state, batch, self._num_batches)
         self._strategy.checks.is_due = True
 
@@ -123,23 +124,30 @@ def _warn_of_nothing(report: Report) -> None:
         )
 
 
-Looks = tuple[list[tuple[int, ...]], list[int]]
-"""The shapes of the tensors of a batch, and their checksums; no checksums if a layout has none."""
+class Looks(NamedTuple):
+    """How a batch of this rank looks."""
+
+    shapes: list[tuple[int, ...]]
+    checksums: list[int]
+    """Of its tensors, none if a layout has none."""
+    is_known: bool = True
+    """Does it hold tensors, or is it None? Another batch may be one that cannot be counted."""
 
 
 def looks_of(batch: Any) -> Looks:
     """Describe the rows of a batch, for a comparison over ranks."""
     mine: list[int] = []
-    tensors = [each for each in tensors_of(batch) if each.numel()]
+    found = [*tensors_of(batch)]
+    tensors = [each for each in found if each.numel()]
     if all(each.layout is torch.strided and not each.is_nested for each in tensors):
         mine = fingerprints([each.detach().contiguous() for each in tensors]) if tensors else []
-    return [tuple(each.shape) for each in tensors], mine
+    return Looks([tuple(each.shape) for each in tensors], mine, bool(found) or batch is None)
 
 
 def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks]) -> None:
     """Warn if all ranks have the same rows: each then does all the work."""
     is_whole = state.data.world_size > 1 and all(each == every[0] for each in every)
-    if every[0][1] and is_whole and state.is_main:
+    if every[0].checksums and is_whole and state.is_main:
         warn_user(
             f"{function}: batch should be this rank's part of the global batch, got the same rows on "
             f"all {state.world_size} ranks, each of which does all the work; give the DataLoader to "
@@ -147,7 +155,7 @@ def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks
         )
 
 
-def _check_copies(state: DistState, every: Sequence[Looks]) -> None:
+def check_copies(function: str, state: DistState, every: Sequence[Looks]) -> None:
     """Raise on all ranks if two that differ in other axes than `dp` have different rows."""
     if not state.axes:
         return
@@ -155,10 +163,11 @@ def _check_copies(state: DistState, every: Sequence[Looks]) -> None:
     firsts: dict[int, Looks] = {}
     for rank, looks in enumerate(every):
         place = ranks_along(shape, "dp", rank).index(rank)
-        if firsts.setdefault(place, looks) != looks:
+        if looks.is_known and firsts.setdefault(place, looks) != looks:
             raise BatchError(
-                "step: batch must be the same on ranks that differ in other axes than dp, got other rows "
-                f"on rank {rank}; give the DataLoader to shard_loader, or cut the batch by part"
+                f"{function}: batch must be the same on ranks that differ in other axes than dp, got other "
+                f"rows on rank {rank}; give the DataLoader to shard_loader, or cut the batch by part, and "
+                "seed random draws alike, by seed_samples or seed_all"
             )
 
 

@@ -601,7 +601,7 @@ MUTANTS = [
     Mutant(
         "equal batches on all ranks are passed over",
         "step/checks/first_batches.py",
-        "if every[0][1] and is_whole and state.is_main:",
+        "if every[0].checksums and is_whole and state.is_main:",
         "if False:",
         "tests/step/test_first_batches.py",
         kind="loops.unsharded",
@@ -724,14 +724,14 @@ MUTANTS = [
     Mutant(
         "on a mesh, a loader is split over all ranks",
         "data/shard_loader.py",
-        "state = over(state)",
-        "state = state",
+        "data = over(state)",
+        "data = state",
         MESHES,
     ),
     Mutant(
         "on a mesh, other rows along other axes are passed over",
         "step/checks/first_batches.py",
-        "if firsts.setdefault(place, looks) != looks:",
+        "if looks.is_known and firsts.setdefault(place, looks) != looks:",
         "if False:",
         MESHES,
     ),
