@@ -410,6 +410,10 @@ def test_a_model_that_is_split_over_another_axis_is_refused():
             '"layers.*.down": "rowwise"}',
         ),
         ({"axis": "dp"}, "wrap_tp: axis must be one of pp, cp, tp, got 'dp'"),
+        (
+            {"styles": {0: "colwise"}},
+            "wrap_tp: styles must be \"auto\" or map names of modules to styles, got {0: 'colwise'}",
+        ),
         ({"styles": 2}, 'wrap_tp: styles must be "auto" or map names of modules to styles, got 2'),
     ],
 )

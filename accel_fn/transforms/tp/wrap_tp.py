@@ -59,15 +59,16 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
             shards; a model on the meta device, or split over other ranks; dropout in graphs of
             `compiled(fullgraph=True)`, which would have to break.
             In the first forward, on the ranks along the axis: a block that returns something else than
-            with whole layers.
+            with whole layers. In a step: gradients of gradients, or, in the first one, a loss or a
+            metric of a part of a layer's features.
         TypeError: `styles` is of another type.
 
     Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
         column-wise layers in the backward, over the axis; with `wrap_ddp`, one all-reduce of the gradients
         over `dp`, after the last backward. Weights, gradients and optimizer state of split layers take
         the memory of one part. Ranks wait for one small exchange before the first forward, so that all
-        know of a failure. In the first forward, each kind of block that holds split layers runs twice more,
-        with a backward each, once with its whole weights in float64.
+        know of a failure. In the first forward, each kind of block that holds split layers runs twice more
+        in float64, with a backward each: split, and with its whole weights.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053.
 
@@ -76,7 +77,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     >>> af.wrap_tp(styles)
     wrap_tp({'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})
     """
-    if not isinstance(styles, str | Mapping):
+    if not (isinstance(styles, str | Mapping) and all(isinstance(name, str) for name in styles)):
         rule = 'be "auto" or map names of modules to styles'
         raise ArgumentTypeError(message("wrap_tp", "styles", rule, styles))
     if isinstance(styles, str) and styles != "auto":
