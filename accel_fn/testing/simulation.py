@@ -278,10 +278,11 @@ def simulate(
 def _num_ranks(mesh: Mapping[str, int] | None) -> int:
     """Return the number of ranks of a mesh whose sizes are all given."""
     sizes = mesh.values() if isinstance(mesh, Mapping) else ()
-    if not sizes or -1 in sizes:
+    if not mesh or -1 in sizes:
         rule = "be given, unless mesh has the sizes of all its axes"
         raise ArgumentError(message("simulate", "world_size", rule, None))
-    return math.prod(sizes)
+    # Sizes that are no counts are refused later, as a part of the mesh.
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def _given_back(world: _World, start: float) -> bool:

@@ -67,6 +67,12 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(mesh, text):
         simulate(lambda state: None, world_size=4, mesh=mesh)
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 0}, {"dp": 2.0}, {"dp": "2"}, "dp=2"], ids=str)
+def test_a_mesh_of_wrong_sizes_is_named_also_without_a_number_of_ranks(mesh):
+    with pytest.raises((ValueError, TypeError), match=r"^simulate: mesh.* must "):
+        simulate(lambda state: None, mesh=mesh)
+
+
 def test_init_makes_the_mesh_of_one_process_and_refuses_one_of_more():
     state = af.init(device="cpu", mesh={"dp": -1, "tp": 1})
     assert [(axis.name, axis.world_size) for axis in state.axes] == [("dp", 1), ("tp", 1)]
