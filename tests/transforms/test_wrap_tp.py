@@ -243,6 +243,23 @@ def test_a_plan_can_be_built_twice():
     assert simulate(run, mesh=TWO) == pytest.approx([expected] * 2)
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 1}, TWO, SQUARE], ids=str)
+@pytest.mark.parametrize("second", [af.wrap_fsdp(), af.wrap_ddp()])
+def test_a_model_that_fsdp_has_sharded_is_refused(mesh, second):
+    words = (
+        "build: wrap_tp's model must not be sharded by FSDP before, got '0.weight'; build once, with one "
+        "loss_fn that chooses by the batch"
+    )
+
+    def run(state):
+        model = perceptron()
+        af.build(state, af.wrap_fsdp()(ours.plan(model=model)))
+        with pytest.raises(af.errors.PlanError, match=f"^{words}$"):
+            af.build(state, af.compose(second, af.wrap_tp(STYLES))(ours.plan(model=model)))
+
+    simulate(run, mesh=mesh)
+
+
 def test_the_model_can_be_called_outside_of_a_step():
     def run(state):
         model = perceptron()

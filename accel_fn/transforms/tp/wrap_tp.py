@@ -56,8 +56,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
         ValueError: `styles` or `axis` are none of these. In `build`, on all ranks: the mesh has no such axis;
             a style fits no module, or one that cannot be split so; the axis does not divide a number of
             heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
-            shards; a model on the meta device, or split over other ranks; dropout in graphs of
-            `compiled(fullgraph=True)`, which would have to break.
+            shards; a model on the meta device, split over other ranks, or sharded by FSDP; dropout in
+            graphs of `compiled(fullgraph=True)`, which would have to break.
             In the first forward, on the ranks along the axis: a block that returns something else than
             with whole layers. In a step: gradients of gradients, or, in the first one, a loss or a
             metric of a part of a layer's features.
@@ -97,6 +97,7 @@ class TPSlot(SlotFunction):
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what cannot be split, before anything is moved."""
+        _check_not_sharded(plan.model)
         size = _size(state, self.keywords["axis"])
         if size == 1:
             return
@@ -130,6 +131,17 @@ def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis:
         model.to(state.device)
         split_model(state, model, _styles(model, styles, size), axis)
     return model
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Refuse a model that FSDP has sharded, in a former step for example."""
+    hooks = [each for module in model.modules() for each in module._forward_pre_hooks.values()]
+    is_of_fsdp = any(str(each.__module__).startswith("torch.distributed.fsdp") for each in hooks)
+    for name, each in model.named_parameters() if is_of_fsdp else ():
+        if is_sharded(each):
+            rule = "not be sharded by FSDP before"
+            repair = "build once, with one loss_fn that chooses by the batch"
+            raise PlanError(message("build", "wrap_tp's model", rule, name, repair))
 
 
 def _check_values(model: nn.Module, state: DistState) -> None:
