@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
+
+IS_GATHERED = ContextVar("IS_GATHERED", default=False)
+"""Do parameters, and what `whole` has of the optimizer, belong to the program?"""
 
 
 def is_partitioned(model: object) -> bool:
@@ -24,6 +28,11 @@ def is_copied(model: object) -> bool:
     return isinstance(model, nn.Module) and any(map(is_held, model.parameters()))
 
 
+def is_born_sharded(model: nn.Module) -> bool:
+    """Was a model made under `deepspeed.zero.Init`, and given to no engine?"""
+    return any(hasattr(p, "ds_id") and not hasattr(p, "_z3_optimizer") for p in model.parameters())
+
+
 def is_held(parameter: Tensor) -> bool:
     """Does an engine of stage 1 to 3 hold this parameter?"""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
@@ -32,14 +41,18 @@ def is_held(parameter: Tensor) -> bool:
 @contextmanager
 def gathered(model: nn.Module, *, writes: bool = False) -> Iterator[None]:
     """Give every rank the whole parameters inside. With `writes`, keep what rank 0 has written."""
-    if not is_partitioned(model):
-        yield
-        return
-    import deepspeed
+    token = IS_GATHERED.set(True)
+    try:
+        if not is_partitioned(model):
+            yield
+            return
+        import deepspeed
 
-    source = 0 if writes else None
-    with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=source):
-        yield
+        source = 0 if writes else None
+        with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=source):
+            yield
+    finally:
+        IS_GATHERED.reset(token)
 
 
 def world_of(model: nn.Module) -> list[DistState]:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from accel_fn.base.mesh_axes import mesh_name
 from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.dtensor import is_sharded
-from accel_fn.comm.zero import is_copied
+from accel_fn.comm.zero import is_born_sharded, is_copied
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.plan import Plan, SlotFunction, describe
@@ -42,7 +42,12 @@ def check_plan(state: DistState, plan: Plan) -> None:
 
 
 def _check_model(plan: Plan) -> None:
-    """Refuse a model of a former step under wrap_deepspeed."""
+    """Refuse a model of a former step under wrap_deepspeed, or of DeepSpeed's own."""
+    if is_born_sharded(plan.model):
+        raise PlanError(
+            "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
+            "already; leave it out, since wrap_deepspeed(stage=3) shards them"
+        )
     if is_copied(plan.model):
         raise PlanError(
             "build: model must be a new one after wrap_deepspeed, whose engine holds the parameters, got the "

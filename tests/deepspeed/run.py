@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import accel_fn as af
-from tests.deepspeed import checkpoints, differences, functions, laws, nvme
+from tests.deepspeed import checkpoints, differences, functions, habits, laws, nvme
 
 
 def main(file: Path, folder: Path) -> None:
@@ -19,7 +19,7 @@ def main(file: Path, folder: Path) -> None:
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
     found = {}
-    for module in (laws, functions, checkpoints, nvme, differences):
+    for module in (laws, functions, habits, checkpoints, nvme, differences):
         for name, case in module.cases(folder).items():
             try:
                 found[name] = case(state)

@@ -75,8 +75,10 @@ def test_a_gradient_penalty_is_what_it_is_on_one_rank(found, stage):
 
 def test_stage_3_notes_that_a_gradient_penalty_needs_a_lower_one(found):
     assert found["penalty 3"] == [
-        "wrap_deepspeed(stage=3): if the loss has gradients of gradients (torch.autograd.grad with "
-        "create_graph=True), use a lower stage: their parameters are not whole any more"
+        "wrap_deepspeed(stage=3): if a module returns an object other than a tensor, tuple, list or dict, "
+        "such as a dataclass, return one of these; if the loss has gradients of gradients "
+        "(torch.autograd.grad with create_graph=True), use a lower stage: their parameters are not whole any "
+        "more"
     ]
 
 
@@ -180,6 +182,86 @@ def test_a_checkpoint_of_accelerate_is_refused(found, stage):
     assert found[f"accelerate {stage}"] == (
         "load_accelerate: step must be of a plan without wrap_deepspeed, whose engine keeps gradients and "
         "parameters, got one with it; load it by wrap_ddp, save that, and load this checkpoint"
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_in_no_optimizer_do_not_count_in_the_norm(found, stage):
+    assert found[f"untrained {stage}"] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_of_channels_last_train(found, stage):
+    assert found[f"layout {stage}"] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_of_no_dimensions_trains_and_is_resumed(found, stage):
+    assert found[f"scalar {stage}"] <= ROUNDING
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_that_the_engine_skips_is_reported(found, stage):
+    assert found[f"not finite {stage}"] == [True, False, 0.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_that_is_frozen_after_build_is_refused(found, stage):
+    assert found[f"freezes {stage}"] == (
+        "step: parameters that required a gradient in build must still do so, got 0.weight; build again, or "
+        "freeze those"
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_the_next_update_would_overwrite_are_refused(found, stage):
+    assert found[f"clamps {stage}"] == (
+        "step: parameters must be written before build under wrap_deepspeed, whose engine writes its own "
+        "copy over them in every update, got ones that are written after it; write them first, or use "
+        "wrap_fsdp"
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_dicts_beside_the_engine_are_refused(found, stage):
+    assert found[f"writes model {stage}"] == (
+        "load_state_dict: model must be loaded before build under wrap_deepspeed, whose engine would write "
+        "its own copy of the parameters over it, got one in use; load first, or use load"
+    )
+    for name, function in {"reads": "state_dict", "writes": "load_state_dict"}.items():
+        assert found[f"{name} optimizer {stage}"] == (
+            f"optimizer.{function}: optimizer must be saved and loaded by save and load under "
+            "wrap_deepspeed, whose engine keeps its state in shards, got one in use; call those on every rank"
+        )
+
+
+def test_empty_state_dicts_are_refused(found):
+    assert found["reads shards"] == (
+        "state_dict: model must be whole, got empty tensors by wrap_deepspeed(stage=3), whose ranks hold "
+        "shards; call whole_state_dict or save_model on every rank"
+    )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_backward_beside_the_step_is_refused(found, stage):
+    assert found[f"backward {stage}"] == (
+        "step: wrap_deepspeed must have no backward beside the step, since its engine adds those gradients "
+        "to the batch's, got one; call torch.autograd.grad, or make a copy of the model"
+    )
+
+
+def test_a_penalty_of_empty_parameters_is_refused(found):
+    assert found["penalty of shards"] == (
+        "step: wrap_deepspeed(stage=3) must have a loss_fn that reaches parameters by their modules, as in "
+        "model.head.weight, got one that takes them from model.parameters(), where they are empty; use the "
+        "optimizer's weight_decay for a penalty, or a lower stage"
+    )
+
+
+def test_a_model_of_zero_init_is_refused(found):
+    assert found["zero.Init"] == (
+        "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
+        "already; leave it out, since wrap_deepspeed(stage=3) shards them"
     )
 
 

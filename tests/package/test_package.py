@@ -225,6 +225,7 @@ KEPT = {
     "step/checks/graph.py _BUILT": "the parameters of all steps, which a loss of another one may reach",
     "transforms/ddp.py _TURNS": "which of the plans over a model has run the last backward",
     "comm/differentiable.py TRAINING": "which loss a thread computes, while it does",
+    "comm/zero.py IS_GATHERED": "whether a program has parameters whole, while it does",
 }
 FIXED_WHEN_MADE = {
     "Averaging",

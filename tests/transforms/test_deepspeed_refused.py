@@ -144,6 +144,28 @@ def test_stage_0_has_nothing_to_offload():
             {"stage": 3, "offload": "cpu", "nvme_path": "swap"},
             "nvme_path must be left out unless offload is \"nvme\", got 'swap'",
         ),
+        *(
+            ({key: value}, f"{key} must be left out, got {value!r}; {repair}")
+            for key, value, repair in (
+                ("tensor_parallel", {"autotp_size": 2}, "use wrap_tp"),
+                ("sequence_parallel_size", 2, "DeepSpeed would train without it"),
+                ("gradient_allreduce_op", "sum", "the step averages over the global batch"),
+                ("managed_gradient_accumulation", False, "use accumulate"),
+                ("tensorboard", {"enabled": True}, "use log_to"),
+            )
+        ),
+        *(
+            (
+                {key: 1.0},
+                f"{key} must be a setting of DeepSpeed, which ignores others, got 1.0; use {near}",
+            )
+            for key, near in (
+                ("gradient_cliping", "gradient_clipping"),
+                ("zero_optimisation", "zero_optimization"),
+                ("zero_stage", "stage"),
+                ("offload_optimizer_device", "offload_optimizer"),
+            )
+        ),
     ],
 )
 def test_settings_that_differ_or_have_no_effect_are_refused(settings, rest):
@@ -200,6 +222,8 @@ def test_a_file_of_transformers_is_read(tmp_path):
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale": 0},
         "amp": None,
+        "torch_autocast": {"enabled": False},
+        "wandb": {"enabled": False},
         "zero_optimization": {"stage": 3, "offload_param": None, "reduce_bucket_size": "auto"},
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": 0.5,
@@ -232,6 +256,11 @@ def test_a_file_of_transformers_is_read(tmp_path):
             {"fp16": {"enabled": True}},
             [],
             "fp16.enabled must be that of the plan, False, got True; leave it out, or use with_amp",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}},
+            [],
+            "torch_autocast.enabled must be that of the plan, False, got True; leave it out, or use with_amp",
         ),
         (
             {"bf16": {"enabled": False}},
@@ -357,6 +386,10 @@ def with_frozen_group(parameters):
             "update flat shards element by element, got 'Adafactor'; use AdamW, for example, or stage=0",
         ),
         (
+            torch.optim.Adagrad,  # has state from the start
+            "update flat shards element by element, got 'Adagrad'; use AdamW, for example, or stage=0",
+        ),
+        (
             with_frozen_group,
             "have a trained parameter in every group, got 'SGD'; leave out the group",
         ),
@@ -373,6 +406,23 @@ def test_parameters_are_float32():
     assert refusal(af.wrap_deepspeed(), model=nn.Linear(3, 2).double()) == (
         "build: wrap_deepspeed's model must train float32 parameters, got float64 weight; use model.float(), "
         'and with_amp("bf16")'
+    )
+
+
+def test_stage_3_takes_no_model_of_torch_compile():
+    model = torch.compile(nn.Linear(3, 2), backend="eager")
+    assert refusal(af.wrap_deepspeed(stage=3), model=model) == (
+        "build: wrap_deepspeed(stage=3)'s model must be called without torch.compile, got "
+        "'torch.compile(...)'; leave it out, or use a lower stage"
+    )
+
+
+def test_stage_3_takes_no_parameter_of_no_dimensions():
+    model = nn.Linear(3, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    assert refusal(af.wrap_deepspeed(stage=3), model=model) == (
+        "build: wrap_deepspeed(stage=3)'s parameters must be of one dimension or more, got 'scale'; make "
+        "them by torch.ones(1), for example, or use a lower stage"
     )
 
 

@@ -70,6 +70,8 @@ class TrainedParameters:
 
     def _check_known(self, known: Collection[int]) -> None:
         for name, parameter in self._plan.model.named_parameters():
+            if not parameter.requires_grad and id(parameter) in self.required:
+                raise _frozen(name)
             if parameter.requires_grad and id(parameter) not in known:
                 raise PlanError(
                     f"step: model must hold the parameters that build sharded, got another {name}; "
@@ -97,10 +99,7 @@ class TrainedParameters:
             raise mixed() from error
         for name, parameter in self._plan.model.named_parameters():
             if not parameter.requires_grad and id(parameter) in self.required:
-                raise PlanError(
-                    "step: parameters that required a gradient in build must still do so, got "
-                    f"{name}; build again, or freeze those"
-                ) from error
+                raise _frozen(name) from error
             if id(parameter) not in self._found:
                 raise replaced(name) from error
 
@@ -109,6 +108,13 @@ class TrainedParameters:
         features = {*AXES} - {"dp"}
         meshes = [each.device_mesh for each in self._plan.model.parameters() if is_sharded(each)]
         return any(features & {*(mesh.mesh_dim_names or ())} for mesh in meshes)
+
+
+def _frozen(name: str) -> PlanError:
+    return PlanError(
+        "step: parameters that required a gradient in build must still do so, got "
+        f"{name}; build again, or freeze those"
+    )
 
 
 def no_graph() -> LossError:

@@ -75,20 +75,24 @@ def wrap_deepspeed(
 
     Returns:
         A transform. The report's `grad_norm` is the engine's: at stage 0 with `clip` alone, else always.
+        From stage 1 on, an update by gradients that are not finite is skipped.
 
     Raises:
         ValueError: `stage` is not 0, 1, 2 or 3, `offload` is none of its values, or "nvme" below stage 3 or
             without `nvme_path`, `config` is no file with a JSON object, a setting is given twice with two
-            values or in the wrong section, or a batch size or a scheduler is given. In `build`, on all ranks:
+            values, misspelled or in the wrong section, or a batch size, a scheduler, a tracker or another
+            parallelism is given. In `build`, on all ranks:
             a setting that differs from the plan; several optimizers, or one with train and eval modes, state,
             a group without trained parameters, or an update that needs the shapes of parameters; trained
             parameters that are not float32, or tables with sparse gradients; a loss scale, and functions in
             the slots `accept`, `gradients` (but `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and
-            `shard_model`; at stage 3 `average` and `check_replicas`; ranks that are threads; a model of a
+            `shard_model`; at stage 3 `average`, `check_replicas`, `torch.compile` and parameters of no
+            dimensions; ranks that are threads; a model of a
             former step; another device than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme"
             without libaio; and parameters in files on a device without fp16. From a step: a loss that reaches
             no parameter, one of another engine, or others than on another rank, where the first batches are
-            looked at; another step after one that failed; at stage 3 a batch without weight on all ranks.
+            looked at, or parameters written after `build` (stages 1 and 2), there, too; a backward beside the
+            step; another step after one that failed; at stage 3 a batch without weight on all ranks.
             From `step.grads` and `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and
             from `load` if the optimizer has made another number of updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
@@ -153,6 +157,16 @@ class DeepSpeedSlot(SlotFunction):
             )
         _check_optimizer(plan, self._stage)
         _check_parameters(plan)
+        if self._stage == 3 and any(hasattr(m, "_orig_mod") for m in plan.model.modules()):
+            rule, repair = "be called without torch.compile", "leave it out, or use a lower stage"
+            model = "wrap_deepspeed(stage=3)'s model"
+            raise PlanError(message("build", model, rule, "torch.compile(...)", repair))
+        scalars = [name for name, each in plan.model.named_parameters() if not each.dim()]
+        if self._stage == 3 and scalars:
+            rule = "be of one dimension or more"
+            parameters = "wrap_deepspeed(stage=3)'s parameters"
+            repair = "make them by torch.ones(1), for example, or use a lower stage"
+            raise PlanError(message("build", parameters, rule, scalars[0], repair))
         check_agrees(self.keywords["settings"], plan, bound_of(self.keywords["clips"]))
         if state.world_size == 1 and not offloads(self.keywords["settings"]):
             return
@@ -177,10 +191,10 @@ def _check_optimizer(plan: Plan, stage: int) -> None:
         "have a trained parameter in every group; leave out the group": all(
             any(each.requires_grad for each in group["params"]) for group in groups
         ),
-        "have no state yet, since the engine starts a new one; make a new optimizer": not optimizer.state
-        or not stage,
         "update flat shards element by element; use AdamW, for example, or stage=0": not stage
         or not isinstance(optimizer, _NOT_FLAT),
+        "have no state yet, since the engine starts a new one; make a new optimizer": not optimizer.state
+        or not stage,
     }
     for text, holds in rules.items():
         if not holds:

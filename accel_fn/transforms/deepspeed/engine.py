@@ -26,6 +26,10 @@ from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.update import Prepared
+from accel_fn.transforms.deepspeed.guards import (
+    is_overwritten,
+    refuse_state_dicts,
+)
 from accel_fn.transforms.deepspeed.settings import (
     autocast_dtype,
     bound_of,
@@ -36,8 +40,9 @@ from accel_fn.transforms.deepspeed.whole_state import gather_state, write_state
 
 _RULE = "step: wrap_deepspeed must have a loss_fn that reaches the same parameters on every rank"
 _REPAIR = "call each part of the model on every rank, with no rows where it has nothing to do, or use stage=0"
-_ONCE = (
-    "wrap_deepspeed(stage=3): if the loss has gradients of gradients (torch.autograd.grad with "
+_NOTE = (
+    "wrap_deepspeed(stage=3): if a module returns an object other than a tensor, tuple, list or dict, such "
+    "as a dataclass, return one of these; if the loss has gradients of gradients (torch.autograd.grad with "
     "create_graph=True), use a lower stage: their parameters are not whole any more"
 )
 
@@ -90,12 +95,16 @@ class ZeRO(Strategy):
         """The trained parameters, by their ids."""
         self._is_due = True
         """Does the next backward look at what the loss reaches?"""
-        for buffer in plan.model.buffers() if state.world_size > 1 else ():
-            primitives.broadcast(buffer, state, 0, "build")  # the engine sends the parameters
+        self.parameters.known = {*self._names}
+        trained = {*map(id, self.trained)}
+        self._beside = [each for each in self.reachable if id(each) not in trained]
+        """Parameters that require a gradient, and are in no optimizer."""
+        for tensor in _sent(plan.model) if state.world_size > 1 else ():
+            primitives.broadcast(tensor, state, 0, "build")
         own = [group["params"] for group in self._optimizer.param_groups]
         dtype = autocast_dtype(plan)
         self._max_norm, self._signature = bound_of(clips), signature_of(clips)
-        with self._local_rank():
+        with self._local_rank(), _unsent(plan.model, is_sharded=self._stage == 3):
             self._engine, *_ = deepspeed.initialize(
                 model=module if dtype is None else _UnderAutocast(module, state, dtype),
                 optimizer=self._optimizer,
@@ -109,6 +118,8 @@ class ZeRO(Strategy):
         self._own = own
         self._put(own)
         self.module = self.loss_module = self._engine
+        if self._stage:
+            refuse_state_dicts(plan.model, self._optimizer)
 
     @contextmanager
     def _local_rank(self) -> Iterator[None]:
@@ -205,9 +216,20 @@ class ZeRO(Strategy):
         try:
             with self._local_rank():
                 self._engine.backward(loss if seed is None else (loss * seed).sum())
+        except AssertionError as error:  # DeepSpeed's, of gradients that it has already
+            raise LossError(
+                "step: wrap_deepspeed must have no backward beside the step, since its engine adds those "
+                "gradients to the batch's, got one; call torch.autograd.grad, or make a copy of the model"
+            ) from error
         except RuntimeError as error:
+            if self._stage == 3 and "invalid gradient" in str(error) and "got [0]" in str(error):
+                raise LossError(
+                    "step: wrap_deepspeed(stage=3) must have a loss_fn that reaches parameters by their "
+                    "modules, as in model.head.weight, got one that takes them from model.parameters(), "
+                    "where they are empty; use the optimizer's weight_decay for a penalty, or a lower stage"
+                ) from error
             if self._stage == 3:
-                error.add_note(_ONCE)
+                error.add_note(_NOTE)
             raise
 
     def _check_reached(self, loss: Tensor) -> None:
@@ -215,18 +237,24 @@ class ZeRO(Strategy):
         leaves = {id(each): each for each in leaves_of(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
         foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
-        mine = names, len(foreign)
+        mine = names, len(foreign), bool(self._stage) and is_overwritten(self._engine.optimizer)
         # At stage 0 ranks may run other numbers of micro-batches, and reduce gradients by parameter.
         every = primitives.exchange(mine, self._state, "step") if self._stage else [mine]
-        if not all(found for found, _ in every):
+        if any(is_written for *_, is_written in every):
+            raise StateError(
+                "step: parameters must be written before build under wrap_deepspeed, whose engine writes its "
+                "own copy over them in every update, got ones that are written after it; write them first, "
+                "or use wrap_fsdp"
+            )
+        if not all(found for found, *_ in every):
             raise not_reached([*self._names.values()])
-        if any(number for _, number in every):
+        if any(number for _, number, _ in every):
             raise LossError(
                 "step: wrap_deepspeed must have a loss_fn that reaches the parameters of one engine, got one "
                 "that reaches another plan's, too; call requires_grad_(False) on those before the step, and "
                 "requires_grad_(True) after it"
             )
-        check_equal([", ".join(found) for found, _ in every], _RULE, _REPAIR, LossError)
+        check_equal([", ".join(found) for found, *_ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
         """Do nothing: what weighs nothing is not run, and what stands for it is finite."""
@@ -237,6 +265,8 @@ class ZeRO(Strategy):
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Let the engine reduce what is left, clip and update: this stage has collectives."""
+        for each in self._beside:
+            each.grad = None  # at stage 0 the engine would clip by it, too
         norm = self._norm_at_stage_0()
         with self._local_rank(), self._engine_groups():
             self._engine.step()
@@ -246,7 +276,9 @@ class ZeRO(Strategy):
             # The engine reports -1 for a norm that is not finite.
             norm = None if found is None else torch.as_tensor(float(found), device=state.device)
             norm = norm if norm is None or norm >= 0 else torch.full_like(norm, torch.nan)
-        report = replace(prepared.report, grad_norm=norm, applied=self._always)
+        # From stage 1 on the engine makes no update by gradients that are not finite.
+        applied = self._always if self._engine.was_step_applied() else ~self._always
+        report = replace(prepared.report, grad_norm=norm, applied=applied)
         return state.advanced(None), report
 
     def _norm_at_stage_0(self) -> Tensor | None:
@@ -290,6 +322,31 @@ class ZeRO(Strategy):
                 optimizer.state = shards
             if writes:
                 write_state(zero, optimizer, self._own, loaded)
+
+
+def _cannot_be_sent(parameter: Tensor) -> bool:
+    """Does DeepSpeed fail to send a parameter: one of no dimensions, or of channels last?"""
+    return not parameter.dim() or parameter.stride(-1) != 1
+
+
+def _sent(model: nn.Module) -> list[Tensor]:
+    """Return what the engine does not send from rank 0: buffers, and parameters of some layouts."""
+    return [*model.buffers(), *(p.detach() for p in model.parameters() if _cannot_be_sent(p))]
+
+
+@contextmanager
+def _unsent(model: nn.Module, *, is_sharded: bool) -> Iterator[None]:
+    """Let the engine leave out the parameters that `_sent` has."""
+    held: list[Any] = [each for each in model.parameters() if _cannot_be_sent(each)]
+    for each in held if is_sharded else ():
+        each.data = each.data.contiguous()  # stage 3 sends all, and shards flat parameters
+    for each in held:
+        each.ds_optim_param = True  # by which DeepSpeed knows parameters that it must not send
+    try:
+        yield
+    finally:
+        for each in held:
+            del each.ds_optim_param
 
 
 class _UnderAutocast(nn.Module):

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,8 +18,32 @@ from accel_fn.step.plan import Plan
 _FUNCTION = "wrap_deepspeed"
 _DEFAULT_STAGE = 2
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_OWNED = ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "bf16", "fp16", "amp")
+_OWNED = (
+    *("gradient_accumulation_steps", "gradient_clipping", "optimizer"),
+    *("bf16", "fp16", "amp", "torch_autocast"),
+)
 """The sections that the plan decides."""
+_REPAIRS = {
+    **dict.fromkeys(_SIZES, "the loader decides how many samples a rank has"),
+    "scheduler": "add schedule(scheduler) to the plan",
+    "tensor_parallel": "use wrap_tp",
+    "sequence_parallel_size": "DeepSpeed would train without it",
+    "gradient_allreduce_op": "the step averages over the global batch",
+    "managed_gradient_accumulation": "use accumulate",
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "use log_to"),
+}
+"""By name of a section that must be left out: what to do."""
+_OTHERS = (
+    *("activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile"),
+    *("communication_data_type", "data_efficiency", "data_types", "dataloader_drop_last"),
+    *("datastates_ckpt", "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel"),
+    *("flops_profiler", "gradient_predivide_factor", "hybrid_engine", "log_level", "nebula"),
+    *("memory_breakdown", "pipeline", "prescale_gradients", "sparse_gradients", "steps_per_print"),
+    *("seq_parallel_communication_data_type", "timers", "use_data_before_expert_parallelism"),
+    *("use_node_local_storage", "wall_clock_breakdown", "weight_quantization"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
+)
+"""The other sections that DeepSpeed 0.19 knows, also to refuse them."""
 _OF_ZERO = (
     *("offload_optimizer", "offload_param", "sub_group_size", "overlap_comm", "reduce_scatter"),
     *("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"),
@@ -48,19 +73,31 @@ def read_settings(
         if found.setdefault(key, value) != value:
             raise _differs(key, found[key], value)
     found = _decided(found)
-    _check_sections(found, ("zero_optimization", "optimizer", "bf16", "fp16", "amp"))
+    _check_sections(
+        found, ("zero_optimization", "optimizer", "bf16", "fp16", "amp", "torch_autocast")
+    )
     zero = found.setdefault("zero_optimization", {})
     _check_sections(zero, ("offload_optimizer", "offload_param"))
     _set_stage(zero, stage)
     _set_offload(zero, offload, nvme_path)
-    repairs = dict.fromkeys(_SIZES, "the loader decides how many samples a rank has")
-    repairs["scheduler"] = "add schedule(scheduler) to the plan"
-    for key in repairs.keys() & found.keys():
-        raise ArgumentError(message(_FUNCTION, key, "be left out", found[key], repairs[key]))
+    for key in _REPAIRS.keys() & found.keys():
+        if not (isinstance(found[key], Mapping) and found[key].get("enabled") is False):
+            raise ArgumentError(message(_FUNCTION, key, "be left out", found[key], _REPAIRS[key]))
     for key in set(_OF_ZERO) & found.keys():
         rule, repair = "be in zero_optimization", f'give zero_optimization={{"{key}": ...}}'
         raise ArgumentError(message(_FUNCTION, key, rule, found[key], repair))
+    _check_spelling(found)
     return found
+
+
+def _check_spelling(found: Mapping[str, Any]) -> None:
+    """Refuse what is nearly a setting: DeepSpeed ignores sections that it does not know."""
+    known = [*_OWNED, *_REPAIRS, *_OTHERS, *_OF_ZERO, "stage", "offload", "nvme_path"]
+    for key in [each for each in found if each not in known]:
+        near = get_close_matches(key, known, n=1, cutoff=0.66)
+        if near:
+            rule, repair = "be a setting of DeepSpeed, which ignores others", f"use {near[0]}"
+            raise ArgumentError(message(_FUNCTION, key, rule, found[key], repair))
 
 
 def _check_sections(found: Mapping[str, Any], keys: Sequence[str]) -> None:
@@ -205,7 +242,7 @@ def _both(
     if "gradient_clipping" in settings:
         theirs = settings["gradient_clipping"]
         yield "gradient_clipping", theirs, max_norm or 0.0, "leave it out, or use clip"
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "amp": None}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "amp": None, "torch_autocast": None}
     for key, dtype in dtypes.items():
         if "enabled" in settings.get(key, {}):
             is_ours = dtype is not None and autocast_dtype(plan) == dtype

@@ -104,9 +104,14 @@ def _make_entries(
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
     """Give a shard the entries that its parameters have."""
+    # A parameter of no dimensions has state of the shape of a count; others of the group tell them apart.
+    items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
+    of_elements = {
+        k for p, k, v in items if p.ndim and isinstance(v, Tensor) and v.shape == p.shape
+    }
     for each in parameters:
         for key, value in whole.get(each, {}).items():
-            if isinstance(value, Tensor) and value.shape == each.shape and each.ndim:
+            if key in of_elements:
                 if key not in entries:
                     entries[key] = torch.zeros_like(flat, dtype=value.dtype)
                 continue
