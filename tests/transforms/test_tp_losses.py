@@ -207,3 +207,30 @@ def test_attention_of_torch_stays_whole():
         expected = attention().eval()(BATCH[0])
     for actual in simulate(run, mesh=TWO):
         torch.testing.assert_close(actual, expected)
+
+
+class Scaled(nn.Module):
+    """Split layers, and parameters of its own in a list and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 1)
+        self.scales = nn.ParameterList([torch.ones(1), 2 * torch.ones(1)])
+        self.shifts = nn.ParameterDict({"first": torch.ones(1)})
+
+    def forward(self, x):
+        y = self.down(self.up(x).tanh())
+        for scale in self.scales:
+            y = y * scale
+        return y + self.shifts["first"]
+
+
+def scaled():
+    torch.manual_seed(0)
+    return Scaled().double()
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
+def test_a_module_may_use_its_lists_and_dicts_of_parameters(wrap):
+    recipe = af.compose(wrap(), af.wrap_tp({"up": "colwise", "down": "rowwise"}))
+    assert_one_process(recipe, SQUARE, make=scaled)

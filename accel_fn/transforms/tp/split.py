@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+
 
 def split_model(
     state: DistState, model: nn.Module, styles: Mapping[str, ParallelStyle], axis: str
@@ -76,7 +78,9 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
-    readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module]
+    # Nobody calls a list or a dict of parameters: the module that holds it reads them.
+    lists = [each for each in module.children() if isinstance(each, _LISTS)]
+    readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module, *lists]
     read = [
         (each, name)
         for each in readers
