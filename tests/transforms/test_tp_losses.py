@@ -209,7 +209,7 @@ def test_attention_of_torch_stays_whole():
         torch.testing.assert_close(actual, expected)
 
 
-class Scaled(nn.Module):
+class Listed(nn.Module):
     """Split layers, and parameters of its own in a list and a dict."""
 
     def __init__(self):
@@ -225,12 +225,12 @@ class Scaled(nn.Module):
         return y + self.shifts["first"]
 
 
-def scaled():
+def listed():
     torch.manual_seed(0)
-    return Scaled().double()
+    return Listed().double()
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
 def test_a_module_may_use_its_lists_and_dicts_of_parameters(wrap):
     recipe = af.compose(wrap(), af.wrap_tp({"up": "colwise", "down": "rowwise"}))
-    assert_one_process(recipe, SQUARE, make=scaled)
+    assert_one_process(recipe, SQUARE, make=listed)

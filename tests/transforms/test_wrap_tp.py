@@ -321,6 +321,15 @@ REFUSED = {
         "build: wrap_tp must not be used with compiled(), whose graph",
         {},
     ),
+    "compiled blocks with parameters of their own": (
+        af.compose(
+            af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"}), af.compiled(scope="blocks")
+        ),
+        "build: compiled(scope='blocks') must not be used with wrap_tp and a block that uses parameters of "
+        "its own beside layers, which no graph takes as plain tensors, got 0.scale; put it into a module "
+        "that the block calls, or leave compiled out",
+        {"make": scaled},
+    ),
     "recomputed layers": (
         af.compose(af.wrap_tp(STYLES), af.checkpoint_activations(blocks=nn.Linear)),
         "build: checkpoint_activations(blocks) must match modules around split layers, got '0'",

@@ -32,6 +32,9 @@ _OF_TRANSFORMERS: dict[str, object] = {
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that read the weights of their layers without calling them."""
 
+PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
+"""Modules that nobody calls: the one that holds them reads their parameters."""
+
 
 def plan_styles(model: nn.Module) -> dict[str, object]:
     """Return the styles of a model's own plan, by pattern of names, or refuse it."""

@@ -19,14 +19,12 @@ from accel_fn.comm.dtensor import is_sharded, local, place_of
 from accel_fn.comm.mesh import device_mesh
 from accel_fn.errors import LossError
 from accel_fn.transforms.tp.draws import draw_by_shard
-from accel_fn.transforms.tp.model_plan import READS_WEIGHTS
+from accel_fn.transforms.tp.model_plan import PARAMETER_LISTS, READS_WEIGHTS
 from accel_fn.transforms.tp.same_blocks import compare_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-
-_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 
 def split_model(
@@ -78,8 +76,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
-    # Nobody calls a list or a dict of parameters: the module that holds it reads them.
-    lists = [each for each in module.children() if isinstance(each, _LISTS)]
+    lists = [each for each in module.children() if isinstance(each, PARAMETER_LISTS)]
     readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module, *lists]
     read = [
         (each, name)

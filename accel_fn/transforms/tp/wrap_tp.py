@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from accel_fn.base.blocks import repeated
 from accel_fn.base.mesh_axes import AXES, mesh_name
 from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.dtensor import is_sharded
@@ -115,6 +116,7 @@ class TPSlot(SlotFunction):
                 'splits layers; use compiled(scope="blocks")'
             )
         _check_graphs(plan)
+        _check_compiled_blocks(plan)
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_tp")
         _check_values(plan.model, state)
@@ -177,6 +179,25 @@ def _check_graphs(plan: Plan) -> None:
             f"build: {describe(whole[0])} must not be used with wrap_tp and dropout, whose draws break "
             "graphs; leave fullgraph out"
         )
+
+
+def _check_compiled_blocks(plan: Plan) -> None:
+    """Refuse graphs in which a module's own parameters, as DTensors, meet plain outputs of its layers."""
+    from accel_fn.transforms.tp.model_plan import PARAMETER_LISTS, READS_WEIGHTS
+
+    for compiled in plan.having("torch_compile"):
+        blocks = repeated(plan.model).items()
+        modules = [each for outer, block in blocks for each in block.named_modules(prefix=outer)]
+        for name, module in modules:
+            layers = [each for each in module.children() if not isinstance(each, PARAMETER_LISTS)]
+            of_layers = {parameter for layer in layers for parameter in layer.parameters()}
+            own = [its for its, each in module.named_parameters() if each not in of_layers]
+            if own and of_layers and not isinstance(module, READS_WEIGHTS):
+                raise PlanError(
+                    f"build: {describe(compiled)} must not be used with wrap_tp and a block that uses "
+                    "parameters of its own beside layers, which no graph takes as plain tensors, got "
+                    f"{name}.{own[0]}; put it into a module that the block calls, or leave compiled out"
+                )
 
 
 def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, ParallelStyle]:
