@@ -221,6 +221,7 @@ KEPT = {
     "observe/log_files.py _LOGS": "the logs that are open, by path: plans that write to one share it",
     "observe/log_files.py _EVENTS": "the files of events that are open, by path",
     "observe/log_files.py _quoted": "names as JSON has them",
+    "observe/over_loader.py _NOTHING": "rows of no shapes",
     "observe/recorder.py _IMPORTED": "when this process imported the file",
     "step/checks/graph.py _BUILT": "the parameters of all steps, which a loss of another one may reach",
     "transforms/ddp.py _TURNS": "which of the plans over a model has run the last backward",
