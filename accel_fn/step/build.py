@@ -6,9 +6,12 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.state import DistState, check_state, check_world
+from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
@@ -33,6 +36,9 @@ def build(
     parameters are trained: a step refuses those that are added later, to the optimizer
     or by `requires_grad`; build again.
 
+    On a mesh, ranks that differ in other axes than `dp` hold the same rows, so they must draw the same random
+    numbers: each gets the states of Python's, NumPy's and torch's generators of the first of them.
+
     Args:
         state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
         plan: what the step is made of; not changed.
@@ -52,10 +58,10 @@ def build(
             that shares the step among them.
         RuntimeError: ranks build different plans.
 
-    Cost: in a world of several, four small collectives, and what transforms do: those that train
-    on several ranks broadcast the parameters. `check_loss` costs nine forwards of 8 to 15 samples,
-    in evaluation mode, without gradients and not compiled, and two small collectives in each of those
-    four steps; buffers, generators and attributes of modules are put back.
+    Cost: in a world of several, four small collectives, on a mesh two more for each other axis than `dp`, and
+    what transforms do: those that train on several ranks broadcast the parameters. `check_loss` costs nine
+    forwards of 8 to 15 samples, in evaluation mode, without gradients and not compiled, and two small
+    collectives in each of those four steps; buffers, generators and attributes of modules are put back.
 
     >>> import accel_fn as af
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
@@ -76,6 +82,7 @@ def build(
     strategy = make_strategy(built, module, plan)
     check_strategy(strategy)
     plan = all_or_none(partial(with_stateful, plan, built), state, "build")
+    _draw_alike(built)
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
     checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
@@ -84,6 +91,17 @@ def build(
     for each in observers([plan]):
         each.built(step)
     return built, step
+
+
+def _draw_alike(state: DistState) -> None:
+    """Give ranks that hold the same rows the generators of the first of them: a process has its own seed."""
+    # Without a default group, ranks are simulated: threads, which share the generators.
+    axes = state.axes if dist.is_initialized() else ()
+    for axis in axes:
+        if axis.name != "dp" and axis.world_size > 1:
+            own = random_state(state.device)
+            first, *_ = primitives.exchange(own, state.along(axis.name), "build")
+            restore_random(first, state.device)
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:

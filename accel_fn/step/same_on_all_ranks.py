@@ -83,7 +83,8 @@ def check_same_gradients(
         }
         words = (
             "step: loss_fn must return the same on ranks that differ in other axes than dp, {name} differs "
-            "on {ranks}; compute it from outputs that are whole, not from those of a colwise layer"
+            "on {ranks}; compute it from outputs that are whole, not from those of a colwise layer, and draw "
+            "the same random numbers on these ranks, as after seed_all"
         )
         check_same(strategy, state, losses, words)
     # Once, in the first update: a gradient function that forgets to average, or random numbers

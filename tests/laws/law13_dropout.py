@@ -199,3 +199,28 @@ def test_processes_that_split_a_model_draw_by_rank_and_go_on_with_these_draws(tm
     said = launch(SPLIT.format(runs=runs), num_processes=4).splitlines()
     assert len(said) == 8
     assert len({*said}) == 1
+
+
+SEEDED_BY_RANK = """
+import json
+import random
+import numpy as np
+import torch
+import accel_fn as af
+from tests.laws.law13_dropout import SQUARE
+from tests.support import strategies as ours
+
+with af.distributed(device="cpu", timeout_s=60, mesh=SQUARE) as state:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(state.rank)
+    ours.built(af.wrap_ddp(), state)
+    say(json.dumps([state.rank, [random.random(), np.random.rand(), torch.rand(()).item()]]))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_seed_by_rank_draw_alike_along_other_axes_than_dp_after_build():
+    draws = dict(map(json.loads, launch(SEEDED_BY_RANK, num_processes=4).splitlines()))
+    assert draws[0] == draws[1]
+    assert draws[2] == draws[3]
+    assert not {*draws[0]} & {*draws[2]}

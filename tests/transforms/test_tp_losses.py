@@ -90,7 +90,7 @@ def test_what_is_computed_from_a_part_of_a_layer_is_refused(loss_fn, name):
         == [
             "step: loss_fn must return the same on ranks that differ in other axes than dp, "
             f"{name} differs on rank 1; compute it from outputs that are whole, not from those of a colwise "
-            "layer"
+            "layer, and draw the same random numbers on these ranks, as after seed_all"
         ]
         * 2
     )
