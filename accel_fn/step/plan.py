@@ -179,7 +179,7 @@ class Plan(Generic[Batch]):
 
     def always_applies(self, state: DistState) -> bool:
         """Is every update applied, whatever the gradients are?"""
-        return state.scaler is None and not self.accept
+        return state.scaler is None and not self.accept and not self.having("may_skip")
 
     def __repr__(self) -> str:
         parts = [
@@ -210,8 +210,9 @@ class SlotFunction(partial[Any]):
             "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
             forward), "clips_norm" (it clips by the norm
             `max_norm` among its settings), "collectives_in_apply" (the update has collectives, so a rank
-            that is lost in it leaves the others waiting) and "observes" (it computes nothing of
-            the run, so checkpoints do not compare it).
+            that is lost in it leaves the others waiting), "may_skip" (an update may not be made, beside what
+            `accept` decides) and "observes" (it computes nothing of the run, so checkpoints do not
+            compare it).
         source: what `explain` adds: where the settings come from, if not from the call.
 
     >>> import accel_fn as af

@@ -34,14 +34,15 @@ def cases(folder):
             add("reads optimizer", acts, act=lambda state, model, each, _: each.state_dict())
             add("writes optimizer", acts, act=writes_optimizer)
             add("writes model", acts, act=lambda state, model, *_: model.load_state_dict({}))
+            add("clamps", acts, act=clamps, strategy=af.wrap_deepspeed(stage=stage))
         if stage in (1, 2):
-            add("clamps", acts, act=clamps)
             add("scalar", scalar, folder=folder)
         if stage >= 2:
             add("backward", acts, act=backward)
     found["reads shards"] = lambda state: acts(
         state, stage=3, act=lambda state, model, *_: model.state_dict()
     )
+    found["gathered"] = lambda state: acts(state, stage=3, act=clamps_gathered)
     found["penalty of shards"] = penalty
     found["zero.Init"] = born_sharded
     return found
@@ -115,10 +116,10 @@ def scalar(state, *, stage, folder):
     return distance(whole(model), whole(hand))
 
 
-def acts(state, *, stage, act):
+def acts(state, *, stage, act, strategy=None):
     """A step, something beside it, and a step: what is refused."""
     model = make_model()
-    run, step, optimizer = built(state, zero(stage), model)
+    run, step, optimizer = built(state, strategy or zero(stage), model)
     part = rows_of(batches(1)[0], state, 8)
     run, _ = step(run, part)
     try:
@@ -144,19 +145,33 @@ def clamps(state, model, *_):
             each.data.clamp_(-0.01, 0.01)
 
 
+def clamps_gathered(state, model, *_):
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=0):
+        for each in model.parameters():
+            each.data.clamp_(-0.01, 0.01)
+
+
 def backward(state, model, _, part):
     loss_fn(model, part).backward()
 
 
 def not_finite(state, *, stage):
-    """A batch of infinite gradients changes nothing, which the report shows."""
+    """A batch of infinite gradients changes nothing, which the report shows; the schedule waits."""
+
+    def transform(plan):
+        halved = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.5)
+        return af.compose(zero(stage), af.clip(1.0), af.schedule(halved))(plan)
+
     model = make_model()
-    run, step, _ = built(state, af.compose(zero(stage), af.clip(1.0)), model)
+    run, step, optimizer = built(state, transform, model)
     x, y, mask = rows_of(batches(1)[0], state, 8)
     run, first = step(run, (x, y, mask))
     before = whole(model)
     run, second = step(run, (x, y * torch.inf, mask))
-    return [first.applied.item(), second.applied.item(), distance(whole(model), before)]
+    applied = [first.applied.item(), second.applied.item()]
+    return [*applied, optimizer.param_groups[0]["lr"], distance(whole(model), before)]
 
 
 def penalty(state):

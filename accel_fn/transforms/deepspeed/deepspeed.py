@@ -91,7 +91,7 @@ def wrap_deepspeed(
             former step; another device than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme"
             without libaio; and parameters in files on a device without fp16. From a step: a loss that reaches
             no parameter, one of another engine, or others than on another rank, where the first batches are
-            looked at, or parameters written after `build` (stages 1 and 2), there, too; a backward beside the
+            looked at, or parameters written after `build`, there, too; a backward beside the
             step; another step after one that failed; at stage 3 a batch without weight on all ranks.
             From `step.grads` and `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and
             from `load` if the optimizer has made another number of updates to some parameters of a group.
@@ -121,7 +121,8 @@ class DeepSpeedSlot(SlotFunction):
     def traits(self) -> frozenset[str]:  # type: ignore[override]
         """Return the traits: at stage 3 a forward gathers, which "shards" stands for."""
         shards = {"shards"} if self._stage == 3 else set()
-        return frozenset({"collectives_in_apply", *shards})
+        skips = {"may_skip"} if self._stage else set()
+        return frozenset({"collectives_in_apply", *shards, *skips})
 
     @property
     def _stage(self) -> int:

@@ -237,7 +237,8 @@ class ZeRO(Strategy):
         leaves = {id(each): each for each in leaves_of(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
         foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
-        mine = names, len(foreign), bool(self._stage) and is_overwritten(self._engine.optimizer)
+        is_written = self._stage > 0 and is_overwritten(self._engine.optimizer, self.trained)
+        mine = names, len(foreign), is_written
         # At stage 0 ranks may run other numbers of micro-batches, and reduce gradients by parameter.
         every = primitives.exchange(mine, self._state, "step") if self._stage else [mine]
         if any(is_written for *_, is_written in every):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_fn.comm.zero import IS_GATHERED, is_held
@@ -51,21 +51,32 @@ def _refuse(function: str) -> Callable[..., None]:
     return refuse
 
 
-def is_overwritten(zero: Any) -> bool:
+def is_overwritten(zero: Any, parameters: Sequence[nn.Parameter]) -> bool:
     """Has the program written parameters of this rank's shard, which the engine has a copy of?
 
-    Cost: at stages 1 and 2 a comparison of the shard.
+    Cost: a comparison of the shard.
     """
-    # At stage 3 the engine has a copy only if it offloads, and the model holds no whole parameters.
-    copies = getattr(zero, "single_partition_of_fp32_groups", ())
-    for number, copy in enumerate(copies):
-        parts = zero.parallel_partitioned_bit16_groups[number]
-        rank = torch.distributed.get_rank(zero.real_dp_process_group[number])
-        # Of bits, since NaN differs from NaN.
-        if not torch.equal(_bits(parts[rank].to(copy.device)), _bits(copy)):
-            return True
-    return False
+    return any(not _equal_bits(*pair) for pair in _copies(zero, parameters))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(torch.int32)
+def _copies(zero: Any, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of the model's parameters, and the engine's copies of them."""
+    if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        for number, copy in enumerate(zero.single_partition_of_fp32_groups):
+            rank = torch.distributed.get_rank(zero.real_dp_process_group[number])
+            yield zero.parallel_partitioned_bit16_groups[number][rank], copy
+    elif getattr(zero, "optimizer_swapper", None) is None and not zero.params_in_nvme_and_cpu:
+        held: list[Any] = [*parameters]  # DeepSpeed has added attributes
+        for each in held:
+            size = each.ds_tensor.numel()
+            start = size * torch.distributed.get_rank()
+            num = max(0, min(size, each.ds_numel - start))  # the rest is padding
+            shard, offset, _ = zero.grad_position[zero.get_param_id(each)]
+            yield each.ds_tensor[:num], zero.fp32_partitioned_groups_flat[shard][offset:][:num]
+            if each.numel() == each.ds_numel:  # small parameters stay whole
+                yield each.flatten()[start:][:num], each.ds_tensor[:num]
+
+
+def _equal_bits(first: Tensor, second: Tensor) -> bool:
+    first, second = first.detach(), second.detach().to(first.device)
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))  # NaN equals NaN
