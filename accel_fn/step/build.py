@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.comm import primitives
+from accel_fn.comm.backends import current_world
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
@@ -96,7 +96,7 @@ def build(
 def _draw_alike(state: DistState) -> None:
     """Give ranks that hold the same rows the generators of the first of them: a process has its own seed."""
     # Without a default group, ranks are simulated: threads, which share the generators.
-    axes = state.axes if dist.is_initialized() else ()
+    axes = state.axes if current_world() else ()
     for axis in axes:
         if axis.name != "dp" and axis.world_size > 1:
             own = random_state(state.device)
