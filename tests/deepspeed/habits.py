@@ -44,6 +44,7 @@ def cases(folder):
     )
     found["gathered"] = lambda state: acts(state, stage=3, act=clamps_gathered)
     found["penalty of shards"] = penalty
+    found["another reference"] = another_reference
     found["zero.Init"] = born_sharded
     return found
 
@@ -185,6 +186,27 @@ def penalty(state):
         step(run, rows_of(batches(1)[0], state, 8))
     except ValueError as error:
         return str(error)
+    return "nothing is refused"
+
+
+class Borrowing(nn.Module):
+    """Keeps the weight of a layer in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.borrowed = [self.layer.weight]
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.borrowed[0].T
+
+
+def another_reference(state):
+    run, step, _ = built(state, zero(3), Borrowing())
+    try:
+        step(run, rows_of(batches(1)[0], state, 8))
+    except RuntimeError as error:
+        return error.__notes__
     return "nothing is refused"
 
 

@@ -258,6 +258,13 @@ def test_a_penalty_of_empty_parameters_is_refused(found):
     )
 
 
+def test_an_error_of_an_empty_parameter_has_a_note(found):
+    assert found["another reference"] == [
+        "wrap_deepspeed(stage=3): a parameter is empty, of shape (0), outside of the forward of its module; "
+        "use it by its module, as in model.head.weight, not by another reference to it"
+    ]
+
+
 def test_a_model_of_zero_init_is_refused(found):
     assert found["zero.Init"] == (
         "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +45,11 @@ _NOTE = (
     "wrap_deepspeed(stage=3): if a module returns an object other than a tensor, tuple, list or dict, such "
     "as a dataclass, return one of these; if the loss has gradients of gradients (torch.autograd.grad with "
     "create_graph=True), use a lower stage: their parameters are not whole any more"
+)
+
+_EMPTY = (
+    "wrap_deepspeed(stage=3): a parameter is empty, of shape (0), outside of the forward of its module; "
+    "use it by its module, as in model.head.weight, not by another reference to it"
 )
 
 
@@ -136,7 +142,12 @@ class ZeRO(Strategy):
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
         """Loss and metrics of one micro-batch."""
         with self._local_rank():
-            return super().outputs(plan, state, part, weight)
+            try:
+                return super().outputs(plan, state, part, weight)
+            except RuntimeError as error:
+                if self._stage == 3 and re.search(r"[(\[]0[)\]]", str(error)):
+                    error.add_note(_EMPTY)
+                raise
 
     def _put(self, every: Sequence[Any]) -> None:
         for group, parameters in zip(self._optimizer.param_groups, every, strict=True):
