@@ -24,7 +24,7 @@ from accel_fn.comm.differentiable import (
     refuse_inexact,
     with_gradients,
 )
-from accel_fn.comm.dtensor import filled
+from accel_fn.comm.dtensor import leaves_of
 from accel_fn.comm.unpickle import unpickled
 from accel_fn.errors import (
     ArgumentError,
@@ -69,8 +69,7 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     {'run': 'blue-7'}
     """
     check_state("broadcast", state)
-    leaves, structure = pytree.tree_flatten(opened(tree))
-    leaves = [*map(filled, leaves)]
+    leaves, structure = leaves_of(tree)
     problem = inexact("broadcast", leaves, state)
 
     def checked() -> tuple[int, bytes]:

@@ -5,12 +5,14 @@ They are known by their method `to_local`: importing torch's module takes time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from accel_fn.base.mappings import opened
 from accel_fn.base.state import DistState
 from accel_fn.comm.primitives import gather_numbers
 
@@ -35,6 +37,14 @@ def local(tensor: Tensor) -> Tensor:
         with torch.no_grad():  # detached afterwards, since a DTensor's own detach takes far longer
             return tensor.to_local().detach()
     return tensor
+
+
+def leaves_of(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a tree that a collective sends, and its structure."""
+    leaves, structure = pytree.tree_flatten(opened(tree, is_leaf), is_leaf=is_leaf)
+    return [*map(filled, leaves)], structure
 
 
 def filled(leaf: T) -> T:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.samples import Samples
 from accel_fn.base.state import DistState, check_state, over
@@ -25,7 +24,7 @@ from accel_fn.comm.differentiable import (
     is_training,
     with_gradients,
 )
-from accel_fn.comm.dtensor import filled
+from accel_fn.comm.dtensor import filled, leaves_of
 from accel_fn.errors import BatchError, check_equal
 
 T = TypeVar("T")
@@ -132,8 +131,7 @@ def _typed_like(leaf: Any, joined: Any) -> Any:
 
 def flat_rows(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the tensors and lists of a tree, and its structure."""
-    leaves, structure = pytree.tree_flatten(opened(tree, _is_list), is_leaf=_is_list)
-    return [*map(filled, leaves)], structure
+    return leaves_of(tree, _is_list)
 
 
 def _is_list(node: Any) -> bool:

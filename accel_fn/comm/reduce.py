@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import tensors_of
-from accel_fn.base.mappings import opened
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState, check_state, over
 from accel_fn.comm import primitives
@@ -26,7 +25,7 @@ from accel_fn.comm.differentiable import (
     refuse_inexact,
     with_gradients,
 )
-from accel_fn.comm.dtensor import filled
+from accel_fn.comm.dtensor import leaves_of
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_equal, message
 
 T = TypeVar("T")
@@ -191,8 +190,7 @@ def _extreme(
 ) -> Any:
     """Pick one of the ranks' values of each leaf, element by element."""
     check_state(function, state)
-    leaves, structure = pytree.tree_flatten(opened(tree))
-    leaves = [*map(filled, leaves)]
+    leaves, structure = leaves_of(tree)
 
     def described() -> tuple[tuple[str, list[str]], list[float]]:
         form = str(structure), [_kind_of_extreme(leaf, function) for leaf in leaves]
@@ -226,8 +224,7 @@ def _reduced(
     shares_of: Callable[[Sequence[float]], list[float]],
 ) -> Any:
     """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
-    leaves, structure = pytree.tree_flatten(opened(tree))
-    leaves = [*map(filled, leaves)]
+    leaves, structure = leaves_of(tree)
     problem = inexact(function, leaves, state)
 
     def described() -> tuple[float, tuple[str, list[str]], list[float], list[bool]]:
