@@ -115,3 +115,8 @@ def distance(first, second) -> float:
 
 def relative(first, second) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(first, second, strict=True))
+
+
+def add_at(found, stage, name, case, **options):
+    """Add the case of a stage under its name."""
+    found[f"{name} {stage}"] = lambda state: case(state, stage=stage, **options)

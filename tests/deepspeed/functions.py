@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel_fn as af
 from tests.deepspeed.cases import (
     OPTIMIZERS,
+    add_at,
     batches,
     by_hand,
     count,
@@ -29,10 +31,7 @@ from tests.deepspeed.cases import (
 def cases(folder):
     found = {}
     for stage in range(4):
-
-        def add(name, case, stage=stage, **options):
-            found[f"{name} {stage}"] = lambda state: case(state, stage=stage, **options)
-
+        add = partial(add_at, found, stage)
         add("forward", forward)
         add("evaluate", evaluates)
         add("predict", predicts)

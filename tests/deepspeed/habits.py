@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 import accel_fn as af
 from tests.deepspeed.cases import (
     OPTIMIZERS,
+    add_at,
     batches,
     count,
     distance,
@@ -22,10 +25,7 @@ from tests.deepspeed.cases import (
 def cases(folder):
     found = {}
     for stage in range(4):
-
-        def add(name, case, stage=stage, **options):
-            found[f"{name} {stage}"] = lambda state: case(state, stage=stage, **options)
-
+        add = partial(add_at, found, stage)
         add("untrained", untrained)
         add("layout", layout)
         add("freezes", acts, act=freezes)
