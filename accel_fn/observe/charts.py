@@ -19,10 +19,10 @@ COLORS = (
     "#1296a8",
     "#80868f",
 )
-"""Of runs, again from the first after the last; each can be seen on white and on black."""
+"""The colours of runs, which start again after the last; each can be seen on white and on black."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""Of the names in a chart of several runs, in widths of the line; again from the first after the last."""
+"""The dashes of the names in a chart of several runs, in widths of the line; they start again, too."""
 
 _MEMORY = "peak_memory (GiB)"
 _FIRST = ("loss",)

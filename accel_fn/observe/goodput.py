@@ -24,13 +24,13 @@ CATEGORIES = {
     "down": "no process ran",
     "other": "skipped updates, ends",
 }
-"""What the wall time of a run goes into."""
+"""The categories of the wall time of a run, each with its words in a report."""
 
 _SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluation"}
 """The category of events that took seconds."""
 
 _PRIORITY = ("down", "compile", "repeated", "checkpoints", "evaluation", "start", "other")
-"""Of two that overlap, the first counts: a save of a step that was lost is time lost."""
+"""Where two categories overlap, the first counts: the save of a step that was lost is time lost."""
 
 
 @dataclass(frozen=True)

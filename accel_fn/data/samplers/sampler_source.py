@@ -112,10 +112,10 @@ def _received(
     take: Callable[[], list[Batch]], channel: Channel, start: tuple[int, int]
 ) -> Iterator[Batch]:
     """Yield this rank's parts as rank 0 sends them; only rank 0 takes batches."""
+    # Ranks along `dp` share a batch; those along other axes take the same part of it.
     shape = mesh_of(channel.state)
     along = [ranks_along(shape, "dp", rank) for rank in range(channel.state.world_size)]
     places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]
-    """Of each rank on `dp`, whose ranks share a batch."""
 
     def parts_of_ranks(starts: list[tuple[int, int]]) -> list[list[Batch]]:
         check_equal(

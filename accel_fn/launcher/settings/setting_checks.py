@@ -82,7 +82,7 @@ def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
 
 
 def _cluster(environment: Mapping[str, str]) -> Task | Node | None:
-    """What a cluster has set for this process, or for its machine."""
+    """Read the variables that a cluster has set for this process, or for its machine."""
     return read_task(environment, function="launch") or read_node(environment, function="launch")
 
 
