@@ -56,7 +56,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     described = phases(plan.plan if isinstance(plan, Step) else plan, state)
     if isinstance(plan, Step):
         described["backward"] = plan.strategy.describe(state, plan.plan)
-        described["check"] = f"the loss {plan.checks.loss.verdict}"
+        described["check"] = f"the loss {plan.checks.comparison.verdict}"
     lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
     mesh = f" ({mesh_name(mesh_of(state))})" if state.axes else ""
     return "\n".join([f"one step on {_ranks(state.world_size)}{mesh}, {state.device}", *lines])

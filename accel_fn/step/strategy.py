@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +45,8 @@ class Strategy:
     """Does a rank with fewer micro-batches than others run some of theirs?"""
     settles: bool = False
     """Do ranks compare what they have run, before they add up losses?"""
+    leaves_gradients: bool = True
+    """Does its backward leave gradients in `.grad`?"""
     hooks_parameters: bool = False
     """Does it register hooks on parameters, beside which those of the user's are not found?"""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
@@ -59,6 +61,8 @@ class Strategy:
         self.model = loss_module_of(module).model
         """The user's model, as it is placed."""
         self.inner = inner
+        self._is_alone = False
+        """Do forwards and backwards stay on this rank, as far as it holds all parameters?"""
         self.retries = state.world_size > 1 and bool(plan.having("retries"))
         """May a rank fail before gradients are averaged, and all do the batch again?"""
         self.reachable = self.trainable()
@@ -99,7 +103,8 @@ class Strategy:
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
         """Loss and metrics of one micro-batch, not added up; without gradients no rank waits for others."""
-        module = self.module if torch.is_grad_enabled() else self.loss_module
+        shares = torch.is_grad_enabled() and not self._is_alone
+        module = self.module if shares else self.loss_module
         outcome: Outcome
         if part is None:  # this rank has no items
             outcome = module(None)
@@ -164,6 +169,15 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[Any]:
         """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
         return _NOTHING
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context for looks at a few rows: their gradients are not averaged over replicas."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""

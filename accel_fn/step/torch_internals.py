@@ -8,7 +8,7 @@ the engine's backward and the optimizer's step. `run_backward` and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,31 @@ def checkpoint_hook() -> Callable[..., Any] | None:
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
         return None
     return hooks[0]
+
+
+class CheckpointFrame(NamedTuple):
+    """The checkpoint around: what torch keeps of one call of it."""
+
+    frame: object
+    key: object
+    """The same throughout one recomputation."""
+    is_recomputed: bool
+
+
+def checkpoint_frame() -> CheckpointFrame | None:
+    """Return the call of a checkpoint that runs here, in its forward or its recomputation."""
+    hook = checkpoint_hook()
+    if hook is None:
+        return None
+    hook = getattr(hook, "_torchdynamo_orig_callable", hook)
+    cells = {
+        name: cell.cell_contents
+        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    }
+    if "frame" in cells:
+        return CheckpointFrame(cells["frame"], cells["frame"], False)
+    frame = cells["target_frame_ref"]()
+    return CheckpointFrame(frame, (frame, cells["gid"]), True)
 
 
 def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -256,6 +256,14 @@ class DDP(Strategy):
         """A context whose backward fills DDP's buckets without averaging them."""
         found: AbstractContextManager[Any] = self.ddp.no_sync()
         return found
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context whose forwards and backwards are not DDP's."""
+        with super().alone():
+            yield
+        # DDP notes the parameters that any backward reaches, where it looks for unused ones.
+        self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
         """Average by a backward of zeros, if every micro-batch's was under `no_sync`."""

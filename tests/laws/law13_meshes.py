@@ -172,7 +172,7 @@ def test_a_row_that_several_ranks_hold_is_no_batch_to_be_cut(mesh):
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         state, step = af.build(state, af.wrap_ddp()(plan))
         step(state, af.part(batch, state))
-        return step.checks.loss.verdict
+        return step.checks.comparison.verdict
 
     text = "could not be compared with those of its parts: no batch has had two samples"
     assert set(simulate(run, mesh=mesh)) == {text}

@@ -73,8 +73,7 @@ def other_names(rank, step):
 
     def loss_fn(model, batch):
         mine = int(batch[0][0, 0])
-        # The check of the first batch calls this in evaluation mode, which is not a step.
-        calls[mine] = calls.get(mine, 0) + model.training
+        calls[mine] = calls.get(mine, 0) + 1
         name = "other" if (mine, calls[mine]) == (rank, step) else "name"
         loss = ours.mse(model, batch)
         return loss, {name: loss}
@@ -90,7 +89,7 @@ def test_other_names_on_another_rank_are_refused_on_all(recipe, step):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-        state, train = af.build(state, recipe(plan))
+        state, train = af.build(state, recipe(plan), check_loss=False)
         batch = (torch.full((2, 3), float(state.rank)).double(), torch.ones(2, 1).double())
         for _ in range(step - 1):
             state, _ = train(state, batch)

@@ -100,8 +100,8 @@ def test_single_samples_of_ranks_are_joined_in_any_structure(of):
 
 def test_a_batch_that_cannot_be_compared_is_followed_by_others():
     def loss_fn(model, batch):
-        if not torch.is_grad_enabled() and len(batch[0]) > 4:
-            raise ValueError("too long")
+        if len(batch[0]) < 3:
+            raise ValueError("too short")
         return summed(model, batch)
 
     def run(state):
@@ -109,9 +109,10 @@ def test_a_batch_that_cannot_be_compared_is_followed_by_others():
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
         state, step = af.build(state, af.wrap_ddp()(plan))
         state, _ = step(state, ours.rows(BATCH, 0, 5))
-        assert step.checks.loss.verdict.startswith("could not be compared")
+        assert "could not be compared" in step.checks.comparison.verdict
+        assert "ValueError: too short" in step.checks.comparison.verdict
         with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-            step(state, ours.rows(BATCH, 0, 4))
+            step(state, BATCH)
 
     simulate(run, world_size=2)
 
@@ -136,8 +137,8 @@ def test_parts_without_items_are_left_out():
     for batch in batches:
         state, _ = step(state, batch)
         if batch is not batches[-1]:
-            assert "all but one part of each batch weigh nothing" in step.checks.loss.verdict
-    assert "is a mean over the items of batch 3" in step.checks.loss.verdict
+            assert "all but one part of each batch weigh nothing" in step.checks.comparison.verdict
+    assert "is a mean over the items of batch 3" in step.checks.comparison.verdict
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), CUT)
@@ -175,7 +176,7 @@ def test_a_loss_whose_batches_the_user_cuts_is_described_without_a_warning():
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
     state, step = af.build(af.DistState(), af.accumulate(split=lambda batch: [batch])(plan))
     step(state, BATCH)  # a warning would be an error
-    assert "is neither a mean nor a sum" in step.checks.loss.verdict
+    assert "is neither a mean nor a sum" in step.checks.comparison.verdict
 
 
 @pytest.mark.parametrize("loss_fn", [ours.mse, summed])
@@ -208,7 +209,7 @@ def test_a_list_is_a_batch_or_holds_microbatches(recipe, batch):
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
     state, step = af.build(af.DistState(), recipe(plan))
     step(state, batch)
-    assert step.checks.loss.verdict.startswith("is a mean over the items")
+    assert step.checks.comparison.verdict.startswith("is a mean over the items")
 
 
 def test_batches_1_2_10_and_100_are_compared():
@@ -219,9 +220,10 @@ def test_batches_1_2_10_and_100_are_compared():
         return ours.mse(model, batch)
 
     trained([[BATCH] * 101], af.accumulate(2), loss_fn)
-    compared, steps = [8, 4, 4, 4, 4, 3, 3, 2, 8], [4, 4]
+    halves, in_turn, thirds, unequal, steps = [4, 4], [4, 4], [3, 3, 2], [6, 2], [4, 4]
+    cuts = {1: halves + in_turn, 2: thirds + unequal, 10: halves + thirds, 100: in_turn + unequal}
     with_comparison = [
-        compared + steps if number in (1, 2, 10, 100) else steps for number in range(1, 102)
+        [8, *cuts[number], 8, *steps] if number in cuts else steps for number in range(1, 102)
     ]
     assert calls == [size for sizes in with_comparison for size in sizes]
 
@@ -245,7 +247,7 @@ class Marked(nn.Module):
         return self.layer(self.dropout(inputs))
 
 
-@pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+@pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 def test_the_comparison_leaves_no_trace():
     seen = []
 
@@ -259,7 +261,7 @@ def test_the_comparison_leaves_no_trace():
         seen.append(report.loss)
         assert (model.count, float(model.calls), model.training) == (2, 2.0, True)
         assert not model.dropout.training
-        assert ("a mean" in step.checks.loss.verdict) is check_loss
+        assert ("a mean" in step.checks.comparison.verdict) is check_loss
         return model.state_dict(), torch.rand(3)
 
     with_check, without = run(True), run(False)
@@ -268,26 +270,26 @@ def test_the_comparison_leaves_no_trace():
     assert seen[0].equal(seen[1])
 
 
-def test_a_comparison_that_fails_is_left_to_the_step():
+@pytest.mark.parametrize("smallest", [3, 8], ids=["a part", "the batch"])
+def test_a_comparison_that_fails_is_left_to_the_step(smallest):
     def loss_fn(model, batch):
-        if not torch.is_grad_enabled():
-            raise ValueError("no graph")
+        if len(batch[0]) < smallest:
+            raise ValueError("too few rows")
         return ours.mse(model, batch)
 
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
         state, step = af.build(state, af.wrap_ddp()(plan))
-        step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
-        return step.checks.loss.verdict
+        rows = torch.cat([BATCH[0]] * 4), torch.cat([BATCH[1]] * 4)
+        step(state, af.part(rows, state) if smallest > 4 else af.part(BATCH, state))
+        return step.checks.comparison.verdict
 
-    assert (
-        simulate(run, world_size=2)
-        == [
-            "could not be compared with those of its parts: ValueError in a forward in evaluation mode"
-        ]
-        * 2
+    words = (
+        "could not be compared with those of its parts: ValueError: too few rows in a forward or backward "
+        "of a few rows"
     )
+    assert simulate(run, world_size=2) == [words] * 2
 
 
 def causal_loss(model, batch):
@@ -478,19 +480,20 @@ def stepped(loss_fn, recipe, parts, num_steps=1, **options):
 
 
 def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_second():
-    calls = []
-
     def loss_fn(model, batch):
         loss = ours.mse(model, batch)
-        calls.append(torch.is_grad_enabled())
-        return loss.sqrt() if sum(calls) > 1 else loss
+        return loss.sqrt() if batch[0][0, 0] > 5 else loss
 
+    model = ours.regression_model()
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, _ = step(state, BATCH)
     with pytest.warns(UserWarning, match="got one in batch 2 that is neither a mean nor a sum"):
-        (line,) = stepped(loss_fn, af.accumulate(2), [[BATCH]], num_steps=2)
-    assert "neither a mean nor a sum over the items of batch 2" in line
+        step(state, (BATCH[0] + 10, BATCH[1]))
+    assert "neither a mean nor a sum over the items of batch 2" in af.explain(step, state)
 
 
-STATE = r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state, or"
+STATE = r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state outside"
 
 
 @pytest.mark.parametrize("recipe", [af.accumulate(2), af.reproducible(1)])
@@ -507,24 +510,106 @@ def test_a_loss_that_keeps_state_is_warned_of_and_not_judged(recipe):
     assert "the loss differs from run to run" in line
 
 
-def test_a_loss_with_a_generator_of_its_own_is_warned_of():
-    generator = torch.Generator().manual_seed(0)
+def noise(shape, generator=None):
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    def loss_fn(model, batch):
-        noise = torch.randn(batch[0].shape, generator=generator, dtype=torch.float64)
-        return ours.mse(model, (batch[0] + noise, batch[1]))
 
-    with pytest.warns(UserWarning, match=STATE):
-        stepped(loss_fn, af.accumulate(2), [[BATCH]])
+def drawn_weight(shape, generator=None):
+    """As many numbers as rows, by which the loss divides."""
+    return torch.rand(shape[0], generator=generator, dtype=torch.float64)
+
+
+DRAWING = {
+    "noise": lambda model, batch: ours.mse(model, (batch[0] + noise(batch[0].shape), batch[1])),
+    "dropout": lambda model, batch: ours.mse(model, (F.dropout(batch[0]), batch[1])),
+    "rows behind each other": lambda model, batch: (
+        model(torch.cat([batch[0], -batch[0]]) + noise((2 * len(batch[0]), 3))) ** 2
+    ).mean(),
+    "a mask of chances": lambda model, batch: ours.mse(
+        model, (batch[0] * torch.bernoulli(batch[0].sigmoid()), batch[1])
+    ),
+    "a scale for the batch": lambda model, batch: ours.mse(model, batch) * torch.rand(()).double(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize(("recipe", "world_size"), CUT)
+def test_a_loss_that_draws_is_compared_with_the_same_draws_for_every_row(recipe, world_size, name):
+    parts = ours.dealt_evenly([BATCH], world_size)
+    for line in stepped(DRAWING[name], recipe, parts, num_steps=2):
+        assert "is a mean over the items of batches 1 and 2: those of its parts agree" in line
+
+
+def summed_noise(model, batch):
+    return summed(model, (batch[0] + noise(batch[0].shape), batch[1]))
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), CUT)
-def test_a_loss_that_draws_from_a_global_generator_is_not_judged(recipe, world_size):
-    def loss_fn(model, batch):
-        return ours.mse(model, (batch[0] + torch.randn(batch[0].shape).double(), batch[1]))
+def test_a_sum_beside_a_draw_is_refused(recipe, world_size):
+    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
+        stepped(summed_noise, recipe, ours.dealt_evenly([BATCH], world_size))
 
-    for line in stepped(loss_fn, recipe, ours.dealt_evenly([BATCH], world_size), num_steps=2):
-        assert "the loss draws random numbers, so it cannot be compared" in line
+
+def test_a_weight_that_is_drawn_is_found_by_draws_of_each_row():
+    def loss_fn(model, batch):
+        weight = drawn_weight(batch[0].shape)
+        return ((model(batch[0]) - batch[1]).square().squeeze(1) * weight).sum() / weight.sum()
+
+    with pytest.warns(UserWarning, match="neither a mean nor a sum"):
+        stepped(loss_fn, af.accumulate(2), [[BATCH]])
+
+
+def test_a_generator_of_the_loss_is_compared_and_not_moved():
+    def loss_fn(model, batch):
+        return ours.mse(model, (batch[0] + noise(batch[0].shape, generator), batch[1]))
+
+    ends = []
+    for check_loss in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        ((losses, _),) = trained([[BATCH] * 2], af.accumulate(2), loss_fn, check_loss=check_loss)
+        ends.append((losses, generator.get_state().tolist()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda rows: torch.randperm(len(rows)), "their number or their range depends on the rows"),
+        (lambda rows: torch.poisson(rows.abs()), "poisson draws random numbers that depend on the"),
+        (
+            lambda rows: torch.cat([noise((1, 1)) for _ in range(len(rows))]),
+            "their number or their range depends on the rows",
+        ),
+    ],
+    ids=["a permutation", "poisson", "a draw a row"],
+)
+def test_draws_that_depend_on_the_rows_are_not_compared(draw, words):
+    def loss_fn(model, batch):
+        return ours.mse(model, batch) + 0 * draw(batch[0]).sum()
+
+    (line,) = stepped(loss_fn, af.accumulate(2), [[BATCH]])
+    assert "could not be compared" in line
+    assert words in line
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["checkpointed", "plain"])
+def test_recomputed_blocks_get_the_draws_of_their_forward(wrapped):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()).double()
+
+        def forward(self, inputs):
+            if wrapped:
+                return torch.utils.checkpoint.checkpoint(self.inner, inputs, use_reentrant=False)
+            return self.inner(inputs)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(3, 1).double())
+    plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    step(state, BATCH)
+    assert "those of its parts agree, and their gradients" in step.checks.comparison.verdict
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
@@ -540,7 +625,7 @@ def test_a_loss_of_the_whole_batch_by_collectives_is_not_warned_of(wrap):
         return af.explain(step, state).splitlines()[-1]
 
     for line in simulate(run, world_size=2):
-        assert line.endswith("the loss is of the whole batch: it calls collectives")
+        assert "it calls collectives, and is the same however rows are dealt to ranks" in line
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

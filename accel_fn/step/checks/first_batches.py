@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.mesh_axes import ranks_along
@@ -15,10 +14,9 @@ from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
-from accel_fn.step.checks.loss import LossCheck, is_cut
+from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
-from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
@@ -37,7 +35,7 @@ class FirstBatches:
     def __init__(
         self, state: DistState, plan: Plan, strategy: Strategy, *, check_loss: bool
     ) -> None:
-        self.loss = LossCheck(state, plan, strategy, check_loss=check_loss)
+        self.comparison = Comparison(state, plan, strategy, check_loss=check_loss)
         self._plan = plan
         self._model = plan.model
         self._strategy = strategy
@@ -46,21 +44,17 @@ class FirstBatches:
         """The number of batches that were None on this rank."""
         self._has_warned = False
         """Has it warned of a model in evaluation mode?"""
-        self._buffers: Mapping[str, int] = {}
-        """Checksums of buffers before the first batch, until they are compared with those after it."""
 
     def begin(self, state: DistState, batch: Any) -> None:
         """Check the model's mode; in a batch where a look is due, everything else too, before it runs."""
         self._num_batches += 1
         if not (self._model.training or self._has_warned):
             self._warn_of_evaluation_mode(state)
-        if self._num_batches in _LOOKS or self.loss.is_due:
+        if self._num_batches in _LOOKS or self.comparison.is_due:
             self._look(state, batch)
 
     def end(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn of buffers that the forwards of the first batch wrote, and of ten batches that are None."""
-        if self._buffers:
-            self._compare_buffers(state)
+        """Warn of ten batches that are None."""
         if batch is None:
             self._num_none += 1
             if self._num_none == self._num_batches == _MOST_NONE and state.is_main:
@@ -84,34 +78,12 @@ class FirstBatches:
             check_copies("step", state, every)
             if self._num_batches == 1:
                 warn_of_equal_batches("step", state, every)
-        if self._num_batches == 1 and is_cut(state, self._plan):
-            self._buffers = saved_buffers(self._model)
-        self.loss.look(state, batch, self._num_batches)
+        self.comparison.look(state, batch, self._num_batches)
         self._strategy.checks.is_due = True
 
     def _check_hooks(self, state: DistState) -> None:
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
             check_hooks("step", self._plan)
-
-    def _compare_buffers(self, state: DistState) -> None:
-        """Warn of buffers that depend on how the first batch was cut."""
-        before, after = self._buffers, saved_buffers(self._model)
-        self._buffers = {}
-        written = {name: bits for name, bits in after.items() if before.get(name) != bits}
-        counted = bool(splits_of(self._plan))
-        every = primitives.exchange(written, state, "step")
-        names = [
-            name
-            for name in dict.fromkeys(name for each in every for name in each)
-            if counted or any(each.get(name) != every[0].get(name) for each in every)
-        ]
-        if names and state.is_main:
-            warn_user(
-                "step: model should write the same to its buffers however a batch is cut, got "
-                f"{', '.join(names[:3])}, written in the forward of each rank and micro-batch by its own "
-                "rows; add up over ranks with reduce_sum there, leave out accumulate, or write them in "
-                "the loop"
-            )
 
 
 def _warn_of_nothing(report: Report) -> None:
@@ -169,19 +141,3 @@ def check_copies(function: str, state: DistState, every: Sequence[Looks]) -> Non
                 f"rows on rank {rank}; give the DataLoader to shard_loader, or cut the batch by part, and "
                 "seed random draws alike, by seed_samples or seed_all"
             )
-
-
-_STATISTICS = (nn.modules.batchnorm._NormBase,)
-"""Layers whose running statistics depend on the cut, as torch's users know, and as the docs state."""
-
-
-def saved_buffers(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of each buffer that is saved with the model, by name, but for running statistics."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, _STATISTICS):
-            continue
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer.detach().contiguous()
-    return dict(zip(found, fingerprints([*found.values()]), strict=True)) if found else {}

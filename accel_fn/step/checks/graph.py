@@ -78,7 +78,7 @@ class GraphChecks:
                 "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
             )
         nodes = nodes_of(loss)
-        if any(node.name().endswith("CheckpointFunctionBackward") for node in nodes):
+        if hides_parameters(loss):
             raise LossError(
                 "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
                 "hides parameters from the step's backward, got a graph with it; use "
@@ -161,6 +161,11 @@ def nodes_of(loss: Tensor) -> list[Node]:
         ahead += following - seen
         seen |= following
     return [*seen]
+
+
+def hides_parameters(loss: Tensor) -> bool:
+    """Does a reentrant checkpoint hide parameters from a backward into given ones?"""
+    return any(each.name().endswith("CheckpointFunctionBackward") for each in nodes_of(loss))
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

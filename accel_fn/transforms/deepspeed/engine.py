@@ -77,6 +77,7 @@ class ZeRO(Strategy):
     """ZeRO's stages 0 to 3 by DeepSpeed's engine, which owns gradients and update."""
 
     hooks_parameters = True
+    leaves_gradients = False
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from os import sep
 from pathlib import Path
@@ -22,7 +22,6 @@ from accel_fn.comm import primitives
 from accel_fn.comm.collectives import exchange_failures
 from accel_fn.comm.differentiable import loss_of
 from accel_fn.errors import BatchError, LossError, PeerError, PlanError, WorldError, message
-from accel_fn.step.checks.first_batches import saved_buffers
 from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
 from accel_fn.step.loop import take_gradients
@@ -71,8 +70,6 @@ class VirtualRanks(Strategy):
         self._tracking = tracking_modules(loss_module_of(module).model)
         self._differing: LossError | None = None
         """Error in the metrics that this rank has found in this step."""
-        self._is_watched = True
-        """Until a first batch has shown that its forward changes no buffers."""
         super().__init__(state, module, plan, inner)
 
     def gradients(
@@ -122,8 +119,7 @@ class VirtualRanks(Strategy):
                     key_random(state, first + number)
                     tree.add(self._summed(plan, state, parts, weights, total, sums))
 
-        with self._watched(plan, state):
-            run_or_raise_on_all(run, state)
+        run_or_raise_on_all(run, state)
         vector = self._metric_vector(state, metrics, zero)
         mean, *tensors = sum_over_ranks(
             [*tree.total(), *vector], [zero, *self.trained, *vector], state
@@ -239,25 +235,6 @@ class VirtualRanks(Strategy):
                 name = next(name for name, each in named if each is parameter)
                 rule, repair = "have dense gradients", "use sparse=False"
                 raise PlanError(message("step", "reproducible's model", rule, name, repair))
-
-    @contextmanager
-    def _watched(self, plan: Plan, state: DistState) -> Iterator[None]:
-        """Refuse, on all ranks, a first forward that changes what is saved with the model."""
-        if not self._is_watched:
-            yield
-            return
-        before = saved_buffers(plan.model)
-        yield
-        after = saved_buffers(plan.model)
-        changed = [name for name, bits in after.items() if before.get(name) != bits]
-        every = primitives.exchange(changed, state, "step")
-        name = next((each for names in every for each in names), "")
-        if name:
-            raise PlanError(
-                "step: reproducible's model must change no buffers in its forward, which on each rank is "
-                f"that of other samples, got {name}; give it persistent=False where it does not count"
-            )
-        self._is_watched = False
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:

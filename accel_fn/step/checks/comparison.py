@@ -1,0 +1,623 @@
+"""A program is compared with itself, cut otherwise: a few rows of a batch, whole and in parts.
+
+In this order: what is compared, how it is cut, who judges, what is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel_fn.base.batch import num_samples, tensors_of
+from accel_fn.base.out_of_memory import is_memory
+from accel_fn.base.samples import Samples
+from accel_fn.base.split_batch import interleaved_parts, part_sizes, split_batch, split_rows
+from accel_fn.base.state import DistState, data_places, over
+from accel_fn.base.weights import Weight, count_labels, shares, total_weight, weigh
+from accel_fn.comm import primitives
+from accel_fn.comm.collectives import broadcast
+from accel_fn.comm.dtensor import local
+from accel_fn.comm.gather import gather
+from accel_fn.errors import AccelError, BatchError, LossError
+from accel_fn.step.checks.draws import CannotReplay
+from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, loss_tolerance
+from accel_fn.step.checks.trial import Ran, Trial
+from accel_fn.step.checks.verdicts import Verdicts
+from accel_fn.step.checks.writes import Written, are_close
+from accel_fn.step.microbatches import splits_of
+from accel_fn.step.plan import Plan
+from accel_fn.step.same_on_all_ranks import fingerprints
+from accel_fn.step.strategy import Strategy
+
+_NUM_SAMPLES = 8
+_MOST_FAILURES = 10
+_TOO_FEW = "no batch has had two samples"
+_NO_PARTS = "all but one part of each batch weigh nothing, or a loss is not finite"
+_OF_LOOKS = (
+    ("halves", "in turn"),
+    ("thirds", "unequal"),
+    ("halves", "thirds"),
+    ("in turn", "unequal"),
+)
+"""The cuts of each look, in their order."""
+
+
+class Comparison:
+    """Compares a few rows of some batches with their parts: losses, metrics, gradients and writes."""
+
+    def __init__(
+        self, state: DistState, plan: Plan, strategy: Strategy, *, check_loss: bool
+    ) -> None:
+        self._plan = plan
+        self._strategy = strategy
+        self._is_on = check_loss and is_cut(state, plan)
+        self._num_failures = self._num_looks = 0
+        self.is_due = False
+        """Is the next batch looked at, since this one could not be compared?"""
+        self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
+
+    @property
+    def verdict(self) -> str:
+        """The result, for `explain`."""
+        return self.verdicts.text
+
+    def look(self, state: DistState, batch: Any, number: int) -> None:
+        """Compare a batch with its parts, with one result on all ranks: refuse, or warn once."""
+        self.is_due = False
+        if not (self._is_on and self.verdicts.is_open):
+            return
+        try:
+            rows = _few_rows(self._plan, self._strategy, state, batch)
+        except AccelError as error:  # the same on all ranks
+            every: Sequence[Found] | str = f"its rows cannot be joined: {error}"
+        else:
+            every = _TOO_FEW if rows is None else self._compared(state, rows)
+        if isinstance(every, str):
+            self._num_failures += 1
+            self.is_due = self._num_failures < _MOST_FAILURES
+            self.verdicts.not_compared(every)
+        else:
+            self._num_looks += 1
+            self.verdicts.judge(every, number)
+
+    def _compared(self, state: DistState, rows: Rows) -> Sequence[Found] | str:
+        """What all ranks have found; or why they have found nothing."""
+        plan, strategy = self._plan, self._strategy
+        names = _OF_LOOKS[self._num_looks % len(_OF_LOOKS)]
+        compare = partial(_compare, plan, strategy, state, rows, names)
+        every = _on_all_ranks(state, strategy, compare)
+        if not isinstance(every, str) and any(each.calls_collectives for each in every):
+            writes = [each.writes for each in every]
+            dealt = _Deals(state, plan, strategy, rows)
+            every = _on_all_ranks(state, strategy, dealt.compare)
+            if not isinstance(every, str):
+                pairs = zip(every, writes, strict=True)
+                every = [replace(each, writes=of_rank) for each, of_rank in pairs]
+        if isinstance(every, str):
+            return every
+        joins = any(each.calls_collectives for each in every)
+        return [each for each in every if each.cuts or joins] or _NO_PARTS
+
+
+def is_cut(state: DistState, plan: Plan) -> bool:
+    """Is a batch computed in parts, over ranks or one after another?"""
+    return state.world_size > 1 or bool(splits_of(plan) or plan.having("virtual_ranks"))
+
+
+def couples(plan: Plan, strategy: Strategy) -> bool:
+    """Do ranks meet in each forward, so that all must run as many, and each costs collectives?"""
+    return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
+
+
+def _on_all_ranks(
+    state: DistState, strategy: Strategy, compare: Callable[[], Found]
+) -> Sequence[Found] | str:
+    """What `compare` finds on each rank; or why one of them has found nothing."""
+    mine: Found | str
+    try:
+        mine = compare()
+    except CannotReplay as reason:
+        mine = str(reason)
+    except Exception as error:  # if training raises it too, the step itself raises it
+        strategy.reset()
+        what = "memory ran out" if is_memory(error) else f"{type(error).__name__}: {error}"
+        mine = f"{what} in a forward or backward of a few rows"
+    every = primitives.exchange(mine, state, "step")
+    failures = [each for each in every if isinstance(each, str)]
+    return failures[0] if failures else [each for each in every if isinstance(each, Found)]
+
+
+# What is compared
+
+
+class Rows(NamedTuple):
+    """A few rows of a batch, their number, and how many of them the rank with the fewest has."""
+
+    batch: Any
+    num: int
+    fewest: int
+
+
+def _few_rows(plan: Plan, strategy: Strategy, state: DistState, batch: Any) -> Rows | None:
+    """A few rows for this rank; None on all ranks where there are no two, or where the step will raise."""
+    whole, part, num = _counted(plan, strategy, batch)
+    # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
+    counts = primitives.exchange(num, state, "step")
+    if min(counts) < 0:
+        return None
+    if max(counts) < 2:
+        num = sum(counts[data_places(state)])
+        return Rows(_joined(whole, state), num, num) if num > 1 else None
+    if min(counts) < 2:
+        source = [each > 1 for each in counts].index(True)
+        part = broadcast(part, state, source=source)
+        num = counts[source] if num < 2 else num
+    return Rows(part, num, min(each for each in counts if each > 1))
+
+
+def _counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
+    """The batch, a few of its samples, and their number: 0 if unknown, -1 if the step will raise."""
+    try:
+        strategy.parameters.check()
+    except Exception:
+        return None, None, -1
+    try:
+        # Not by the plan's split, which the user may have written to be called once per batch.
+        # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
+        is_window = bool(plan.having("takes_windows"))
+        whole = batch[0] if is_window and type(batch) is list else batch
+        num = 0 if whole is None else num_samples(whole)
+        if num < 2:
+            return whole, None, num
+        part = split_batch(whole, max(1, num // _NUM_SAMPLES))[0]
+        return whole, part, num_samples(part)
+    except Exception:  # the step refuses the batch, or its rows cannot be cut
+        return None, None, 0
+
+
+def _joined(batch: Any, state: DistState) -> Any:
+    """The rows of all ranks; a list that holds tensors is no row, unless it is marked by `samples`."""
+
+    def is_column(node: Any) -> bool:
+        return type(node) is Samples or (type(node) is list and not tensors_of(node))
+
+    leaves, form = pytree.tree_flatten(batch, is_column)
+    return pytree.tree_unflatten([*gather(tuple(leaves), state)], form)
+
+
+# How it is cut
+
+
+class Parts(NamedTuple):
+    """A cut of rows: the parts, and which rows each has."""
+
+    parts: Sequence[Any]
+    rows: Sequence[Sequence[int]]
+
+
+def _cut(batch: Any, num: int, how: str) -> Parts:
+    """Cut rows in halves, by every second row, in thirds, or a quarter off."""
+    places = list(range(num))
+    if how == "in turn":
+        return Parts(interleaved_parts(batch, 2), [places[::2], places[1::2]])
+    sizes = {
+        "halves": part_sizes(num, 2),
+        "thirds": part_sizes(num, 3),
+        "unequal": [num - num // 4, num // 4],
+    }[how]
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    rows = [places[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    return Parts(split_rows(batch, sizes), rows)
+
+
+def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
+    """These cuts, of which all ranks have as many."""
+    least = {"halves": 2, "in turn": 3, "thirds": 6, "unequal": 4}
+    found = [name for name in names if rows.fewest >= least[name]] or ["halves"]
+    return [_cut(rows.batch, rows.num, name) for name in found[:most]]
+
+
+class _Measure:
+    """The runs of one rank over its own rows."""
+
+    def __init__(self, plan: Plan, strategy: Strategy, trial: Trial) -> None:
+        self._plan, self._trial = plan, trial
+        self._couples = couples(plan, strategy)
+        self._has_gradients = strategy.leaves_gradients
+
+    def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
+        """Run all rows; with `adds`, add their gradient."""
+        (weight,) = weigh(self._plan.weight_fn, [rows.batch])
+        weight = weight or (1,) * len(self._plan.terms) or 1
+        factor = shares(weight, weight) if adds and self._has_gradients else None
+        drawn = (range(rows.num), rows.num) if by_row else None
+        return self._trial.run(rows.batch, weight, factor, drawn=drawn)
+
+    def parts(self, cut: Parts, *, num: int = 0) -> tuple[list[Ran], list[Weight]]:
+        """Run parts that weigh something, and take their shares of the gradient off.
+
+        With `num`, each of so many rows has random numbers of its own.
+        """
+        weights = weigh(self._plan.weight_fn, cut.parts)
+        total = total_weight(weights)
+        ran = []
+        for part, weight, rows in zip(cut.parts, weights, cut.rows, strict=True):
+            factor, drawn = self.taken(weight, total), (rows, num) if num else None
+            if weight:
+                ran.append(self._trial.run(part, weight, factor, drawn=drawn))
+            elif self._couples:
+                part, weight = self._spare(cut, weights)
+                nothing = (0.0,) * len(weight) if isinstance(weight, tuple) else 0.0
+                self._trial.run(part, weight, nothing)  # other ranks run theirs
+        return ran, [each for each in weights if each]
+
+    def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
+        """A part in place of one that weighs nothing, whose loss may not be finite."""
+        pairs = [*zip(cut.parts, weights, strict=True)]
+        return next((each for each in pairs if each[1]), pairs[0])
+
+    def taken(self, weight: Weight, total: Weight) -> Weight | None:
+        """The factor by which a part is taken off."""
+        if not self._has_gradients:
+            return None
+        if self._plan.reduction == "sum":
+            return -1.0
+        return shares(weight, total, -1)
+
+    def gradients(self, run: Callable[[], None]) -> Gradients | None:
+        """The norms of the gradient so far, and of what is left of it after `run`."""
+        before = self._trial.norms()
+        run()
+        if not self._has_gradients:
+            return None
+        return Gradients(before, before, self._trial.norms())
+
+
+def _compare(
+    plan: Plan, strategy: Strategy, state: DistState, rows: Rows, names: Sequence[str]
+) -> Found:
+    """Compare the rows of this rank with their parts."""
+    cuts = _cuts(rows, names, most=1 if couples(plan, strategy) else 2)
+    trial = Trial(plan, strategy, state)
+    try:
+        return _Looks(plan, strategy, trial, rows, cuts).found()
+    finally:
+        trial.close()
+
+
+class _Looks:
+    """What one rank finds in a few rows and their cuts."""
+
+    def __init__(
+        self, plan: Plan, strategy: Strategy, trial: Trial, rows: Rows, cuts: Sequence[Parts]
+    ) -> None:
+        self._plan, self._trial, self._rows, self._cuts = plan, trial, rows, cuts
+        self._measure = _Measure(plan, strategy, trial)
+
+    def found(self) -> Found:
+        """Run everything."""
+        measure, trial = self._measure, self._trial
+        trial.draws.record(whole=True)
+        first = measure.whole(self._rows)
+        if trial.calls_collectives:
+            return Found(calls_collectives=True, writes=self._writes_of_all(first))
+        if trial.draws.has_any:
+            first = self._with_same_draws()
+        cuts, metrics, gradients, of_parts, last = self._against(first)
+        tolerance = loss_tolerance(torch.float64, trial.dtypes())
+        twice = _cut_of(self._plan, first.losses, [last], [self._rows.batch])
+        by_row, unseen = self._by_row()
+        return Found(
+            cuts,
+            twice,
+            tolerance,
+            gradients,
+            by_row,
+            trial.dtypes(),
+            {name: each for name, each in metrics.items() if not _agree(each, tolerance)},
+            self._writes(first, of_parts, tolerance),
+            unseen=unseen,
+        )
+
+    def _with_same_draws(self) -> Ran:
+        """Record what a part draws, and run the batch again with draws that are the same for every row."""
+        trial = self._trial
+        trial.draws.record(whole=False)
+        part = self._cuts[0].parts[0]
+        ones: Weight = (1,) * len(self._plan.terms) or 1
+        trial.run(part, ones, self._measure.taken(ones, ones))
+        trial.draws.check_alike()
+        trial.forget()
+        return self._measure.whole(self._rows)
+
+    def _against(
+        self, first: Ran
+    ) -> tuple[list[Cut], dict[str, tuple[float, float]], Gradients | None, list[Ran], Ran]:
+        """Take the parts of all cuts off the batch, which is run once more at the end."""
+        measure, plan = self._measure, self._plan
+        found: list[Cut] = []
+        metrics: dict[str, tuple[float, float]] = {}
+        of_parts: list[Ran] = []
+        last = first
+
+        def run() -> None:
+            nonlocal last
+            for cut in self._cuts:
+                ran, weights = measure.parts(cut)
+                of_parts.extend(ran if cut is self._cuts[0] else ())
+                found.extend(_cut_of(plan, first.losses, ran, cut.parts))
+                metrics.update(_metrics_of(first, ran, weights))
+            last = measure.whole(self._rows, adds=len(self._cuts) > 1)
+
+        gradients = measure.gradients(run)
+        return _finite(found), metrics, gradients, of_parts, last
+
+    def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
+        """The first cut again, where each row has random numbers of its own; or why it is not."""
+        trial, cut, rows = self._trial, self._cuts[0], self._rows
+        if not trial.draws.has_any:
+            return None, ""
+        if not trial.draws.are_by_row(rows.num, len(cut.rows[0])):
+            return None, "weights that are drawn"
+        trial.forget()
+        whole = self._measure.whole(rows, by_row=True)
+        found: list[Cut] = []
+
+        def run() -> None:
+            ran, _ = self._measure.parts(cut, num=rows.num)
+            found.extend(_cut_of(self._plan, whole.losses, ran, cut.parts))
+
+        gradients = self._measure.gradients(run)
+        return (_finite(found), gradients), ""
+
+    def _writes(
+        self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
+    ) -> dict[str, Write]:
+        """What the forward writes: by its rows, by their number of parts, and read by later forwards."""
+        if not of_parts or not (whole.written or of_parts[0].written):
+            return {}
+        chained, is_read = self._chained(tolerance)
+        runs = whole.written, of_parts[0].written, chained
+        return {
+            name: Write(
+                kind,
+                of_parts=not _same(name, whole.written, chained),
+                of_rows=not _same(name, whole.written, of_parts[0].written),
+                is_read=is_read,
+            )
+            for name, kind in _kinds(runs).items()
+        }
+
+    def _writes_of_all(self, whole: Ran) -> dict[str, Write]:
+        """The same of a loss that calls collectives: what it writes may be of the rows of all ranks."""
+        if not whole.written:
+            return {}
+        chained, is_read = self._chained((1e-8, 1e-12))
+        tensors = {n: w.value for n, w in whole.written.items() if isinstance(w.value, Tensor)}
+        bits = dict(zip(tensors, fingerprints([*tensors.values()]), strict=True)) if tensors else {}
+        return {
+            name: Write(
+                kind, not _same(name, whole.written, chained), False, is_read, bits.get(name, 0)
+            )
+            for name, kind in _kinds((whole.written, chained)).items()
+        }
+
+    def _chained(self, tolerance: tuple[float, float]) -> tuple[Mapping[str, Written], bool]:
+        """What is written after all parts in a row, and whether the last one has read what came before."""
+        trial, measure, cut = self._trial, self._measure, self._cuts[0]
+        weights = weigh(self._plan.weight_fn, cut.parts)
+        *others, last = [each for each in zip(cut.parts, weights, strict=True) if each[1]]
+        one = measure.taken(last[1], last[1])
+        trial.forget()
+        for part, weight in others:
+            trial.run(part, weight, None, keeps_writes=True)
+        after = trial.run(*last, _negative(one))
+        alone = after
+
+        def run() -> None:
+            nonlocal alone
+            alone = trial.run(*last, one)
+
+        gradients = measure.gradients(run)
+        relative, least = tolerance
+        off = max(abs(a - b) for a, b in zip(after.losses, alone.losses, strict=True))
+        is_read = off > relative * max(map(abs, after.losses)) + least
+        if gradients is not None:
+            largest = max(gradients.whole, default=0.0)
+            is_read = is_read or max(gradients.rest, default=0.0) > relative * largest
+        return after.written, is_read
+
+
+def _finite(cuts: Sequence[Cut]) -> list[Cut]:
+    """The cuts in which at least two parts have items, of a loss that is finite."""
+    return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
+
+
+def _negative(factor: Weight | None) -> Weight | None:
+    if factor is None:
+        return None
+    return tuple([-each for each in factor]) if isinstance(factor, tuple) else -factor
+
+
+def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:
+    """The kinds of all that runs have written, by name."""
+    return {name: each.kind for run in runs for name, each in run.items()}
+
+
+def _same(name: str, one: Mapping[str, Written], other: Mapping[str, Written]) -> bool:
+    """Is what was written under a name the same?"""
+    if name not in one or name not in other:
+        return name not in one and name not in other
+    return are_close(one[name].value, other[name].value)
+
+
+def _cut_of(
+    plan: Plan, whole: Sequence[float], ran: Sequence[Ran], parts: Sequence[Any]
+) -> list[Cut]:
+    """One cut, term by term, of the parts that have items; none where one of them is not finite."""
+    found: list[Cut] = []
+    weights = weigh(plan.weight_fn, parts)
+    shifted = _shifted(plan, parts) or weights
+    pairs = [each for each in zip(weights, shifted, strict=True) if each[0] or len(parts) == 1]
+    for place, term in enumerate(plan.terms or ("",)):
+        rows = [
+            (each.losses[place], _of_term(weight, place), _of_term(other, place))
+            for each, (weight, other) in zip(ran, pairs, strict=True)
+        ]
+        columns = list(zip(*[row for row in rows if row[1]], strict=True))
+        if columns and all(map(isfinite, columns[0])):
+            others = columns[2] if shifted is not weights else None
+            found.append(Cut(term, whole[place], columns[0], columns[1], others))
+    return found
+
+
+def _of_term(weight: Weight, place: int) -> float:
+    return weight[place] if isinstance(weight, tuple) else weight
+
+
+def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
+    """The weights that `num_labels` of the other shift gives; None without such labels."""
+    weight_fn = plan.weight_fn
+    if not isinstance(weight_fn, partial) or weight_fn.func is not count_labels:
+        return None
+    other = 0 if weight_fn.keywords.get("shift") else 1
+    try:
+        return weigh(partial(count_labels, **{**weight_fn.keywords, "shift": other}), parts)
+    except BatchError:  # one label a sample: no row has a first one
+        return None
+
+
+def _metrics_of(
+    whole: Ran, ran: Sequence[Ran], weights: Sequence[Weight]
+) -> dict[str, tuple[float, float]]:
+    """Metrics of the batch, and of its parts together, by name: where all are known and finite."""
+    found = {}
+    for name, value in whole.metrics.items():
+        of_parts = [each.metrics.get(name, ()) for each in ran]
+        if not value or any(len(each) != len(value) for each in of_parts):
+            continue
+        if len(value) == 2:
+            sums = [sum(each) for each in zip(*of_parts, strict=True)]
+            pair = _divided(*value), _divided(*sums)
+        elif any(isinstance(each, tuple) for each in weights):
+            continue  # beside terms, metrics are pairs
+        else:
+            total = sum(weights)  # type: ignore[arg-type]
+            parts = zip(of_parts, weights, strict=True)
+            pair = value[0], sum(each * w for (each,), w in parts) / total  # type: ignore[operator, misc]
+        if all(map(isfinite, pair)):
+            found[name] = pair
+    return found
+
+
+def _divided(total: float, count: float) -> float:
+    return total / count if count else float("nan")
+
+
+def _agree(pair: tuple[float, float], tolerance: tuple[float, float]) -> bool:
+    relative, least = tolerance
+    return abs(pair[0] - pair[1]) <= relative * max(map(abs, pair)) + least
+
+
+# Who judges a loss that calls collectives: the ranks together, who deal the same rows in two ways
+
+
+class _Deals:
+    """The rows of all ranks, dealt in a row, in turn, and with one row moved to another rank."""
+
+    def __init__(self, state: DistState, plan: Plan, strategy: Strategy, rows: Rows) -> None:
+        self._state, self._plan, self._strategy = state, plan, strategy
+        self._ranks = over(state)
+        self._rows = rows
+
+    def compare(self) -> Found:
+        """Run the deals, and compare losses and gradients over the ranks."""
+        state, plan = self._state, self._plan
+        batch = _joined(self._rows.batch, state)
+        num, size = num_samples(batch), self._ranks.world_size
+        sizes = part_sizes(num, size)
+        if size == 1 or sizes[-1] < 2 or plan.having("local_gradients"):
+            return Found(calls_collectives=True)
+        in_turn = interleaved_parts(batch, size)
+        moved = split_rows(batch, [sizes[0] + 1, *sizes[1:-1], sizes[-1] - 1])
+        trial = Trial(plan, self._strategy, state)
+        try:
+            return Found(
+                in_turn=self._pair(trial, split_rows(batch, sizes), in_turn),
+                moved=self._pair(trial, in_turn, moved),
+                tolerance=loss_tolerance(torch.float64, trial.dtypes()),
+                precisions=trial.dtypes(),
+                calls_collectives=True,
+            )
+        finally:
+            trial.close()
+
+    def _pair(
+        self, trial: Trial, one: Sequence[Any], other: Sequence[Any]
+    ) -> tuple[Sequence[Cut], Gradients | None]:
+        """Two deals of the same rows."""
+        trial.forget()
+        size = float(self._ranks.world_size)
+        # FSDP's backward divides by the number of ranks; else gradients are added up afterwards, and those of
+        # the second deal join the sum that all ranks have of the first.
+        first = self._run(trial, one, size if self._averages else 1.0)
+        self._sum_gradients()
+        whole = trial.norms()
+        second = self._run(trial, other, -size)
+        self._sum_gradients(mean_over=self._ranks.world_size)
+        terms = enumerate(self._plan.terms or ("",))
+        cuts = [Cut(name, first[at], [second[at]], [1.0], None) for at, name in terms]
+        leaves = self._strategy.leaves_gradients
+        return cuts, Gradients(whole, whole, trial.norms()) if leaves else None
+
+    def _run(self, trial: Trial, parts: Sequence[Any], factor: float) -> list[float]:
+        """The loss of all ranks together, each with its share of the rows."""
+        plan, ranks = self._plan, self._ranks
+        mine = parts[ranks.rank]
+        (weight,) = weigh(plan.weight_fn, [mine])
+        total = total_weight(primitives.exchange(weight, ranks, "step"))
+        share = (1.0 if weight else 0.0) if plan.reduction == "sum" else shares(weight, total)
+        seed = _times(share, factor)
+        ran = trial.run(mine, weight, seed if self._strategy.leaves_gradients else None)
+        if trial.draws.has_any:
+            raise CannotReplay("it calls collectives, and draws random numbers")
+        of_ranks = primitives.exchange((ran.losses, share), ranks, "step")
+        return [
+            sum(losses[place] * _of_term(each, place) for losses, each in of_ranks)
+            for place in range(len(ran.losses))
+        ]
+
+    @property
+    def _averages(self) -> bool:
+        """Does a backward average gradients over the ranks by itself?"""
+        return bool(self._plan.having("shards"))
+
+    def _sum_gradients(self, mean_over: int = 1) -> None:
+        """Add up over the ranks what a backward has left on each."""
+        if self._averages:
+            return
+        for each in self._strategy.reachable:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            if each.grad.is_sparse:
+                each.grad = each.grad.to_dense()
+        grads = [local(each.grad) for each in self._strategy.reachable if each.grad is not None]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for same in by_dtype.values():
+            primitives.start_sums(same, self._ranks, "step").wait()
+            torch._foreach_div_(same, mean_over)
+
+
+def _times(share: Weight, factor: float) -> Weight:
+    if isinstance(share, tuple):
+        return tuple([each * factor for each in share])
+    return share * factor

@@ -1,0 +1,157 @@
+"""What ranks find when they compare a few rows with their parts: plain numbers, which they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import torch
+
+_LOSS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-4, 1e-5)}
+_LOSS_IN_HALF = (2e-2, 1e-2)
+"""Tolerances of losses, relative and absolute, for sums in another order."""
+_GRADIENT = {torch.float64: (1e-8, 1e-15), torch.float32: (1e-4, 1e-7)}
+_UNDER_AUTOCAST, _OF_HALVES = (2e-2, 1e-7), (1e-1, 1e-3)
+"""Tolerances of gradients, relative to the parameter's gradient and to the model's largest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A batch and its parts: losses, weights, and weights by the other `shift` of labels."""
+
+    term: str
+    """The name of the term that these are losses of; "" of a loss that is one number."""
+    whole: float
+    losses: Sequence[float]
+    weights: Sequence[float]
+    shifted: Sequence[float] | None
+
+    def slack(self, tolerance: tuple[float, float]) -> float:
+        """How far a sum in another order may be from the loss."""
+        relative, least = tolerance
+        return relative * max(map(abs, (self.whole, *self.losses))) + least
+
+    def fits(self, tolerance: tuple[float, float]) -> set[str]:
+        """The reductions by which the parts give the loss of the batch."""
+        means = _mean(self.losses, self.weights), _mean(self.losses, self.shifted)
+        values = {"mean": means[0], "sum": sum(self.losses), "shift": means[1]}
+        slack = self.slack(tolerance)
+        return {
+            name
+            for name, value in values.items()
+            if value is not None and abs(value - self.whole) <= slack
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Norms of one rank, for each trained parameter: of the batch's gradient, and of what parts differ by."""
+
+    whole: Sequence[float]
+    scale: Sequence[float]
+    """The largest norm on the way from one to the other."""
+    rest: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What a forward writes to the model, as it bears on the result."""
+
+    kind: str
+    of_parts: bool
+    """Is it another value after all parts, one after the other, than after the batch?"""
+    of_rows: bool
+    """Is it another value after a part than after the batch?"""
+    is_read: bool
+    """Does a later forward of the same rows give something else?"""
+    bits: int | None = None
+    """Of a loss that calls collectives, a checksum after the batch: ranks may write the same by all rows."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Is it a sum over rows that no forward reads, which the loop may add up over ranks?"""
+        return self.kind == "buffer" and not (self.of_parts or self.is_read)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank has found."""
+
+    cuts: Sequence[Cut] = ()
+    twice: Sequence[Cut] = ()
+    """The loss of the same rows once more, at the end, as if it were a part."""
+    tolerance: tuple[float, float] = _LOSS_IN_HALF
+    gradients: Gradients | None = None
+    by_row: tuple[Sequence[Cut], Gradients | None] | None = None
+    """The same with random numbers of each row's own."""
+    precisions: Sequence[torch.dtype] = ()
+    """In which the gradient of each trained parameter is computed."""
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By name, of the batch and of its parts together, where the two differ."""
+    writes: Mapping[str, Write] = field(default_factory=dict)
+    calls_collectives: bool = False
+    in_turn: tuple[Sequence[Cut], Gradients | None] | None = None
+    """Of a loss that calls collectives: the rows of all ranks, and the same dealt to other ranks."""
+    moved: tuple[Sequence[Cut], Gradients | None] | None = None
+    """The same rows, and with one of them moved to another rank."""
+    unseen: str = ""
+    """What could not be compared, though the losses were."""
+
+    def fitting(self, cuts: Sequence[Cut]) -> set[str]:
+        """The reductions by which the parts of each of these cuts give the loss of the batch."""
+        found = {"mean", "sum", "shift"}
+        for cut in cuts:
+            found &= cut.fits(self.tolerance)
+        return found
+
+    def differing(self) -> Cut | None:
+        """A term that is another one for the same batch, if there is one."""
+        return next((each for each in self.twice if "sum" not in self.fitting([each])), None)
+
+
+def loss_tolerance(dtype: torch.dtype, precisions: Sequence[torch.dtype]) -> tuple[float, float]:
+    """The tolerance of losses of this dtype, computed in these precisions."""
+    found = [_LOSS.get(each, _LOSS_IN_HALF) for each in (dtype, *precisions)]
+    return max(found)
+
+
+def wrong_gradient(
+    every: Sequence[Gradients],
+    parameters: Sequence[torch.dtype],
+    precisions: Sequence[torch.dtype],
+) -> tuple[int, float] | None:
+    """The parameter whose gradient differs most beyond rounding, and by what part of it; None if none does."""
+    whole, scale, rest = (
+        [sum(norm**2 for norm in norms) ** 0.5 for norms in zip(*of_ranks, strict=True)]
+        for of_ranks in (
+            [each.whole for each in every],
+            [each.scale for each in every],
+            [each.rest for each in every],
+        )
+    )
+    if not all(map(isfinite, (*whole, *scale, *rest))):
+        return None
+    largest, worst, found = max(whole, default=0.0), 1.0, None
+    for place, (dtype, precision) in enumerate(zip(parameters, precisions, strict=True)):
+        relative, least = _gradient_tolerance(dtype, precision)
+        allowed = relative * scale[place] + least * largest
+        if rest[place] > worst * allowed:
+            worst = rest[place] / allowed if allowed else float("inf")
+            found = place, rest[place] / (whole[place] or scale[place] or 1.0)
+    return found
+
+
+def _gradient_tolerance(parameter: torch.dtype, precision: torch.dtype) -> tuple[float, float]:
+    wide = torch.float64 if precision == torch.complex128 else precision
+    wide = torch.float32 if wide == torch.complex64 else wide
+    if wide in _GRADIENT:
+        return _GRADIENT[wide]
+    return _OF_HALVES if parameter == precision else _UNDER_AUTOCAST
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float] | None) -> float | None:
+    """The mean of the losses of parts; None without weights, or if all are 0."""
+    if weights is None or not sum(weights):
+        return None
+    return sum(loss * each for loss, each in zip(losses, weights, strict=True)) / sum(weights)

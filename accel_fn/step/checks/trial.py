@@ -1,0 +1,304 @@
+"""Runs a few rows forward and backward as training does, and leaves no trace in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_fn.base.batch import map_tensors
+from accel_fn.base.state import DistState
+from accel_fn.base.swap_forward import with_forwards
+from accel_fn.base.torch_compile import uncompiled
+from accel_fn.base.weights import Weight
+from accel_fn.comm.differentiable import loss_of
+from accel_fn.comm.dtensor import local
+from accel_fn.step.checks.draws import (
+    Calls,
+    CannotReplay,
+    Draws,
+    draws_inside,
+    has_rate,
+    without_dropout,
+)
+from accel_fn.step.checks.graph import hides_parameters
+from accel_fn.step.checks.parameters import no_graph
+from accel_fn.step.checks.writes import Snapshot, Written, tensors_written
+from accel_fn.step.global_mean import seed_of
+from accel_fn.step.plan import Plan
+from accel_fn.step.strategy import Strategy
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Ran(NamedTuple):
+    """What one run gave, beside gradients."""
+
+    losses: list[float]
+    """Of each term."""
+    metrics: dict[str, tuple[float, ...]]
+    """By name a mean, or a sum and its count."""
+    written: Mapping[str, Written]
+
+
+class Trial:
+    """A place for runs of a few rows: gradients are added up in `.grad` from run to run.
+
+    All that a forward writes is put back after each run, unless it is to be kept for the next one.
+    """
+
+    def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
+        self._plan, self._strategy, self._state = plan, strategy, state
+        self._snapshot = Snapshot(plan.model, state)
+        self.draws = Draws(seed=state.step)
+        self._statistics = _BatchStatistics()
+        self._dtypes: set[torch.dtype] = set()
+        self._joining = _Joining()
+        self._trained = plan.trained()
+        self._forwards = _plain_forwards(strategy.module)
+        self._collectives = _num_collectives(state, plan)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients of all runs so far."""
+        for parameter in self._strategy.reachable:
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._snapshot.restore()
+
+    @property
+    def calls_collectives(self) -> bool:
+        """Has the loss called collectives?"""
+        raw = _num_collectives(self._state, self._plan) != self._collectives
+        return self._joining.calls_collectives or raw
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The lowest precision in which each trained parameter's gradient was computed."""
+        halves = [each for each in _HALVES if each in self._dtypes]
+        single = torch.float32 in self._dtypes
+        return [
+            each.dtype
+            if each.dtype in _HALVES
+            else (halves or [torch.float32 if single else each.dtype])[0]
+            for each in self._trained
+        ]
+
+    def norms(self) -> list[float]:
+        """The norm of what is added up for each trained parameter, of this rank's shard of it; 0 if none."""
+        found = [_norm(each) for each in self._trained]
+        first = next((each for each in found if each.dtype == torch.float64), found[0])
+        return torch.stack([each.to(first) for each in found]).tolist()
+
+    def run(
+        self,
+        rows: Any,
+        weight: Weight,
+        factor: Weight | None,
+        *,
+        keeps_writes: bool = False,
+        drawn: tuple[Sequence[int], int] | None = None,
+    ) -> Ran:
+        """Run rows of this weight; with a factor, add the gradients of `factor * loss`.
+
+        `drawn`: which rows of how many they are, if each row has random numbers of its own.
+        """
+        plan, strategy, state = self._plan, self._strategy, self._state
+        snapshot, draws = self._snapshot, self.draws
+        own = map_tensors(Tensor.clone, rows)  # a loss may write to its batch
+        draws.begin(*(drawn or (None, 0)))
+        try:
+            with self._around():
+                loss, metrics = strategy.outputs(plan, state, own, weight)
+                losses = loss.detach().reshape(-1)
+                figures = {name: _figures(value) for name, value in metrics.items()}
+                if factor is not None:
+                    _check_graph(loss)
+                    self._statistics.begin_backward()
+                    draws.begin_backward()
+                    strategy.backward(loss, seed_of(loss, factor, state.scaler))
+                else:
+                    strategy.reset()  # parameters may wait, unsharded, for a backward
+                del loss, metrics
+            draws.end()
+            return Ran(losses.tolist(), figures, snapshot.written())
+        finally:
+            grads = [each.grad for each in strategy.reachable]
+            if not keeps_writes:
+                snapshot.restore()
+            snapshot.restore_random()
+            for parameter, grad in zip(strategy.reachable, grads, strict=True):
+                parameter.grad = grad
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """The contexts of a run: on this rank alone, with draws and statistics of the whole batch."""
+        self._statistics.begin()
+        with ExitStack() as stack:
+            for each in (
+                torch.set_grad_enabled(self._strategy.leaves_gradients),
+                uncompiled(),
+                loss_of(self._joining),
+                self._strategy.alone(),
+                with_forwards(self._forwards),
+                _uncompiled_modules(self._strategy.module),
+                self._statistics,
+                _Watch(self.draws, self._snapshot, self._dtypes),
+            ):
+                stack.enter_context(each)
+            yield
+
+
+def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
+    """Forwards that nothing hides from this rank: without graphs of the user's, and without collectives."""
+    forwards: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            forwards[module] = partial(nn.modules.batchnorm._BatchNorm.forward, module)
+        elif "_orig_mod" in module._modules:  # of torch.compile
+            forwards[module] = module._modules["_orig_mod"]
+    return forwards
+
+
+@contextmanager
+def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
+    """Run modules that are compiled in place as they are: a graph would not be watched."""
+    compiled = {each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+class _Joining:
+    """Takes the place of the batch under training, to see whether its loss calls a collective."""
+
+    num_microbatches = 1
+    is_evenly_split = False
+    is_exact_over_ranks = True
+    calls_collectives = False
+
+
+class _Watch(TorchDispatchMode):
+    """Sees each operation of torch: answers draws, notes writes and dtypes."""
+
+    def __init__(self, draws: Draws, snapshot: Snapshot, dtypes: set[torch.dtype]) -> None:
+        super().__init__()
+        self._draws, self._snapshot, self._dtypes = draws, snapshot, dtypes
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if any(not issubclass(each, nn.Parameter) and each is not Tensor for each in types):
+            return NotImplemented  # a subclass calls operations on plain tensors, which come here
+        kwargs = kwargs or {}
+        self._snapshot.before_write(tensors_written(op, args, kwargs))
+        if has_rate(op):
+            args, kwargs = without_dropout(op, args, kwargs)
+        elif draws_inside(op):
+            return self._draws.answer(op, args, kwargs)
+        found = op(*args, **kwargs)
+        if isinstance(found, Tensor) and found.numel() > 1 and found.is_floating_point():
+            self._dtypes.add(found.dtype)
+        return found
+
+
+class _BatchStatistics(TorchFunctionMode):
+    """Gives BatchNorm the statistics of the batch in the first run, as constants, in all runs.
+
+    Else they would differ between parts, and hide everything else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_calls: list[tuple[Tensor, Tensor]] = []
+        self._is_known = False
+        self._calls: Calls | None = None
+
+    def begin(self) -> None:
+        """Begin a run."""
+        self._is_known = self._calls is not None
+        self._calls = Calls()
+
+    def begin_backward(self) -> None:
+        """Note that the forward has ended."""
+        assert self._calls is not None
+        self._calls.in_backward = True
+
+    def __torch_function__(
+        self, fn: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if fn is not F.batch_norm:
+            return fn(*args, **kwargs)
+        return self._normalised(*args, **kwargs)
+
+    def _normalised(
+        self,
+        input: Tensor,  # noqa: A002
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """`F.batch_norm` with these statistics."""
+        if not training:
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        assert self._calls is not None
+        number = self._calls.next()
+        if number == len(self._of_calls) and not self._is_known:
+            rows = input.detach().to(torch.promote_types(input.dtype, torch.float32))
+            dims = [0, *range(2, input.ndim)]
+            self._of_calls.append((rows.mean(dims), rows.var(dims, unbiased=False)))
+        if number >= len(self._of_calls):
+            raise CannotReplay("its parts call BatchNorm another number of times")
+        mean, var = self._of_calls[number]
+        return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
+
+
+def _check_graph(loss: Tensor) -> None:
+    """Leave it to the step to refuse a loss whose backward would miss parameters."""
+    if not loss.requires_grad:
+        raise no_graph()
+    if hides_parameters(loss):
+        raise CannotReplay("it uses torch.utils.checkpoint with use_reentrant=True")
+
+
+def _num_collectives(state: DistState, plan: Plan) -> int:
+    """The number of collectives in the group so far; 0 where sharding calls them in every forward."""
+    if state.group is None or plan.having("shards"):
+        return 0
+    return int(state.group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def _figures(value: Any) -> tuple[float, ...]:
+    """A metric as numbers; none of what the step refuses."""
+    if isinstance(value, str):
+        return ()
+    return tuple(float(each) for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _norm(parameter: nn.Parameter) -> Tensor:
+    """The norm of this rank's part of a gradient, [], in at least float32; 0 of none."""
+    if parameter.grad is None:
+        return local(parameter.detach()).new_zeros((), dtype=torch.float32)
+    own = local(parameter.grad)
+    own = own.coalesce().values() if own.is_sparse else own
+    own = torch.view_as_real(own) if own.is_complex() else own
+    return torch.linalg.vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32))
