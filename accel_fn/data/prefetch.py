@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.base.host_copies import remember_source
+from accel_fn.base.origin import carry_mark
 from accel_fn.base.state import DistState, check_state
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.data.sampled_batches import SampledBatches
@@ -273,6 +274,7 @@ class _Copy(Mover):
 
     def _copied(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device)
+        carry_mark(moved, tensor)
         if tensor.is_cpu:
             remember_source(moved, tensor)
         return moved
@@ -299,6 +301,7 @@ class _SideStream(Mover):
             return tensor
         source = tensor.pin_memory() if tensor.is_cpu else tensor
         moved = source.to(self.device, non_blocking=True)
+        carry_mark(moved, tensor)
         if source.is_cpu:
             remember_source(moved, source)
         return moved

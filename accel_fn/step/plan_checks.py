@@ -18,6 +18,7 @@ from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.zero import is_born_sharded, is_copied
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
+from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan, SlotFunction, describe
 
 _SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")
@@ -33,6 +34,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
     check_parameters(plan)
     _check_optimizers(plan)
     _check_world(state, plan)
+    _check_frequencies(state, plan)
     _check_mesh(state, plan)
     _check_device(state, plan)
     if shares_gradients(state, plan):
@@ -193,6 +195,18 @@ def check_row_norms(model: nn.Module) -> None:
                 "build: model must not write to parameters in its forward, which on each rank is that of "
                 f"other samples, got {name or 'the model'}, of max_norm={module.max_norm}; leave it out, "
                 "and let torch.renorm bound the rows that were looked up"
+            )
+
+
+def _check_frequencies(state: DistState, plan: Plan) -> None:
+    """Refuse tables whose gradients depend on how often a batch has a row: a part counts its own."""
+    is_cut = state.world_size > 1 or splits_of(plan) or plan.having("virtual_ranks")
+    for name, module in plan.model.named_modules() if is_cut else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            raise PlanError(
+                "build: model must not scale gradients by how often a batch has a row, which each rank and "
+                f"micro-batch counts in its own samples, got {name or 'the model'}, of "
+                "scale_grad_by_freq=True; leave it out"
             )
 
 

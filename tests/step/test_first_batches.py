@@ -81,7 +81,9 @@ class Codes(nn.Module):
         return self.layer(x - self.mean)
 
 
-WRITTEN = r"step: model should write the same in its forward however a batch is cut, got mean, written"
+WRITTEN = (
+    r"step: model should write the same in its forward however a batch is cut, got mean, written"
+)
 
 
 @pytest.mark.parametrize(

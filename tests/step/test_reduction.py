@@ -493,7 +493,9 @@ def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_s
     assert "neither a mean nor a sum over the items of batch 2" in af.explain(step, state)
 
 
-STATE = r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state outside"
+STATE = (
+    r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state outside"
+)
 
 
 @pytest.mark.parametrize("recipe", [af.accumulate(2), af.reproducible(1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from accel_fn.base.origin import Origin
 from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.random_generators import seed_process
 from accel_fn.data.seed_samples import SeededSamples, reading
@@ -27,6 +29,8 @@ from accel_fn.data.set_epoch import InEpoch
 from accel_fn.data.workers import WorkerProgress
 
 _SHOWN = 8  # samples that an error lists
+_KEPT = 8
+"""Most samples that are read again for a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Fetcher(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
+        self.collate_fn = collate_fn
         self.progress: WorkerProgress | None = None
         self._collate = Collate(collate_fn)
         self._reads_rows = _stacks_plainly(collate_fn) and has_rows(dataset)
@@ -99,6 +104,17 @@ class Fetcher(Dataset[Any]):
             self._inside = InEpoch(_nested(self.dataset), part.epoch, alone=in_worker)
         with reading(part.epoch or 0), self._inside:
             return self.fetch(part.numbers)
+
+    def origin(self, part: Part) -> Origin | None:
+        """Return what makes the batch of a part of a few of its samples; None where rows are samples."""
+        if not part.is_split or not len(part.numbers) or _stacks_plainly(self.collate_fn):
+            return None
+        return Origin(len(part.numbers), partial(self._some, part), self.collate_fn)
+
+    def _some(self, part: Part) -> list[Any]:
+        numbers = part.listed().numbers[:_KEPT]
+        with reading(part.epoch or 0):
+            return list(self._samples(numbers))
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:
         """Return the batch of samples `numbers`: int64, or whatever else the data set is indexed by.
@@ -150,6 +166,10 @@ class ReadyFetcher(Fetcher):
         super().__init__(dataset, collate_fn)
         self._reads_rows = False
         self._ready = ReadyBatch(collate_fn, rank, world_size)
+
+    def origin(self, part: Part) -> Origin | None:
+        """Return None: a data set that has batches ready has no samples."""
+        return None
 
     def fetch(self, numbers: Any) -> Any:
         """Return this rank's rows of the batch; a list holds those of this rank alone."""

@@ -15,6 +15,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo
 
+from accel_fn.base.origin import mark
 from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
@@ -26,6 +27,9 @@ from accel_fn.data.workers import (
     make_loader,
     worker_error,
 )
+
+_LOOKS = (0, 1, 9, 99)
+"""The batches of a pass at which a step may look."""
 
 
 class BatchReader:
@@ -54,6 +58,13 @@ class BatchReader:
         """
         seed = mix(mix(seed) + (epoch or 0))
         of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
+        looked: dict[int, Part] = {}
+        noted = map(partial(_note_looked, looked, first_batch), of_epoch)
+        return self._marked(self._read(noted, epoch, first_batch, seed), looked, first_batch)
+
+    def _read(
+        self, of_epoch: Iterator[Part], epoch: int | None, first_batch: int, seed: int
+    ) -> Iterator[Any]:
         if self._options["num_workers"]:
             # A worker_init_fn may have seeded them itself.
             if self._options["worker_init_fn"] is None:
@@ -64,6 +75,17 @@ class BatchReader:
                 )
             return self._by_workers(of_epoch, epoch, first_batch, mix(seed + self._rank))
         return self._here(of_epoch, epoch, first_batch)
+
+    def _marked(
+        self, batches: Iterator[Any], looked: dict[int, Part], first_batch: int
+    ) -> Iterator[Any]:
+        """Mark the batches that a step looks at with their samples."""
+        for number, batch in enumerate(batches, first_batch):
+            part = looked.pop(number, None)
+            origin = None if part is None else self._fetcher.origin(part)
+            if origin is not None:
+                mark(batch, origin)
+            yield batch
 
     def numbered(self, parts: Iterable[Any], **settings: Any) -> Iterator[Numbered[Any]]:
         """Yield the same batches, each after the samples in it; None for the key of a ready one."""
@@ -111,6 +133,13 @@ class BatchReader:
             raise
         finally:
             self._pools.give_back(pool, failed=failed)
+
+
+def _note_looked(looked: dict[int, Part], first_batch: int, part: Part) -> Part:
+    """Keep the parts of the batches that a step looks at."""
+    if part.batch - first_batch in _LOOKS:
+        looked[part.batch] = part
+    return part
 
 
 def _where(batch: int, epoch: int | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from accel_fn.base.batch import num_samples, tensors_of
+from accel_fn.base.origin import origin_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.samples import Samples
 from accel_fn.base.split_batch import interleaved_parts, part_sizes, split_batch, split_rows
@@ -25,9 +27,10 @@ from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.gather import gather
-from accel_fn.errors import AccelError, BatchError, LossError
-from accel_fn.step.checks.draws import CannotReplay
-from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, loss_tolerance
+from accel_fn.errors import AccelError, BatchError
+from accel_fn.step.checks.collated import Recollated
+from accel_fn.step.checks.draws import CannotReplayError
+from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, agree, loss_tolerance
 from accel_fn.step.checks.trial import Ran, Trial
 from accel_fn.step.checks.verdicts import Verdicts
 from accel_fn.step.checks.writes import Written, are_close
@@ -71,6 +74,8 @@ class Comparison:
     def look(self, state: DistState, batch: Any, number: int) -> None:
         """Compare a batch with its parts, with one result on all ranks: refuse, or warn once."""
         self.is_due = False
+        if self._is_on and self.verdicts.sums:
+            self._check_sums(state)
         if not (self._is_on and self.verdicts.is_open):
             return
         try:
@@ -79,13 +84,24 @@ class Comparison:
             every: Sequence[Found] | str = f"its rows cannot be joined: {error}"
         else:
             every = _TOO_FEW if rows is None else self._compared(state, rows)
-        if isinstance(every, str):
+        samples = collated_samples(self._plan, state, batch)
+        of_samples = "" if samples is None else self._compared(state, samples)
+        if isinstance(every, str) and isinstance(of_samples, str):
             self._num_failures += 1
             self.is_due = self._num_failures < _MOST_FAILURES
             self.verdicts.not_compared(every)
         else:
             self._num_looks += 1
-            self.verdicts.judge(every, number)
+            self.verdicts.judge(every, of_samples, number)
+
+    def _check_sums(self, state: DistState) -> None:
+        """Warn of buffers that ranks have added up by their rows, and the loop has not over the ranks."""
+        names, self.verdicts.sums = self.verdicts.sums, []
+        buffers = dict(self._plan.model.named_buffers())
+        found = [buffers[name].detach().contiguous() for name in names if name in buffers]
+        every = primitives.exchange(fingerprints(found) if found else [], state, "step")
+        if any(each != every[0] for each in every):
+            self.verdicts.warn_of_writes(names)
 
     def _compared(self, state: DistState, rows: Rows) -> Sequence[Found] | str:
         """What all ranks have found; or why they have found nothing."""
@@ -123,7 +139,7 @@ def _on_all_ranks(
     mine: Found | str
     try:
         mine = compare()
-    except CannotReplay as reason:
+    except CannotReplayError as reason:
         mine = str(reason)
     except Exception as error:  # if training raises it too, the step itself raises it
         strategy.reset()
@@ -143,6 +159,8 @@ class Rows(NamedTuple):
     batch: Any
     num: int
     fewest: int
+    collate: Callable[[Sequence[int]], Any] | None = None
+    """Makes the batch of some of them, where they are samples of a loader."""
 
 
 def _few_rows(plan: Plan, strategy: Strategy, state: DistState, batch: Any) -> Rows | None:
@@ -182,6 +200,18 @@ def _counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]
         return None, None, 0
 
 
+def halves_of(
+    plan: Plan, strategy: Strategy, batch: Any
+) -> tuple[Any, Sequence[Any], Sequence[Weight]] | None:
+    """A few rows, their halves that weigh something, and the weights; None where there are no two."""
+    _, rows, num = _counted(plan, strategy, batch)
+    if num < 2:
+        return None
+    parts = split_batch(rows, 2)
+    pairs = [each for each in zip(parts, weigh(plan.weight_fn, parts), strict=True) if each[1]]
+    return (rows, *zip(*pairs, strict=True)) if len(pairs) > 1 else None
+
+
 def _joined(batch: Any, state: DistState) -> Any:
     """The rows of all ranks; a list that holds tensors is no row, unless it is marked by `samples`."""
 
@@ -190,6 +220,18 @@ def _joined(batch: Any, state: DistState) -> Any:
 
     leaves, form = pytree.tree_flatten(batch, is_column)
     return pytree.tree_unflatten([*gather(tuple(leaves), state)], form)
+
+
+def collated_samples(plan: Plan, state: DistState, batch: Any) -> Rows | None:
+    """A few samples of this rank's part that its loader collates anew; None on all ranks without such."""
+    is_window = bool(plan.having("takes_windows"))
+    origin = origin_of(batch[0] if is_window and type(batch) is list and batch else batch)
+    num = 0 if origin is None else min(origin.num_samples, _NUM_SAMPLES)
+    fewest = min(primitives.exchange(num, state, "step"))
+    if fewest < 2 or origin is None:
+        return None
+    found = Recollated(origin, state)
+    return Rows(None, num, fewest, found)
 
 
 # How it is cut
@@ -202,26 +244,32 @@ class Parts(NamedTuple):
     rows: Sequence[Sequence[int]]
 
 
-def _cut(batch: Any, num: int, how: str) -> Parts:
+def _cut(rows: Rows, how: str) -> Parts:
     """Cut rows in halves, by every second row, in thirds, or a quarter off."""
-    places = list(range(num))
-    if how == "in turn":
-        return Parts(interleaved_parts(batch, 2), [places[::2], places[1::2]])
+    num = rows.num
     sizes = {
         "halves": part_sizes(num, 2),
+        "in turn": part_sizes(num, 2),
         "thirds": part_sizes(num, 3),
         "unequal": [num - num // 4, num // 4],
     }[how]
-    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    rows = [places[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
-    return Parts(split_rows(batch, sizes), rows)
+    if how == "in turn":
+        places: list[Sequence[int]] = [range(0, num, 2), range(1, num, 2)]
+    else:
+        stops = accumulate(sizes)
+        places = [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+    if rows.collate is not None:
+        return Parts([rows.collate(each) for each in places], places)
+    if how == "in turn":
+        return Parts(interleaved_parts(rows.batch, 2), places)
+    return Parts(split_rows(rows.batch, sizes), places)
 
 
 def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
     """These cuts, of which all ranks have as many."""
     least = {"halves": 2, "in turn": 3, "thirds": 6, "unequal": 4}
     found = [name for name in names if rows.fewest >= least[name]] or ["halves"]
-    return [_cut(rows.batch, rows.num, name) for name in found[:most]]
+    return [_cut(rows, name) for name in found[:most]]
 
 
 class _Measure:
@@ -284,6 +332,8 @@ def _compare(
     plan: Plan, strategy: Strategy, state: DistState, rows: Rows, names: Sequence[str]
 ) -> Found:
     """Compare the rows of this rank with their parts."""
+    if rows.collate is not None:
+        rows = rows._replace(batch=rows.collate(range(rows.num)))
     cuts = _cuts(rows, names, most=1 if couples(plan, strategy) else 2)
     trial = Trial(plan, strategy, state)
     try:
@@ -311,7 +361,7 @@ class _Looks:
         if trial.draws.has_any:
             first = self._with_same_draws()
         cuts, metrics, gradients, of_parts, last = self._against(first)
-        tolerance = loss_tolerance(torch.float64, trial.dtypes())
+        tolerance = loss_tolerance(first.dtype, trial.dtypes())
         twice = _cut_of(self._plan, first.losses, [last], [self._rows.batch])
         by_row, unseen = self._by_row()
         return Found(
@@ -321,9 +371,11 @@ class _Looks:
             gradients,
             by_row,
             trial.dtypes(),
-            {name: each for name, each in metrics.items() if not _agree(each, tolerance)},
+            {name: each for name, each in metrics.items() if not agree(each, tolerance)},
             self._writes(first, of_parts, tolerance),
             unseen=unseen,
+            denominators=self._rows.collate is not None
+            and _differ_in_numbers(self._rows, self._cuts),
         )
 
     def _with_same_draws(self) -> Ran:
@@ -353,7 +405,7 @@ class _Looks:
                 ran, weights = measure.parts(cut)
                 of_parts.extend(ran if cut is self._cuts[0] else ())
                 found.extend(_cut_of(plan, first.losses, ran, cut.parts))
-                metrics.update(_metrics_of(first, ran, weights))
+                metrics.update(metrics_of(first, ran, weights))
             last = measure.whole(self._rows, adds=len(self._cuts) > 1)
 
         gradients = measure.gradients(run)
@@ -435,6 +487,21 @@ class _Looks:
         return after.written, is_read
 
 
+def _differ_in_numbers(rows: Rows, cuts: Sequence[Parts]) -> bool:
+    """Do batches that are collated of some samples have other 0-dim numbers than that of all?"""
+
+    def numbers(batch: Any) -> list[float]:
+        leaves = pytree.tree_leaves(batch)
+        return [
+            float(each)
+            for each in leaves
+            if isinstance(each, float) or (isinstance(each, Tensor) and not each.ndim)
+        ]
+
+    whole = numbers(rows.batch)
+    return any(numbers(part) != whole for cut in cuts for part in cut.parts)
+
+
 def _finite(cuts: Sequence[Cut]) -> list[Cut]:
     """The cuts in which at least two parts have items, of a loss that is finite."""
     return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
@@ -494,7 +561,7 @@ def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
         return None
 
 
-def _metrics_of(
+def metrics_of(
     whole: Ran, ran: Sequence[Ran], weights: Sequence[Weight]
 ) -> dict[str, tuple[float, float]]:
     """Metrics of the batch, and of its parts together, by name: where all are known and finite."""
@@ -519,11 +586,6 @@ def _metrics_of(
 
 def _divided(total: float, count: float) -> float:
     return total / count if count else float("nan")
-
-
-def _agree(pair: tuple[float, float], tolerance: tuple[float, float]) -> bool:
-    relative, least = tolerance
-    return abs(pair[0] - pair[1]) <= relative * max(map(abs, pair)) + least
 
 
 # Who judges a loss that calls collectives: the ranks together, who deal the same rows in two ways
@@ -587,7 +649,7 @@ class _Deals:
         seed = _times(share, factor)
         ran = trial.run(mine, weight, seed if self._strategy.leaves_gradients else None)
         if trial.draws.has_any:
-            raise CannotReplay("it calls collectives, and draws random numbers")
+            raise CannotReplayError("it calls collectives, and draws random numbers")
         of_ranks = primitives.exchange((ran.losses, share), ranks, "step")
         return [
             sum(losses[place] * _of_term(each, place) for losses, each in of_ranks)

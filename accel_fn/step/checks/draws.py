@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +14,20 @@ from accel_fn.step.torch_internals import checkpoint_frame
 
 Fill = Callable[[Tensor, torch.Generator], Any]
 """Writes random numbers to a tensor on the host."""
-_IN_PLACE = ("normal_", "uniform_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_")
+_IN_PLACE = (
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "cauchy_",
+    "geometric_",
+    "log_normal_",
+    "random_",
+)
 _RATES = ("dropout_p", "dropout")
 """Arguments of fused operations that draw inside: attention and recurrent layers."""
 
 
-class CannotReplay(Exception):
+class CannotReplayError(Exception):
     """A draw whose numbers cannot be made the same in a batch and its parts; its text is the reason."""
 
 
@@ -38,7 +46,7 @@ class Calls:
         if found is not None and found.is_recomputed:
             return self._number_again(found.frame, found.key)
         if found is not None and self.in_backward:
-            raise CannotReplay("random numbers are drawn in checkpoints inside of each other")
+            raise CannotReplayError("random numbers are drawn in checkpoints inside of each other")
         if found is not None:
             self._of_frames.setdefault(found.frame, []).append(self.count)
         self.count += 1
@@ -49,7 +57,9 @@ class Calls:
         place = self._again.get(key, 0)
         self._again[key] = place + 1
         if place >= len(numbers):
-            raise CannotReplay("a recomputed block draws other random numbers than its forward")
+            raise CannotReplayError(
+                "a recomputed block draws other random numbers than its forward"
+            )
         return numbers[place]
 
 
@@ -104,7 +114,7 @@ class Draws:
     def end(self) -> None:
         """Refuse a run that has drawn less often than the batch."""
         if self._record is None and self._part and self._calls.count != len(self._whole):
-            raise CannotReplay("its parts draw random numbers another number of times")
+            raise CannotReplayError("its parts draw random numbers another number of times")
 
     def are_by_row(self, num_rows: int, num_in_part: int) -> bool:
         """Has each request one entry a row in the dimensions that differ, or none such?"""
@@ -117,7 +127,7 @@ class Draws:
     def check_alike(self) -> None:
         """Refuse requests of the part that are others than those of the batch."""
         if not self._is_alike():
-            raise CannotReplay(
+            raise CannotReplayError(
                 "its parts draw other random numbers: their number or their range depends on the rows"
             )
 
@@ -134,7 +144,9 @@ class Draws:
             return self._fill(args[0], name, settings, lambda t, g: op(t, *settings, generator=g))
         if op is torch.ops.aten.bernoulli_.float:
             chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            return self._fill(args[0], name, (chance,), lambda t, g: t.bernoulli_(chance, generator=g))
+            return self._fill(
+                args[0], name, (chance,), lambda t, g: t.bernoulli_(chance, generator=g)
+            )
         if name in ("bernoulli", "bernoulli_"):
             return self._bernoulli(name, args)
         if name == "native_dropout":
@@ -143,7 +155,7 @@ class Draws:
             return self._normal(args, kwargs)
         if name.removesuffix("_like") in ("rand", "randn", "randint", "randperm"):
             return self._new(name, args, kwargs)
-        raise CannotReplay(f"{name} draws random numbers that depend on the rows")
+        raise CannotReplayError(f"{name} draws random numbers that depend on the rows")
 
     def _new(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """A new tensor of random numbers."""
@@ -173,19 +185,21 @@ class Draws:
         wide = torch.promote_types(args[0].dtype, torch.float32)
         uniform = torch.empty_like(args[0], dtype=wide)
         self._fill(uniform, name, (), lambda t, g: t.uniform_(generator=g))
-        found = uniform < chance
-        return args[0].copy_(found) if name.endswith("_") else found.to(args[0].dtype)
+        found = (uniform < chance).to(args[0].dtype)
+        return cast("Tensor", args[0].copy_(found)) if name.endswith("_") else found
 
     def _normal(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         mean, std = args[0], args[1] if len(args) > 1 else 1.0
         like = next((each for each in (mean, std) if isinstance(each, Tensor)), None)
         if like is None:
-            return self._new("randn", args[2:], kwargs) * std + mean
-        shape = torch.broadcast_shapes(*(each.shape for each in (mean, std) if isinstance(each, Tensor)))
-        target = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self._fill(target, "normal", (), lambda t, g: t.normal_(generator=g)) * std + mean
+            return self._new("randn", args[2:], kwargs).mul_(std).add_(mean)
+        target = torch.empty_like(like + (std if like is mean else mean))
+        drawn = self._fill(target, "normal", (), lambda t, g: t.normal_(generator=g))
+        return drawn.mul_(std).add_(mean)
 
-    def _dropout(self, given: Tensor, rate: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+    def _dropout(
+        self, given: Tensor, rate: float, train: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
         kept = torch.ones_like(given)
         if train is not False and rate:
             self._fill(kept, "dropout", (rate,), lambda t, g: t.bernoulli_(1 - rate, generator=g))
@@ -217,13 +231,13 @@ class Draws:
     def _dims(self, number: int, shape: tuple[int, ...]) -> list[int]:
         """The dimensions of rows of a draw."""
         if number >= len(self._whole):
-            raise CannotReplay("its parts draw random numbers another number of times")
+            raise CannotReplayError("its parts draw random numbers another number of times")
         whole = self._whole[number]
         dims = _dims_of_rows(whole, self._part[number])
         if [size for dim, size in enumerate(shape) if dim not in dims] != [
             size for dim, size in enumerate(whole.shape) if dim not in dims
         ]:
-            raise CannotReplay("the shape of its random numbers depends on the rows")
+            raise CannotReplayError("the shape of its random numbers depends on the rows")
         return dims
 
 

@@ -95,6 +95,8 @@ class Found:
     """Of a loss that calls collectives: the rows of all ranks, and the same dealt to other ranks."""
     moved: tuple[Sequence[Cut], Gradients | None] | None = None
     """The same rows, and with one of them moved to another rank."""
+    denominators: bool = False
+    """Do numbers that a collate_fn computes differ between the batch and its parts?"""
     unseen: str = ""
     """What could not be compared, though the losses were."""
 
@@ -116,12 +118,18 @@ def loss_tolerance(dtype: torch.dtype, precisions: Sequence[torch.dtype]) -> tup
     return max(found)
 
 
+def agree(pair: tuple[float, float], tolerance: tuple[float, float]) -> bool:
+    """Are two numbers the same, but for rounding?"""
+    relative, least = tolerance
+    return abs(pair[0] - pair[1]) <= relative * max(map(abs, pair)) + least
+
+
 def wrong_gradient(
     every: Sequence[Gradients],
     parameters: Sequence[torch.dtype],
     precisions: Sequence[torch.dtype],
 ) -> tuple[int, float] | None:
-    """The parameter whose gradient differs most beyond rounding, and by what part of it; None if none does."""
+    """The parameter whose gradient differs most beyond rounding, and by what part of its norm; or None."""
     whole, scale, rest = (
         [sum(norm**2 for norm in norms) ** 0.5 for norms in zip(*of_ranks, strict=True)]
         for of_ranks in (

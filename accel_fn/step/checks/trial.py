@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from accel_fn.comm.differentiable import loss_of
 from accel_fn.comm.dtensor import local
 from accel_fn.step.checks.draws import (
     Calls,
-    CannotReplay,
+    CannotReplayError,
     Draws,
     draws_inside,
     has_rate,
@@ -32,9 +32,12 @@ from accel_fn.step.checks.graph import hides_parameters
 from accel_fn.step.checks.parameters import no_graph
 from accel_fn.step.checks.writes import Snapshot, Written, tensors_written
 from accel_fn.step.global_mean import seed_of
+from accel_fn.step.loss_module import Outcome
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 
+Outputs = Callable[[Any, Weight], Outcome]
+"""Loss and metrics of rows of this weight."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -46,6 +49,8 @@ class Ran(NamedTuple):
     metrics: dict[str, tuple[float, ...]]
     """By name a mean, or a sum and its count."""
     written: Mapping[str, Written]
+    dtype: torch.dtype
+    """Of the loss."""
 
 
 class Trial:
@@ -54,8 +59,13 @@ class Trial:
     All that a forward writes is put back after each run, unless it is to be kept for the next one.
     """
 
-    def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
+    def __init__(
+        self, plan: Plan, strategy: Strategy, state: DistState, outputs: Outputs | None = None
+    ) -> None:
         self._plan, self._strategy, self._state = plan, strategy, state
+        self._outputs: Outputs = outputs or partial(strategy.outputs, plan, state)
+        """Default: those of the plan's loss."""
+        self._has_gradients = strategy.leaves_gradients and torch.is_grad_enabled()
         self._snapshot = Snapshot(plan.model, state)
         self.draws = Draws(seed=state.step)
         self._statistics = _BatchStatistics()
@@ -64,6 +74,8 @@ class Trial:
         self._trained = plan.trained()
         self._forwards = _plain_forwards(strategy.module)
         self._collectives = _num_collectives(state, plan)
+        self._is_plain = False
+        """Has the first run not drawn, not written and not used BatchNorm? Then others are not watched."""
         self.forget()
 
     def forget(self) -> None:
@@ -111,48 +123,55 @@ class Trial:
 
         `drawn`: which rows of how many they are, if each row has random numbers of its own.
         """
-        plan, strategy, state = self._plan, self._strategy, self._state
+        strategy, state = self._strategy, self._state
         snapshot, draws = self._snapshot, self.draws
         own = map_tensors(Tensor.clone, rows)  # a loss may write to its batch
         draws.begin(*(drawn or (None, 0)))
         try:
             with self._around():
-                loss, metrics = strategy.outputs(plan, state, own, weight)
+                loss, metrics = self._outputs(own, weight)
                 losses = loss.detach().reshape(-1)
                 figures = {name: _figures(value) for name, value in metrics.items()}
                 if factor is not None:
                     _check_graph(loss)
-                    self._statistics.begin_backward()
+                    if not self._is_plain:
+                        self._statistics.begin_backward()
                     draws.begin_backward()
                     strategy.backward(loss, seed_of(loss, factor, state.scaler))
                 else:
                     strategy.reset()  # parameters may wait, unsharded, for a backward
                 del loss, metrics
             draws.end()
-            return Ran(losses.tolist(), figures, snapshot.written())
+            snapshot.check_watched()
+            written = snapshot.written()
+            self._is_plain = not (draws.has_any or written or self._statistics.has_any)
+            return Ran(losses.tolist(), figures, written, losses.dtype)
         finally:
             grads = [each.grad for each in strategy.reachable]
-            if not keeps_writes:
+            if keeps_writes:
+                snapshot.restore_random()
+            else:
                 snapshot.restore()
-            snapshot.restore_random()
             for parameter, grad in zip(strategy.reachable, grads, strict=True):
                 parameter.grad = grad
 
     @contextmanager
     def _around(self) -> Iterator[None]:
         """The contexts of a run: on this rank alone, with draws and statistics of the whole batch."""
-        self._statistics.begin()
+        contexts: list[AbstractContextManager[Any]] = [
+            torch.set_grad_enabled(self._has_gradients),
+            uncompiled(),
+            loss_of(self._joining),
+            self._strategy.alone(),
+            with_forwards(self._forwards),
+            _uncompiled_modules(self._strategy.module),
+        ]
+        if not self._is_plain:
+            self._statistics.begin()
+            watch = _Watch(self.draws, self._snapshot, self._dtypes)
+            contexts += [self._statistics, watch]
         with ExitStack() as stack:
-            for each in (
-                torch.set_grad_enabled(self._strategy.leaves_gradients),
-                uncompiled(),
-                loss_of(self._joining),
-                self._strategy.alone(),
-                with_forwards(self._forwards),
-                _uncompiled_modules(self._strategy.module),
-                self._statistics,
-                _Watch(self.draws, self._snapshot, self._dtypes),
-            ):
+            for each in contexts:
                 stack.enter_context(each)
             yield
 
@@ -171,7 +190,9 @@ def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
 @contextmanager
 def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
     """Run modules that are compiled in place as they are: a graph would not be watched."""
-    compiled = {each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl}
+    compiled = {
+        each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl
+    }
     for module in compiled:
         module._compiled_call_impl = None
     try:
@@ -190,11 +211,11 @@ class _Joining:
     calls_collectives = False
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of torch: answers draws, notes writes and dtypes."""
 
     def __init__(self, draws: Draws, snapshot: Snapshot, dtypes: set[torch.dtype]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws, self._snapshot, self._dtypes = draws, snapshot, dtypes
 
     def __torch_dispatch__(
@@ -225,6 +246,11 @@ class _BatchStatistics(TorchFunctionMode):
         self._of_calls: list[tuple[Tensor, Tensor]] = []
         self._is_known = False
         self._calls: Calls | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Has the first run used statistics of the batch?"""
+        return bool(self._of_calls)
 
     def begin(self) -> None:
         """Begin a run."""
@@ -267,7 +293,7 @@ class _BatchStatistics(TorchFunctionMode):
             dims = [0, *range(2, input.ndim)]
             self._of_calls.append((rows.mean(dims), rows.var(dims, unbiased=False)))
         if number >= len(self._of_calls):
-            raise CannotReplay("its parts call BatchNorm another number of times")
+            raise CannotReplayError("its parts call BatchNorm another number of times")
         mean, var = self._of_calls[number]
         return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
 
@@ -277,7 +303,7 @@ def _check_graph(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise no_graph()
     if hides_parameters(loss):
-        raise CannotReplay("it uses torch.utils.checkpoint with use_reentrant=True")
+        raise CannotReplayError("it uses torch.utils.checkpoint with use_reentrant=True")
 
 
 def _num_collectives(state: DistState, plan: Plan) -> int:
@@ -301,4 +327,6 @@ def _norm(parameter: nn.Parameter) -> Tensor:
     own = local(parameter.grad)
     own = own.coalesce().values() if own.is_sparse else own
     own = torch.view_as_real(own) if own.is_complex() else own
-    return torch.linalg.vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32))
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(own, dtype=dtype)
+    return norm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_fn.base.state import DistState
-from accel_fn.errors import LossError, PlanError
+from accel_fn.errors import BatchError, LossError, PlanError
 from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, wrong_gradient
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.microbatches import splits_of
@@ -34,6 +34,8 @@ class Verdicts:
         self._fitting = {"mean", "sum", "shift"}
         """The reductions that fitted all batches so far."""
         self._warned: set[str] = set()
+        self.sums: list[str] = []
+        """Buffers that add up what each rank has, which the loop is to add up over ranks."""
         self.is_open = True
         """Is there anything left to judge?"""
         self.text = "is not compared with those of its parts"
@@ -50,7 +52,60 @@ class Verdicts:
         if not self._batches:
             self.text = f"could not be compared with those of its parts: {reason}"
 
-    def judge(self, every: Sequence[Found], number: int) -> None:
+    def judge(
+        self, every: Sequence[Found] | str, of_samples: Sequence[Found] | str, number: int
+    ) -> None:
+        """Judge a batch that was cut along its rows, and where they are known, by its samples."""
+        if isinstance(of_samples, str):
+            assert not isinstance(every, str)
+            self._judge_cut(every, number)
+        elif isinstance(every, str):
+            self._judge_cut(of_samples, number)
+        else:
+            self._judge_both(every, of_samples, number)
+
+    def _judge_both(self, every: Sequence[Found], of_samples: Sequence[Found], number: int) -> None:
+        by_rows, by_samples = self._agrees(every), self._agrees(of_samples)
+        if by_samples and not by_rows:
+            # Such as chosen rows before rejected ones: ranks collate their own, micro-batches cut them.
+            if self._is_in_microbatches and self._cuts_rows:
+                raise BatchError(
+                    "step: batch must have one row a sample where accumulate cuts it, got one whose rows "
+                    f"have roles by their place: in batch {number} parts of its rows give another loss, "
+                    "parts of its samples do not; return a dict or tuple of tensors with one row a sample "
+                    "from collate_fn, or give accumulate a split"
+                )
+            self._judge_cut(of_samples, number)
+            return
+        denominators = any(each.denominators for each in of_samples)
+        if by_samples or (not by_rows and not denominators) or not self._is_over_ranks:
+            self._judge_cut(every, number)
+            return
+        cut = next((cut for each in of_samples for cut in each.cuts), None)
+        got = (
+            ""
+            if cut is None
+            else f": parts give {_numbers(cut.losses)}, all samples {cut.whole:.6g}"
+        )
+        what = "a number by which the loss divides" if denominators else "padding or a mixture"
+        self.is_open = False
+        self.text = f"depends on the samples that collate_fn sees{got}"
+        self._warn(
+            "step: collate_fn should make rows that do not depend on the other samples of a batch, of which "
+            f"each rank collates its own part, got one that computes over them ({what}, for example) in "
+            f"batch {number}{got}; so the result depends on the number of ranks. Use "
+            'shard_loader(..., collate="global"), compute it in loss_fn, or build(..., check_loss=False)'
+        )
+
+    def _agrees(self, every: Sequence[Found]) -> bool:
+        """Are losses and gradients of parts those of the batch?"""
+        if any(each.calls_collectives for each in every):
+            return True
+        fits = all(self._plan.reduction in each.fitting(each.cuts) for each in every)
+        gradients = [each.gradients for each in every]
+        return fits and self._wrong(gradients, every[0].precisions) is None
+
+    def _judge_cut(self, every: Sequence[Found], number: int) -> None:
         """Refuse a plan of another reduction; warn once of a program that depends on how it is cut."""
         declared, precisions = self._plan.reduction, every[0].precisions
         # A loss that differs from run to run keeps state that nobody could put back.
@@ -155,7 +210,8 @@ class Verdicts:
         self.is_open = False
         got = f"the gradient of {name} differs by {off:.2g} of its norm"
         self.text = (
-            f"is a {self._plan.reduction} over its items, its gradient is not: in {_listed([number])} {got}"
+            f"is a {self._plan.reduction} over its items, its gradient is not: in "
+            f"{_listed([number])} {got}"
         )
         self._warn(
             "step: loss_fn should have a gradient that is the mean of those of its parts, of which ranks "
@@ -218,12 +274,10 @@ class Verdicts:
         self._warn(wrong_metrics("step", found))
 
     def _judge_writes(self, every: Sequence[Found]) -> bool:
-        """Refuse or warn of what a forward writes by the cut of a batch; return whether it has warned."""
-        writes = {
-            name: write
-            for name, write in _of_all_ranks([each.writes for each in every]).items()
-            if self._bears(write) and name not in self._warned
-        }
+        """Refuse or warn of what a forward writes by the cut of a batch; return whether it writes so."""
+        every_write = _of_all_ranks([each.writes for each in every])
+        bearing = {name: write for name, write in every_write.items() if self._bears(write)}
+        writes = {name: write for name, write in bearing.items() if name not in self._warned}
         trained = {name for name, each in writes.items() if each.kind == "parameter"}
         trained &= {*self._names}
         names = ", ".join([*writes][:_SHOWN])
@@ -241,14 +295,20 @@ class Verdicts:
                 "loop, initialise before build, or build(..., check_loss=False)"
             )
         if writes:
-            self._warned |= {*writes}
-            self._warn(
-                "step: model should write the same in its forward however a batch is cut, got "
-                f"{names}, written in the forward of each rank and micro-batch by its own rows, and kept for "
-                "later ones; write in the loop, once an update, add up over ranks with reduce_sum in "
-                "the forward, or leave out accumulate"
-            )
-        return bool(writes)
+            self.warn_of_writes([*writes])
+        if self._is_over_ranks:
+            self.sums = [name for name, each in every_write.items() if each.of_rows and each.is_sum]
+        return bool(bearing)
+
+    def warn_of_writes(self, names: Sequence[str]) -> None:
+        """Warn of what a forward writes by its rows."""
+        self._warned.update(names)
+        self._warn(
+            "step: model should write the same in its forward however a batch is cut, got "
+            f"{', '.join(names[:_SHOWN])}, written in the forward of each rank and micro-batch by its own "
+            "rows, and kept for later ones; write in the loop, once an update, add up over ranks with "
+            "reduce_sum in the forward, or leave out accumulate"
+        )
 
     def _bears(self, write: Write) -> bool:
         """Does this write depend on how the plan cuts a batch, and does it count?"""
@@ -296,7 +356,10 @@ def _of_all_ranks(every: Sequence[Mapping[str, Write]]) -> dict[str, Write]:
 
 def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
     """The warning of metrics that differ between a batch and its parts."""
-    some = [f"{name}: {whole:.6g} for a batch, {parts:.6g} by its parts" for name, (whole, parts) in found.items()]
+    some = [
+        f"{name}: {whole:.6g} for a batch, {parts:.6g} by its parts"
+        for name, (whole, parts) in found.items()
+    ]
     return (
         f"{function}: metrics should be means over the items of a batch, got others, which depend on the "
         f"number of ranks, micro-batches and batches: {'; '.join(some[:_SHOWN])}; return a pair "
@@ -305,7 +368,9 @@ def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
 
 
 def _cuts_rows(split: Any) -> bool:
-    return hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
+    """Does a function of `split` cut rows, or take micro-batches whose rows can be cut?"""
+    is_window = "takes_windows" in getattr(split, "traits", ())
+    return is_window or hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
 
 
 def _numbers(values: Sequence[float]) -> str:

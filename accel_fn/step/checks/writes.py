@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.rng import random_state, restore_random
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import local
+from accel_fn.errors import StateError
+from accel_fn.step.checks.draws import CannotReplayError
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
@@ -43,9 +45,8 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, state: DistState) -> None:
-        self._device = state.device
         # No lock of `exclusive_random` here: simulated ranks would wait for each other's collectives.
-        self._generators = random_state(state.device)
+        self._random = _Random(state.device)
         self._model = model
         self._modules = list(model.named_modules())
         self._dicts = [
@@ -63,6 +64,7 @@ class Snapshot:
         """Tensors that were written, with copies of what they were."""
         self._owners: dict[int, list[Tensor]] = {}
         """By their memory, parameters and tensors among the attributes."""
+        self._versions: list[tuple[Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}
         for parameter in model.parameters():
@@ -75,6 +77,7 @@ class Snapshot:
         memory = _memory_of(tensor)
         if memory is not None:
             self._owners.setdefault(memory, []).append(tensor)
+            self._versions.append((tensor, tensor._version))
 
     def _noted(self, value: Any, left: list[int]) -> Any:
         """A value as it is now: containers and arrays are copied, tensors are owned."""
@@ -114,9 +117,11 @@ class Snapshot:
             if not isinstance(module, _STATISTICS):
                 for key, buffer in module._buffers.items():
                     if buffer is not None and not self._is_same_buffer(buffer):
-                        kind = "attribute" if key in module._non_persistent_buffers_set else "buffer"
+                        kind = (
+                            "attribute" if key in module._non_persistent_buffers_set else "buffer"
+                        )
                         found[_joined(name, key)] = Written(kind, _copied(buffer))
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._model.named_parameters() if self._copies else ():
             if id(parameter) in self._copies and not self._is_same(parameter, parameter):
                 found[name] = Written("parameter", _copied(parameter))
         return found
@@ -136,7 +141,9 @@ class Snapshot:
             value = local(before.detach()) if copies is None else copies[1]
             return isinstance(now, Tensor) and _close(value, local(now.detach()), exact=True)
         if isinstance(before, np.ndarray):
-            return isinstance(now, np.ndarray) and bool(np.array_equal(before, now, equal_nan=False))
+            return isinstance(now, np.ndarray) and bool(
+                np.array_equal(before, now, equal_nan=False)
+            )
         if isinstance(before, tuple):
             items = _items(now)
             if items is None or before[0] != type(now).__name__ or len(before[1]) != len(items):
@@ -164,9 +171,66 @@ class Snapshot:
         self._copies.clear()
         self.restore_random()
 
+    def check_watched(self) -> None:
+        """Refuse to go on if a forward has written what was not copied before, or has drawn unseen."""
+        if not self._random.ends_alike():
+            raise CannotReplayError(
+                "its parts draw other random numbers: those of Python, NumPy or torch depend on the rows"
+            )
+        for owner, version in self._versions:
+            if owner._version != version and id(owner) not in self._copies:
+                shape = list(owner.shape)
+                raise StateError(
+                    "step: model must write the same parameters and attributes in each forward, got one that "
+                    f"has written a tensor of shape {shape} for some rows alone, which the check cannot put "
+                    "back; load a checkpoint, and use build(..., check_loss=False)"
+                )
+
     def restore_random(self) -> None:
         """Put the random generators back."""
-        restore_random(self._generators, self._device)
+        self._random.restore()
+
+
+class _Random:
+    """The states of Python's, NumPy's and torch's generators, as they keep them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._now()
+        self._ends: tuple[Any, ...] | None = None
+        """The states after the first run."""
+
+    def _now(self) -> tuple[Any, ...]:
+        numpy: Any = np.random.get_state(legacy=True)
+        states = random.getstate(), numpy, torch.get_rng_state()
+        if self._device.type == "cpu":
+            return states
+        return *states, torch.get_device_module(self._device).get_rng_state(self._device)
+
+    def ends_alike(self) -> bool:
+        """Has this run moved them as the first one has?"""
+        now = self._now()
+        self._ends = self._ends or now
+        return _are_same(now, self._ends)
+
+    def restore(self) -> None:
+        """Put them back."""
+        if _are_same(self._now(), self._states):
+            return
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        torch.set_rng_state(self._states[2])
+        for state in self._states[3:]:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
+
+
+def _are_same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return (
+        states[0] == others[0]
+        and states[1][2:] == others[1][2:]
+        and np.array_equal(states[1][1], others[1][1])
+        and all(map(torch.equal, states[2:], others[2:]))
+    )
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
@@ -272,4 +336,3 @@ def tensors_written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         for each in found if isinstance(found, list | tuple) else (found,):
             if isinstance(each, Tensor):
                 yield each
-
