@@ -48,6 +48,11 @@ def splits_of(plan: Plan) -> list[Any]:
     return [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
 
 
+def in_microbatches(plan: Plan) -> bool:
+    """Does a rank compute its part of a batch in several forwards?"""
+    return bool(splits_of(plan) or plan.having("virtual_ranks"))
+
+
 def _has_samples(part: Any) -> bool:
     return any(tensor.numel() for tensor in tensors_of(part))
 

@@ -18,7 +18,7 @@ from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.zero import is_born_sharded, is_copied
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
-from accel_fn.step.microbatches import splits_of
+from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan, SlotFunction, describe
 
 _SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")
@@ -200,7 +200,7 @@ def check_row_norms(model: nn.Module) -> None:
 
 def _check_frequencies(state: DistState, plan: Plan) -> None:
     """Refuse tables whose gradients depend on how often a batch has a row: a part counts its own."""
-    is_cut = state.world_size > 1 or splits_of(plan) or plan.having("virtual_ranks")
+    is_cut = state.world_size > 1 or in_microbatches(plan)
     for name, module in plan.model.named_modules() if is_cut else ():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
             raise PlanError(

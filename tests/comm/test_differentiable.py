@@ -183,7 +183,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("collective", ALLOWED.values(), ids=ALLOWED)
 def test_what_needs_no_gradient_is_exchanged(collective):
-    assert step_with(collective, af.wrap_ddp(), 2) == [True] * 2
+    assert step_with(collective, af.wrap_ddp(), 2, check_loss=False) == [True] * 2
 
 
 def test_items_of_a_list_have_no_graph():

@@ -12,7 +12,7 @@ from tests.support import strategies as ours
 from tests.support.out_of_memory import checked
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+    pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
     pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean"),
 ]
 

@@ -11,7 +11,7 @@ from tests.support import strategies as ours
 from tests.support.reproducible_runs import RECIPES, WORLDS, fingerprints, spoilt
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+    pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
     pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean"),
 ]
 

@@ -16,7 +16,7 @@ from tests.support.cases import pinned
 # newer versions of torch have another name for it, older ones not
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+    pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
 ]
 
 WRAPS = {

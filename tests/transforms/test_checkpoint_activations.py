@@ -18,7 +18,7 @@ from tests.support import strategies as ours
 from tests.support.block_models import CHOICES, LAYERS, Block, is_in, stack
 from tests.support.compilers import compiles
 
-pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 
 
 @compiles

@@ -26,7 +26,7 @@ from tests.support.block_models import (
 )
 from tests.support.cases import pinned
 
-pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 
 
 @pytest.mark.parametrize(

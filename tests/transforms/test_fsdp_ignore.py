@@ -49,7 +49,7 @@ RECIPES = {
         af.wrap_fsdp(ignore=IGNORE, reshard_after_forward=False), af.accumulate(2)
     ),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

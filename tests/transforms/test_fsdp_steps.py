@@ -19,7 +19,7 @@ from tests.support.block_models import (
     weights_after,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers")
+pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 
 
 def warmed_up(model, optimizer):

@@ -27,7 +27,7 @@ from tests.support.reproducible_runs import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:step. model should write the same to its buffers"),
+    pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
     pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean"),
 ]
 

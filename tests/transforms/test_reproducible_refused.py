@@ -169,8 +169,9 @@ def test_a_forward_that_changes_what_is_saved_is_raised_on_all_ranks_after_the_f
 
     (words,) = set(simulate(run, world_size=world_size))
     assert words == (
-        "step: reproducible's model must change no buffers in its forward, which on each rank is that of "
-        "other samples, got calls; give it persistent=False where it does not count"
+        "step: reproducible's model must change no buffers, parameters or attributes that it reads in its "
+        "forward, which on each rank is that of other samples, got calls; give buffers persistent=False "
+        "where they do not count, or write in the loop"
     )
 
 

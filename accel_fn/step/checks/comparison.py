@@ -34,7 +34,7 @@ from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, agree, l
 from accel_fn.step.checks.trial import Ran, Trial
 from accel_fn.step.checks.verdicts import Verdicts
 from accel_fn.step.checks.writes import Written, are_close
-from accel_fn.step.microbatches import splits_of
+from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.step.strategy import Strategy
@@ -78,21 +78,30 @@ class Comparison:
             self._check_sums(state)
         if not (self._is_on and self.verdicts.is_open):
             return
-        try:
-            rows = _few_rows(self._plan, self._strategy, state, batch)
-        except AccelError as error:  # the same on all ranks
-            every: Sequence[Found] | str = f"its rows cannot be joined: {error}"
-        else:
-            every = _TOO_FEW if rows is None else self._compared(state, rows)
         samples = collated_samples(self._plan, state, batch)
         of_samples = "" if samples is None else self._compared(state, samples)
+        every = self._by_rows(state, batch, of_samples)
         if isinstance(every, str) and isinstance(of_samples, str):
             self._num_failures += 1
             self.is_due = self._num_failures < _MOST_FAILURES
             self.verdicts.not_compared(every)
-        else:
-            self._num_looks += 1
-            self.verdicts.judge(every, of_samples, number)
+            return
+        self._num_looks += 1
+        self.is_due = True  # after an error, too
+        self.verdicts.judge(every, of_samples, number)
+        self.is_due = False
+
+    def _by_rows(
+        self, state: DistState, batch: Any, of_samples: Sequence[Found] | str
+    ) -> Sequence[Found] | str:
+        """What ranks find in parts of the rows of a batch; or why they find nothing."""
+        if self._plan.having("takes_windows") and not isinstance(of_samples, str):
+            return "micro-batches that a loader has collated are not cut"
+        try:
+            rows = _few_rows(self._plan, self._strategy, state, batch)
+        except AccelError as error:  # the same on all ranks
+            return f"its rows cannot be joined: {error}"
+        return _TOO_FEW if rows is None else self._compared(state, rows)
 
     def _check_sums(self, state: DistState) -> None:
         """Warn of buffers that ranks have added up by their rows, and the loop has not over the ranks."""
@@ -124,7 +133,7 @@ class Comparison:
 
 def is_cut(state: DistState, plan: Plan) -> bool:
     """Is a batch computed in parts, over ranks or one after another?"""
-    return state.world_size > 1 or bool(splits_of(plan) or plan.having("virtual_ranks"))
+    return state.world_size > 1 or in_microbatches(plan)
 
 
 def couples(plan: Plan, strategy: Strategy) -> bool:
@@ -176,8 +185,8 @@ def _few_rows(plan: Plan, strategy: Strategy, state: DistState, batch: Any) -> R
     if min(counts) < 2:
         source = [each > 1 for each in counts].index(True)
         part = broadcast(part, state, source=source)
-        num = counts[source] if num < 2 else num
-    return Rows(part, num, min(each for each in counts if each > 1))
+        counts = [counts[source]]
+    return Rows(part, num_samples(part), min(counts))
 
 
 def _counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
@@ -277,8 +286,10 @@ class _Measure:
 
     def __init__(self, plan: Plan, strategy: Strategy, trial: Trial) -> None:
         self._plan, self._trial = plan, trial
-        self._couples = couples(plan, strategy)
+        self.couples = couples(plan, strategy)
         self._has_gradients = strategy.leaves_gradients
+        self._scale: list[float] = []
+        """For each parameter, the largest norm so far: gradients of rows may cancel each other."""
 
     def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
         """Run all rows; with `adds`, add their gradient."""
@@ -300,10 +311,10 @@ class _Measure:
             factor, drawn = self.taken(weight, total), (rows, num) if num else None
             if weight:
                 ran.append(self._trial.run(part, weight, factor, drawn=drawn))
-            elif self._couples:
+                self._note_scale()
+            elif self.couples:
                 part, weight = self._spare(cut, weights)
-                nothing = (0.0,) * len(weight) if isinstance(weight, tuple) else 0.0
-                self._trial.run(part, weight, nothing)  # other ranks run theirs
+                self._trial.run(part, weight, _times(weight, 0.0))  # other ranks run theirs
         return ran, [each for each in weights if each]
 
     def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
@@ -321,11 +332,16 @@ class _Measure:
 
     def gradients(self, run: Callable[[], None]) -> Gradients | None:
         """The norms of the gradient so far, and of what is left of it after `run`."""
-        before = self._trial.norms()
-        run()
         if not self._has_gradients:
+            run()
             return None
-        return Gradients(before, before, self._trial.norms())
+        before = self._scale = self._trial.norms()
+        run()
+        return Gradients(before, self._scale, self._trial.norms())
+
+    def _note_scale(self) -> None:
+        if self._has_gradients:
+            self._scale = [*map(max, self._scale, self._trial.norms())]
 
 
 def _compare(
@@ -406,7 +422,8 @@ class _Looks:
                 of_parts.extend(ran if cut is self._cuts[0] else ())
                 found.extend(_cut_of(plan, first.losses, ran, cut.parts))
                 metrics.update(metrics_of(first, ran, weights))
-            last = measure.whole(self._rows, adds=len(self._cuts) > 1)
+            if not measure.couples:  # a forward alone may leave shards gathered
+                last = measure.whole(self._rows, adds=len(self._cuts) > 1)
 
         gradients = measure.gradients(run)
         return _finite(found), metrics, gradients, of_parts, last
@@ -415,7 +432,7 @@ class _Looks:
         """The first cut again, where each row has random numbers of its own; or why it is not."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         if not trial.draws.has_any:
-            return None, ""
+            return None, "terms of training mode, under wrap_tp" if self._plan.shard_model else ""
         if not trial.draws.are_by_row(rows.num, len(cut.rows[0])):
             return None, "weights that are drawn"
         trial.forget()
@@ -433,7 +450,7 @@ class _Looks:
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
     ) -> dict[str, Write]:
         """What the forward writes: by its rows, by their number of parts, and read by later forwards."""
-        if not of_parts or not (whole.written or of_parts[0].written):
+        if not any(each.written for each in (whole, *of_parts)):
             return {}
         chained, is_read = self._chained(tolerance)
         runs = whole.written, of_parts[0].written, chained
@@ -469,8 +486,9 @@ class _Looks:
         one = measure.taken(last[1], last[1])
         trial.forget()
         for part, weight in others:
-            trial.run(part, weight, None, keeps_writes=True)
-        after = trial.run(*last, _negative(one))
+            nothing = _times(weight, 0.0) if measure.couples else None
+            trial.run(part, weight, nothing, keeps_writes=True)
+        after = trial.run(*last, None if one is None else _times(one, -1.0))
         alone = after
 
         def run() -> None:
@@ -505,12 +523,6 @@ def _differ_in_numbers(rows: Rows, cuts: Sequence[Parts]) -> bool:
 def _finite(cuts: Sequence[Cut]) -> list[Cut]:
     """The cuts in which at least two parts have items, of a loss that is finite."""
     return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
-
-
-def _negative(factor: Weight | None) -> Weight | None:
-    if factor is None:
-        return None
-    return tuple([-each for each in factor]) if isinstance(factor, tuple) else -factor
 
 
 def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:
@@ -605,7 +617,8 @@ class _Deals:
         batch = _joined(self._rows.batch, state)
         num, size = num_samples(batch), self._ranks.world_size
         sizes = part_sizes(num, size)
-        if size == 1 or sizes[-1] < 2 or plan.having("local_gradients"):
+        # In micro-batches, a collective that a gradient goes through is refused.
+        if size == 1 or sizes[-1] < 2 or plan.having("local_gradients") or in_microbatches(plan):
             return Found(calls_collectives=True)
         in_turn = interleaved_parts(batch, size)
         moved = split_rows(batch, [sizes[0] + 1, *sizes[1:-1], sizes[-1] - 1])

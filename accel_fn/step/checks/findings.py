@@ -12,7 +12,7 @@ _LOSS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-4, 1e-5)}
 _LOSS_IN_HALF = (2e-2, 1e-2)
 """Tolerances of losses, relative and absolute, for sums in another order."""
 _GRADIENT = {torch.float64: (1e-8, 1e-15), torch.float32: (1e-4, 1e-7)}
-_UNDER_AUTOCAST, _OF_HALVES = (2e-2, 1e-7), (1e-1, 1e-3)
+_UNDER_AUTOCAST, _OF_HALVES, _IN_FLOAT8 = (2e-2, 1e-7), (1e-1, 1e-3), (5e-1, 1e-2)
 """Tolerances of gradients, relative to the parameter's gradient and to the model's largest one."""
 
 
@@ -155,6 +155,8 @@ def _gradient_tolerance(parameter: torch.dtype, precision: torch.dtype) -> tuple
     wide = torch.float32 if wide == torch.complex64 else wide
     if wide in _GRADIENT:
         return _GRADIENT[wide]
+    if wide.itemsize == 1:
+        return _IN_FLOAT8
     return _OF_HALVES if parameter == precision else _UNDER_AUTOCAST
 
 

@@ -1,4 +1,4 @@
-"""A look at metrics of a loader: are they means, or functions of means?"""
+"""A look at the metrics of a loader, which should be means, and no functions of means."""
 
 from __future__ import annotations
 

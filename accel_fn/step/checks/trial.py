@@ -38,7 +38,7 @@ from accel_fn.step.strategy import Strategy
 
 Outputs = Callable[[Any, Weight], Outcome]
 """Loss and metrics of rows of this weight."""
-_HALVES = (torch.float16, torch.bfloat16)
+_LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
 class Ran(NamedTuple):
@@ -74,7 +74,10 @@ class Trial:
         self._trained = plan.trained()
         self._forwards = _plain_forwards(strategy.module)
         self._collectives = _num_collectives(state, plan)
-        self._is_plain = False
+        self._is_first = True
+        # DTensors compute shapes by operations of their own, in which a mode cannot stand.
+        self._is_split = bool(plan.shard_model)
+        self._is_plain = self._is_split
         """Has the first run not drawn, not written and not used BatchNorm? Then others are not watched."""
         self.forget()
 
@@ -95,12 +98,12 @@ class Trial:
 
     def dtypes(self) -> list[torch.dtype]:
         """The lowest precision in which each trained parameter's gradient was computed."""
-        halves = [each for each in _HALVES if each in self._dtypes]
+        low = [each for each in _LOW if each in self._dtypes]
         single = torch.float32 in self._dtypes
         return [
             each.dtype
-            if each.dtype in _HALVES
-            else (halves or [torch.float32 if single else each.dtype])[0]
+            if each.dtype in _LOW
+            else (low or [torch.float32 if single else each.dtype])[0]
             for each in self._trained
         ]
 
@@ -128,12 +131,16 @@ class Trial:
         own = map_tensors(Tensor.clone, rows)  # a loss may write to its batch
         draws.begin(*(drawn or (None, 0)))
         try:
+            if self._is_split:
+                self._plan.model.eval()  # without dropout, which would draw unseen
             with self._around():
                 loss, metrics = self._outputs(own, weight)
                 losses = loss.detach().reshape(-1)
                 figures = {name: _figures(value) for name, value in metrics.items()}
                 if factor is not None:
                     _check_graph(loss)
+                    if self._is_first and any(p.grad is not None for p in strategy.reachable):
+                        raise CannotReplayError("it writes gradients of its own")
                     if not self._is_plain:
                         self._statistics.begin_backward()
                     draws.begin_backward()
@@ -144,7 +151,9 @@ class Trial:
             draws.end()
             snapshot.check_watched()
             written = snapshot.written()
-            self._is_plain = not (draws.has_any or written or self._statistics.has_any)
+            self._is_first = False
+            seen = draws.has_any or written or self._statistics.has_any
+            self._is_plain = self._is_split or not seen
             return Ran(losses.tolist(), figures, written, losses.dtype)
         finally:
             grads = [each.grad for each in strategy.reachable]
@@ -221,9 +230,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if any(not issubclass(each, nn.Parameter) and each is not Tensor for each in types):
             return NotImplemented  # a subclass calls operations on plain tensors, which come here
-        kwargs = kwargs or {}
         self._snapshot.before_write(tensors_written(op, args, kwargs))
         if has_rate(op):
             args, kwargs = without_dropout(op, args, kwargs)

@@ -11,7 +11,7 @@ from accel_fn.base.state import DistState
 from accel_fn.errors import BatchError, LossError, PlanError
 from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, wrong_gradient
 from accel_fn.step.checks.warn import warn_user
-from accel_fn.step.microbatches import splits_of
+from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
 
 _SHOWN = 3
@@ -24,7 +24,7 @@ class Verdicts:
         self._plan = plan
         self._is_main = state.is_main
         self._is_over_ranks = state.data.world_size > 1
-        self._is_in_microbatches = bool(splits_of(plan) or plan.having("virtual_ranks"))
+        self._is_in_microbatches = in_microbatches(plan)
         self._cuts_rows = all(map(_cuts_rows, plan.split))
         """Are batches cut along rows? A function of the user's may cut them so that its own parts agree."""
         names = {id(each): name for name, each in plan.model.named_parameters()}

@@ -18,15 +18,17 @@ from accel_fn.comm.dtensor import local
 from accel_fn.errors import StateError
 from accel_fn.step.checks.draws import CannotReplayError
 
-_INTERNAL = frozenset(vars(nn.Module()))
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
 """Layers whose running statistics are judged by themselves."""
 _MOST_ENTRIES = 1000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_UNKNOWN = object()
 _EXACT = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
 _ROUNDING = 2e-2
 """Relative differences of values that are sums in another order: by dtype, and in half precision."""
+
+
+class _Unknown:
+    """Stands for a value that is not compared."""
 
 
 class Written(NamedTuple):
@@ -83,7 +85,7 @@ class Snapshot:
         """A value as it is now: containers and arrays are copied, tensors are owned."""
         left[0] -= 1
         if left[0] < 0:
-            return _UNKNOWN
+            return _Unknown
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, Tensor):
@@ -94,7 +96,7 @@ class Snapshot:
             return value.copy()
         items = _items(value)
         if items is None:
-            return _UNKNOWN
+            return _Unknown
         if not isinstance(value, tuple):
             self._containers.append((value, value.copy()))
         return type(value).__name__, [self._noted(each, left) for each in items]
@@ -132,7 +134,7 @@ class Snapshot:
 
     def _is_same(self, before: Any, now: Any) -> bool:
         """Is an attribute what it was?"""
-        if before is _UNKNOWN:
+        if before is _Unknown:
             return True
         if isinstance(before, Tensor):
             copies = self._copies.get(id(before))
@@ -253,8 +255,15 @@ def _refill(container: Any, copy: Any) -> None:
         container.update(copy)
 
 
+@cache
+def _internal() -> frozenset[str]:
+    """The attributes that torch gives every module."""
+    return frozenset(vars(nn.Module()))
+
+
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in vars(module).items() if key not in _INTERNAL]
+    internal = _internal()
+    return [(key, value) for key, value in vars(module).items() if key not in internal]
 
 
 def _items(value: Any) -> Sequence[Any] | None:
@@ -279,7 +288,7 @@ def _copied(value: Any, left: list[int] | None = None) -> Any:
     items = _items(value) if left[0] > 0 else None
     if items is not None:
         return [_copied(each, left) for each in items]
-    return value if isinstance(value, _PLAIN) else _UNKNOWN
+    return value if isinstance(value, _PLAIN) else _Unknown
 
 
 def _joined(name: str, key: str) -> str:
