@@ -27,10 +27,18 @@ from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.dtensor import local
 from accel_fn.comm.gather import gather
-from accel_fn.errors import AccelError, BatchError
+from accel_fn.errors import AccelError, BatchError, StateError
 from accel_fn.step.checks.collated import Recollated
 from accel_fn.step.checks.draws import CannotReplayError
-from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, agree, loss_tolerance
+from accel_fn.step.checks.findings import (
+    Cut,
+    Found,
+    Gradients,
+    Reads,
+    Write,
+    agree,
+    loss_tolerance,
+)
 from accel_fn.step.checks.trial import Ran, Trial
 from accel_fn.step.checks.verdicts import Verdicts
 from accel_fn.step.checks.writes import Written, are_close
@@ -146,17 +154,22 @@ def _on_all_ranks(
 ) -> Sequence[Found] | str:
     """What `compare` finds on each rank; or why one of them has found nothing."""
     mine: Found | str
+    lost: StateError | None = None
     try:
         mine = compare()
     except CannotReplayError as reason:
         mine = str(reason)
+    except StateError as error:  # what it wrote could not be put back
+        mine, lost = str(error), error
     except Exception as error:  # if training raises it too, the step itself raises it
         strategy.reset()
         what = "memory ran out" if is_memory(error) else f"{type(error).__name__}: {error}"
         mine = f"{what} in a forward or backward of a few rows"
-    every = primitives.exchange(mine, state, "step")
-    failures = [each for each in every if isinstance(each, str)]
-    return failures[0] if failures else [each for each in every if isinstance(each, Found)]
+    every = primitives.exchange((mine, lost is not None), state, "step")
+    if any(is_lost for _, is_lost in every):
+        raise lost or StateError(next(str(each) for each, is_lost in every if is_lost))
+    failures = [each for each, _ in every if isinstance(each, str)]
+    return failures[0] if failures else [each for each, _ in every if isinstance(each, Found)]
 
 
 # What is compared
@@ -452,14 +465,14 @@ class _Looks:
         """What the forward writes: by its rows, by their number of parts, and read by later forwards."""
         if not any(each.written for each in (whole, *of_parts)):
             return {}
-        chained, is_read = self._chained(tolerance)
-        runs = whole.written, of_parts[0].written, chained
+        runs = [whole.written, of_parts[0].written, self._after_all_parts()]
+        reads = self._reads(tolerance)
         return {
             name: Write(
                 kind,
-                of_parts=not _same(name, whole.written, chained),
-                of_rows=not _same(name, whole.written, of_parts[0].written),
-                is_read=is_read,
+                of_parts=not _same(name, runs[0], runs[2]),
+                of_rows=not _same(name, runs[0], runs[1]),
+                reads=reads,
             )
             for name, kind in _kinds(runs).items()
         }
@@ -468,41 +481,72 @@ class _Looks:
         """The same of a loss that calls collectives: what it writes may be of the rows of all ranks."""
         if not whole.written:
             return {}
-        chained, is_read = self._chained((1e-8, 1e-12))
+        chained, reads = self._after_all_parts(), self._reads((1e-8, 1e-12))
         tensors = {n: w.value for n, w in whole.written.items() if isinstance(w.value, Tensor)}
         bits = dict(zip(tensors, fingerprints([*tensors.values()]), strict=True)) if tensors else {}
         return {
             name: Write(
-                kind, not _same(name, whole.written, chained), False, is_read, bits.get(name, 0)
+                kind, not _same(name, whole.written, chained), False, reads, bits.get(name, 0)
             )
             for name, kind in _kinds((whole.written, chained)).items()
         }
 
-    def _chained(self, tolerance: tuple[float, float]) -> tuple[Mapping[str, Written], bool]:
-        """What is written after all parts in a row, and whether the last one has read what came before."""
-        trial, measure, cut = self._trial, self._measure, self._cuts[0]
-        weights = weigh(self._plan.weight_fn, cut.parts)
-        *others, last = [each for each in zip(cut.parts, weights, strict=True) if each[1]]
-        one = measure.taken(last[1], last[1])
+    def _weighing(self) -> list[tuple[Any, Weight]]:
+        """The parts of the first cut that weigh something."""
+        parts = self._cuts[0].parts
+        weights = weigh(self._plan.weight_fn, parts)
+        return [each for each in zip(parts, weights, strict=True) if each[1]]
+
+    def _after_all_parts(self) -> Mapping[str, Written]:
+        """What is written after all parts, one after the other."""
+        *others, last = self._weighing()
+        for each in others:
+            self._keep(*each)
+        return self._trial.run(
+            *last, _times(last[1], 0.0) if self._measure.couples else None
+        ).written
+
+    def _keep(self, rows: Any, weight: Weight) -> None:
+        nothing = _times(weight, 0.0) if self._measure.couples else None
+        self._trial.run(rows, weight, nothing, keeps_writes=True)
+
+    def _reads(self, tolerance: tuple[float, float]) -> Reads:
+        """Does a part give something else after another part: than alone, and than after the batch?"""
+        first, *_, last = self._weighing()
+        ones: Weight = (1,) * len(self._plan.terms) or 1
+        return Reads(
+            parts=self._differ(last, first, None, tolerance),
+            rows=self._differ(last, first, (self._rows.batch, ones), tolerance),
+        )
+
+    def _differ(
+        self,
+        rows: tuple[Any, Weight],
+        one: tuple[Any, Weight] | None,
+        other: tuple[Any, Weight] | None,
+        tolerance: tuple[float, float],
+    ) -> bool:
+        """Do rows give something else after one forward than after another, or after none?"""
+        trial, measure = self._trial, self._measure
+        taken = measure.taken(rows[1], rows[1])
         trial.forget()
-        for part, weight in others:
-            nothing = _times(weight, 0.0) if measure.couples else None
-            trial.run(part, weight, nothing, keeps_writes=True)
-        after = trial.run(*last, None if one is None else _times(one, -1.0))
-        alone = after
+        losses = []
 
-        def run() -> None:
-            nonlocal alone
-            alone = trial.run(*last, one)
+        def run(before: tuple[Any, Weight] | None, factor: Weight | None) -> None:
+            if before is not None:
+                self._keep(*before)
+            losses.append(trial.run(*rows, factor).losses)
 
-        gradients = measure.gradients(run)
+        run(one, None if taken is None else _times(taken, -1.0))
+        gradients = measure.gradients(lambda: run(other, taken))
         relative, least = tolerance
-        off = max(abs(a - b) for a, b in zip(after.losses, alone.losses, strict=True))
-        is_read = off > relative * max(map(abs, after.losses)) + least
-        if gradients is not None:
-            largest = max(gradients.whole, default=0.0)
-            is_read = is_read or max(gradients.rest, default=0.0) > relative * largest
-        return after.written, is_read
+        off = max(abs(a - b) for a, b in zip(*losses, strict=True))
+        if off > relative * max(map(abs, losses[0])) + least:
+            return True
+        if gradients is None:
+            return False
+        largest = max(gradients.whole, default=0.0)
+        return max(gradients.rest, default=0.0) > relative * largest
 
 
 def _differ_in_numbers(rows: Rows, cuts: Sequence[Parts]) -> bool:

@@ -55,6 +55,16 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """Does a forward read what another one has written?"""
+
+    parts: bool
+    """Does it give something else after another part than alone?"""
+    rows: bool
+    """Does it give something else after a part than after the batch?"""
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """What a forward writes to the model, as it bears on the result."""
 
@@ -63,15 +73,14 @@ class Write:
     """Is it another value after all parts, one after the other, than after the batch?"""
     of_rows: bool
     """Is it another value after a part than after the batch?"""
-    is_read: bool
-    """Does a later forward of the same rows give something else?"""
+    reads: Reads
     bits: int | None = None
     """Of a loss that calls collectives, a checksum after the batch: ranks may write the same by all rows."""
 
     @property
     def is_sum(self) -> bool:
         """Is it a sum over rows that no forward reads, which the loop may add up over ranks?"""
-        return self.kind == "buffer" and not (self.of_parts or self.is_read)
+        return self.kind == "buffer" and not (self.of_parts or self.reads.rows)
 
 
 @dataclass(frozen=True, slots=True)

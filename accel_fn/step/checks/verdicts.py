@@ -9,7 +9,7 @@ import torch
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import BatchError, LossError, PlanError
-from accel_fn.step.checks.findings import Cut, Found, Gradients, Write, wrong_gradient
+from accel_fn.step.checks.findings import Cut, Found, Gradients, Reads, Write, wrong_gradient
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
@@ -312,15 +312,12 @@ class Verdicts:
 
     def _bears(self, write: Write) -> bool:
         """Does this write depend on how the plan cuts a batch, and does it count?"""
-        if self._plan.having("virtual_ranks"):
-            depends = write.of_parts or write.of_rows
-        else:
-            depends = (write.of_parts and self._is_in_microbatches) or (
-                write.of_rows and self._is_over_ranks
-            )
+        is_reproducible = bool(self._plan.having("virtual_ranks"))
+        by_parts = write.of_parts and (is_reproducible or self._is_in_microbatches)
+        by_rows = write.of_rows and (is_reproducible or self._is_over_ranks)
         if write.kind == "attribute":
-            return depends and write.is_read
-        return depends and not write.is_sum
+            return (by_parts and write.reads.parts) or (by_rows and write.reads.rows)
+        return (by_parts or by_rows) and not write.is_sum
 
     def _warn_of_state(self, cut: Cut) -> None:
         self.is_open = False
@@ -348,7 +345,10 @@ def _of_all_ranks(every: Sequence[Mapping[str, Write]]) -> dict[str, Write]:
             writes[0].kind,
             of_parts=any(each.of_parts for each in writes),
             of_rows=any(each.of_rows for each in writes) or len({w.bits for w in writes}) > 1,
-            is_read=any(each.is_read for each in writes),
+            reads=Reads(
+                parts=any(each.reads.parts for each in writes),
+                rows=any(each.reads.rows for each in writes),
+            ),
         )
         for name, writes in found.items()
     }

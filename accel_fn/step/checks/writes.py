@@ -154,24 +154,33 @@ class Snapshot:
         return type(before) is type(now) and bool(before == now or before != before)
 
     def restore(self) -> None:
-        """Put everything back; an error here is raised."""
-        with torch.no_grad():
-            for found, was in self._dicts:
-                found.clear()
-                found.update(was)
-            for names, were in self._sets:
-                names.clear()
-                names.update(were)
-            for buffer, value in self._buffers.values():
-                _write(buffer, value)
-            for owner, value in self._copies.values():
-                _write(local(owner.detach()), value)
-            for container, copy in self._containers:
-                _refill(container, copy)
+        """Put everything back; what cannot be put back is an error."""
+        try:
+            with torch.no_grad():
+                self._restore()
+        except Exception as error:
+            raise StateError(
+                "step: model must be one that can be put back after the forwards of a check, got "
+                f"{type(error).__name__}: {error}; load a checkpoint, and use build(..., check_loss=False)"
+            ) from error
         for parameter, grad in self._grads:
             parameter.grad = grad
         self._copies.clear()
         self.restore_random()
+
+    def _restore(self) -> None:
+        for found, was in self._dicts:
+            found.clear()
+            found.update(was)
+        for names, were in self._sets:
+            names.clear()
+            names.update(were)
+        for buffer, value in self._buffers.values():
+            _write(buffer, value)
+        for owner, value in self._copies.values():
+            _write(local(owner.detach()), value)
+        for container, copy in self._containers:
+            _refill(container, copy)
 
     def check_watched(self) -> None:
         """Refuse to go on if a forward has written what was not copied before, or has drawn unseen."""

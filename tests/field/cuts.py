@@ -1,0 +1,418 @@
+"""Kinds of programs that depend on how a batch is cut, though their losses may not show it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accel_fn as af
+from tests.field.catalogue import kind
+from tests.field.program import (
+    Case,
+    figures,
+    mse,
+    network,
+    recipe,
+    samples,
+    sgd,
+    train,
+    train_by_hand,
+    update,
+)
+
+
+@kind("warned", "reduce_mean")
+def divided_by_itself(case: Case):
+    """The loss is always 1, and its gradient a ratio of means."""
+    batch = samples(case)
+
+    def loss_fn(model, batch):
+        loss = mse(model, batch)
+        return loss / loss.detach()
+
+    def over_ranks(state):
+        def loss_fn(model, batch):
+            loss = mse(model, batch)
+            return loss / af.reduce_mean(loss.detach(), state, weight=len(batch[0]))
+
+        return train(
+            state,
+            replace(case, k=1),
+            network(),
+            loss_fn,
+            (af.part(batch, state) for _ in range(3)),
+        )
+
+    return (
+        lambda: train_by_hand(network(), loss_fn, [batch] * 3),
+        lambda state: train(
+            state, case, network(), loss_fn, (af.part(batch, state) for _ in range(3))
+        ),
+        over_ranks,
+    )
+
+
+@kind("warned", "gather the rows")
+def term_of_training_alone(case: Case):
+    """A mixture of experts balances its experts over the batch, in training mode alone."""
+    x, y = samples(case)
+
+    class Mixture(nn.Module):
+        def __init__(self, state=None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.router, self.balance, self.state = nn.Linear(4, 3).double(), 0.0, state
+            self.experts = nn.ModuleList([nn.Linear(4, 1).double() for _ in range(3)])
+
+        def forward(self, x):
+            shares = self.router(x).softmax(1)
+            chosen = F.one_hot(shares.argmax(1), 3).double()
+            means = chosen.mean(0), shares.mean(0)
+            if self.state is not None:
+                means = af.reduce_mean(means, self.state, weight=len(x))
+            self.balance = (means[0] * means[1]).sum() if self.training else 0.0
+            return sum(each(x) * shares[:, i : i + 1] for i, each in enumerate(self.experts))
+
+    def loss_fn(model, batch):
+        return mse(model, batch) + 0.1 * model.balance
+
+    def run(state, case, model):
+        return train(state, case, model, loss_fn, (af.part((x, y), state) for _ in range(3)))
+
+    return (
+        lambda: train_by_hand(Mixture(), loss_fn, [(x, y)] * 3),
+        lambda state: run(state, case, Mixture()),
+        lambda state: run(state, replace(case, k=1), Mixture(state)),
+    )
+
+
+class Counted(nn.Module):
+    """A model that scales its output by a count of forwards."""
+
+    def __init__(self, *, counts: bool = True):
+        super().__init__()
+        self.net, self.count, self.counts = network(), 0, counts
+
+    def forward(self, x):
+        if self.training and self.counts:
+            self.count += 1
+        return self.net(x) * (1 + 0.1 * self.count)
+
+
+def counting(case: Case, counts: bool):
+    """Train by hand, and by steps in which the forward or the loop counts."""
+    batch = samples(case)
+
+    def run(state):
+        model = Counted(counts=counts)
+        batches = (af.part(batch, state) for _ in range(3))
+        plan = recipe(case)(af.Plan(mse, model, sgd(model)))
+        state, step = af.build(state, plan)
+        losses = []
+        for each in batches:
+            model.count += not counts
+            state, report = step(state, each)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return lambda: train_by_hand(Counted(), mse, [batch] * 3), run
+
+
+@kind("warned", "write in the loop", k=(2, 3), num_samples=(12, 15, 21))
+def counter_in_the_forward(case: Case):
+    """An attribute counts forwards, of which there are several in an update."""
+    by_hand, run = counting(case, True)
+    return by_hand, run, counting(case, False)[1]
+
+
+@kind("equal", k=(1,))
+def counter_of_updates(case: Case):
+    """The same count, with one forward in an update on each rank."""
+    return counting(case, True)
+
+
+@kind("warned", "write in the loop", k=(2, 3))
+def teacher_in_the_forward(case: Case):
+    """A frozen teacher is moved towards its student in each forward."""
+    x, _ = samples(case)
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student = network()
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def move(model):
+        for own, slow in zip(model.student.parameters(), model.teacher.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(getattr(own, "data", own), alpha=0.1)
+
+    def loss_fn(model, batch):
+        return (model.student(batch) + 1 - model.teacher(batch)).square().mean()
+
+    def moving(model, batch):
+        move(model)
+        return loss_fn(model, batch)
+
+    def run(state, loss_fn, before=lambda model: None):
+        model = Pair()
+        optimizer = sgd(model.student)
+        replicas = af.compose(af.wrap_ddp(), af.accumulate(case.k))
+        state, step = af.build(state, replicas(af.Plan(loss_fn, model, optimizer)))
+        for _ in range(3):
+            before(model)
+            state, _ = step(state, af.part(x, state))
+        return figures(model)
+
+    def by_hand():
+        model = Pair()
+        optimizer = sgd(model.student)
+        for _ in range(3):
+            update(model, moving(model, x), optimizer)
+        return figures(model)
+
+    return by_hand, lambda state: run(state, moving), lambda state: run(state, loss_fn, move)
+
+
+@kind("refused", "initialise before build", world_size=(2, 3), strategy=("wrap_ddp",))
+def rows_bounded_in_the_lookup(case: Case):
+    """`F.embedding(max_norm=)` writes to the rows that it looks up."""
+    ids = torch.randint(0, 5, (case.num_samples,), generator=case.generator())
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Parameter(torch.randn(5, 4).double())
+            self.head = network()
+
+        def forward(self, ids):
+            return self.head(F.embedding(ids, self.table, max_norm=0.5))
+
+    def loss_fn(model, batch):
+        return (model(batch).squeeze(1) - batch).square().mean()
+
+    return (
+        lambda: train_by_hand(Table(), loss_fn, [ids] * 3),
+        lambda state: train(state, case, Table(), loss_fn, (af.part(ids, state) for _ in range(3))),
+    )
+
+
+@kind("refused", "weight_fn count what it divides by", world_size=(2, 3), k=(1,))
+def divided_by_a_count_over_ranks(case: Case):
+    """A program of DDP divides by the mean count of the ranks itself; the step weighs ranks once more."""
+    x, y = samples(case)
+    mask = (torch.arange(case.num_samples) % 4 != 1).double()[:, None]
+
+    def errors(model, batch):
+        return ((model(batch[0]) - batch[1]).square() * batch[2]).sum()
+
+    def by_itself(state):
+        def loss_fn(model, batch):
+            count = af.reduce_sum(batch[2].sum(), state) / state.world_size
+            return errors(model, batch) / count
+
+        return loss_fn
+
+    def run(state, loss_fn, **options):
+        batches = (af.part((x, y, mask), state) for _ in range(3))
+        return train(state, case, network(), loss_fn, batches, **options)
+
+    def mean(model, batch):
+        return errors(model, batch) / batch[2].sum()
+
+    return (
+        lambda: train_by_hand(network(), mean, [(x, y, mask)] * 3),
+        lambda state: run(state, by_itself(state)),
+        lambda state: run(state, mean, weight_fn=lambda batch: float(batch[2].sum())),
+    )
+
+
+@kind("refused", "reduction='sum'", num_samples=(24,))
+def sum_beside_noise(case: Case):
+    """A sum over rows, of which the forward draws noise too small to show in the figures."""
+    x, y = samples(case)
+
+    def loss_fn(model, batch):
+        noise = 1e-300 * torch.randn_like(batch[0])
+        return F.mse_loss(model(batch[0] + noise), batch[1], reduction="sum") / 24
+
+    def run(state, **options):
+        batches = (af.part((x, y), state) for _ in range(3))
+        return train(state, case, network(), loss_fn, batches, **options)
+
+    return (
+        lambda: train_by_hand(network(), loss_fn, [(x, y)] * 3),
+        run,
+        lambda state: run(state, reduction="sum"),
+    )
+
+
+def from_samples(case: Case, collate, loss_fn):
+    """Train over an epoch of samples that `collate` joins."""
+    x, y = samples(case)
+    rows = [*zip(x, y, strict=True)]
+    loader = DataLoader(rows, batch_size=6, collate_fn=collate)
+    return (
+        lambda: train_by_hand(network(), loss_fn, loader),
+        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
+    )
+
+
+@kind("warned", "collate_fn", world_size=(2, 3), num_samples=(12, 24))
+def collate_that_centres(case: Case):
+    """The collate_fn subtracts the mean of its rows, which on a rank are those of its part."""
+
+    def collate(rows):
+        inputs, targets = map(torch.stack, zip(*rows, strict=True))
+        return inputs - inputs.mean(0), targets
+
+    return from_samples(case, collate, mse)
+
+
+def chosen_and_rejected(rows):
+    first, second = zip(*[(x, x.roll(1)) for x, _ in rows], strict=True)
+    return torch.stack(first + second)
+
+
+def preference(model, batch):
+    chosen, rejected = model(batch).squeeze(1).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+@kind("equal", k=(1,), num_samples=(12, 24))
+def pairs_in_one_tensor(case: Case):
+    """Chosen rows stand before rejected ones: a rank collates its own part, so nothing is wrong."""
+    return from_samples(case, chosen_and_rejected, preference)
+
+
+@kind("refused", "dict or tuple of tensors", k=(2, 3), num_samples=(12, 24))
+def pairs_in_one_tensor_cut(case: Case):
+    """The same, cut into micro-batches along the rows."""
+    return from_samples(case, chosen_and_rejected, preference)
+
+
+@kind("warned", r"\(sum, count\)")
+def perplexity(case: Case):
+    """A metric that is a function of a mean."""
+    batch = samples(case)
+
+    def loss_fn(model, batch):
+        loss = mse(model, batch)
+        return loss, {"perplexity": loss.detach().exp()}
+
+    def run(state, loss_fn, figure):
+        model = network()
+        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
+        _, report = step(state, af.part(batch, state))
+        return {"perplexity": figure(report)}
+
+    return (
+        lambda: {"perplexity": mse(network(), batch).detach().exp()},
+        lambda state: run(state, loss_fn, lambda report: report.metrics["perplexity"]),
+        lambda state: run(state, mse, lambda report: report.loss.exp()),
+    )
+
+
+@kind("equal", strategy=("wrap_ddp",))
+def counts_that_the_loop_adds_up(case: Case):
+    """A buffer counts the rows of each expert; the loop adds the counts up over ranks."""
+    x, y = samples(case)
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network(3)
+            self.register_buffer("load", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x):
+            scores = self.net(x)
+            if self.training:
+                self.load += F.one_hot(scores.argmax(1), 3).sum(0)
+            return scores.softmax(1)[:, :1]
+
+    def run(state):
+        model = Routed()
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        loads = []
+        for _ in range(3):
+            state, _ = step(state, af.part((x, y), state))
+            loads.append(af.reduce_sum(model.load.clone(), state))
+            model.load.zero_()
+        return {**figures(model), "loads": torch.stack(loads)}
+
+    def by_hand():
+        model = Routed()
+        optimizer = sgd(model)
+        loads = []
+        for _ in range(3):
+            update(model, mse(model, (x, y)), optimizer)
+            loads.append(model.load.clone())
+            model.load.zero_()
+        return {**figures(model), "loads": torch.stack(loads)}
+
+    return by_hand, run
+
+
+@kind("equal")
+def what_hooks_keep(case: Case):
+    """Attention maps, features of a hook and an auxiliary loss: written by each forward, read in it alone."""
+    batch = samples(case)
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.maps, self.size = network(), [], None
+            self.net[0].register_forward_hook(self.keep)
+
+        def keep(self, module, inputs, output):
+            self.maps = [*self.maps[-1:], output.detach()]
+
+        def forward(self, x):
+            out = self.net(x)
+            self.size = out.square().mean()
+            return out
+
+    def loss_fn(model, batch):
+        return mse(model, batch) + 0.1 * model.size
+
+    return (
+        lambda: train_by_hand(Watched(), loss_fn, [batch] * 3),
+        lambda state: train(
+            state, case, Watched(), loss_fn, (af.part(batch, state) for _ in range(3))
+        ),
+    )
+
+
+@kind("equal")
+def buffer_that_takes_its_shape(case: Case):
+    """A buffer takes its shape in the first forward, and no forward reads it."""
+    batch = samples(case)
+
+    class Observed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+            self.register_buffer("low", torch.empty(0, dtype=torch.float64), persistent=False)
+
+        def forward(self, x):
+            if not self.low.numel():
+                self.low.resize_(x.shape[1:]).copy_(x.detach().amin(0))
+            return self.net(x)
+
+    def run(state):
+        model = Observed()
+        found = train(state, case, model, mse, (af.part(batch, state) for _ in range(3)))
+        return {**found, "trains": torch.tensor(float(model.training))}
+
+    return (
+        lambda: {
+            **train_by_hand(Observed(), mse, [batch] * 3),
+            "trains": torch.ones(()),
+        },
+        run,
+    )

@@ -1,0 +1,402 @@
+"""What a look at a few rows leaves behind: nothing; what it costs; and the writes that it finds."""
+
+import copy
+import random
+import weakref
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.support import strategies as ours
+
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(16, 3)
+BATCH = (X, X.sum(1, keepdim=True) + 0.5)
+
+
+def stepped(model, loss_fn=ours.mse, recipe=None, batch=BATCH, num_steps=1, **options):
+    """Train some steps in micro-batches; return the step."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(trained, lr=0.1))
+    state, step = af.build(af.DistState(), (recipe or af.accumulate(2))(plan), **options)
+    for _ in range(num_steps):
+        state, _ = step(state, batch)
+    return step
+
+
+class Writing(nn.Module):
+    """A model whose training forward writes whatever a model can hold, and reads none of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+        self.head = nn.Linear(4, 1).double()
+        self.register_buffer("shape", torch.empty(0), persistent=False)
+        self.number, self.text, self.items, self.queue = 0, "", [], deque(maxlen=3)
+        self.table, self.array = {"calls": 0, "inner": [0]}, np.zeros(2)
+        self.tensor, self.cache = torch.zeros(2), None
+
+    def forward(self, x):
+        if not self.shape.numel():
+            self.shape.resize_(x.shape[1:]).fill_(float(x.sum()))
+        self.number += 1
+        self.text += "a"
+        self.items.append(len(x))
+        self.queue.append(len(x))
+        self.table["calls"] += 1
+        self.table["inner"].append(x.detach())
+        self.array += 1
+        self.tensor += 1
+        self.cache = x
+        self.late = len(x)
+        return self.head(self.net(x))
+
+    def held(self):
+        """Return copies of everything."""
+        names = ("number", "text", "items", "queue", "table", "array", "tensor", "cache", "late")
+        return copy.deepcopy({name: getattr(self, name, None) for name in names})
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.filterwarnings("ignore:step. model should")
+def test_a_look_leaves_everything_as_it_was():
+    """Two steps with looks are two steps without, to the bit, in all that a model and a process hold."""
+    ends = []
+    for check_loss in (True, False):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = Writing()
+        model.net[2].eval()
+        step = stepped(model, num_steps=2, check_loss=check_loss)
+        modes = [each.training for each in model.modules()]
+        grads = [each.grad for each in model.parameters()]
+        draws = torch.rand(2), random.random(), np.random.rand()
+        ends.append((model.state_dict(), model.shape, model.held(), modes, grads, draws))
+        assert ("agree" in step.checks.comparison.verdict) is check_loss
+    for with_looks, without in zip(*ends, strict=True):
+        assert same(with_looks, without)
+
+
+def test_a_forward_that_fails_in_the_middle_leaves_the_mode_of_the_model():
+    def loss_fn(model, batch):
+        if len(batch[0]) < 8:
+            model.eval()
+            raise ValueError("too few rows")
+        return ours.mse(model, batch)
+
+    model = ours.regression_model()
+    step = stepped(model, loss_fn)
+    assert model.training
+    assert "ValueError: too few rows" in step.checks.comparison.verdict
+
+
+def test_memory_that_runs_out_in_a_look_ends_the_look():
+    def loss_fn(model, batch):
+        if len(batch[0]) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ours.mse(model, batch)
+
+    step = stepped(ours.regression_model(), loss_fn)
+    assert "memory ran out in a forward or backward" in step.checks.comparison.verdict
+
+
+def test_an_error_while_everything_is_put_back_is_raised():
+    class Locked(nn.Module):
+        """Its forward shares a buffer between rows, which cannot be written afterwards."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1).double()
+            self.register_buffer("kept", torch.zeros(4), persistent=False)
+
+        def forward(self, x):
+            self.kept.data = torch.zeros(1).expand(4)
+            return self.layer(x)
+
+    with pytest.raises(
+        af.errors.StateError, match=r"put back .* more than one element of the writ"
+    ):
+        stepped(Locked())
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        found = op(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(each, torch.Tensor):
+                self.count(each.untyped_storage())
+        return found
+
+    def count(self, storage):
+        key = storage._cdata
+        if key not in self.known:
+            self.known.add(key)
+            self.now += (size := storage.nbytes())
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_look_takes_no_more_memory_than_the_step(dropout):
+    """One set of gradients, and the activations of a few rows."""
+    peaks = []
+    for check_loss in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(200, 200), nn.Dropout(dropout), nn.Linear(200, 1))
+        batch = torch.randn(512, 200), torch.randn(512, 1)
+        peak = Peak()
+        with peak:
+            stepped(model, batch=batch, check_loss=check_loss)
+        peaks.append(peak.most)
+    assert peaks[1] <= peaks[0]
+
+
+class Keeps(nn.Module):
+    """Reads a value that `write(self, x)` changes in each training forward."""
+
+    def __init__(self, value, write, read):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.value, self.write, self.read = value, write, read
+
+    def forward(self, x):
+        if self.training:
+            self.write(self, x)
+        return self.layer(x) * (1 + 0.1 * self.read(self.value))
+
+
+def count_up(model, x):
+    model.value += 1
+
+
+def count_tensor(model, x):
+    model.value.add_(1)
+
+
+def append(model, x):
+    model.value.append(len(x))
+
+
+def count_key(model, x):
+    model.value["calls"] = model.value.get("calls", 0) + 1
+
+
+def add_rows(model, x):
+    model.value = model.value + float(x[:, 0].sum())
+
+
+COUNTERS = {
+    "number": (lambda: 0, count_up, float),
+    "tensor": (lambda: torch.zeros(()), count_tensor, float),
+    "array": (lambda: np.zeros(1), count_up, lambda value: float(value[0])),
+    "list": (list, append, len),
+    "deque": (deque, append, len),
+    "dict": (dict, count_key, lambda value: value["calls"]),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_count_that_a_forward_reads_is_warned_of_in_micro_batches(name):
+    make, write, read = COUNTERS[name]
+    with pytest.warns(UserWarning, match=r"should write the same in its forward .* got value"):
+        stepped(Keeps(make(), write, read))
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_count_of_updates_is_not_warned_of_on_ranks(name):
+    make, write, read = COUNTERS[name]
+
+    def run(state):
+        model = Keeps(make(), write, read)
+        plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+        state, step = af.build(state, plan)
+        for _ in range(3):
+            state, _ = step(state, af.part(BATCH, state))
+        return read(model.value)
+
+    assert simulate(run, world_size=2) == [3, 3]
+
+
+def test_a_figure_of_its_rows_that_a_forward_reads_is_warned_of_on_ranks():
+    def run(state):
+        model = Keeps(0.0, add_rows, float)
+        plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+        state, step = af.build(state, plan)
+        step(state, af.part(BATCH, state))
+
+    with pytest.warns(UserWarning, match=r"should write the same in its forward .* got value"):
+        simulate(run, world_size=2)
+
+
+def test_rows_that_only_ranks_count_and_the_loop_leaves_are_warned_of_in_the_second_step():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1).double()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x):
+            self.seen += x[:, 0].sum()
+            return self.layer(x)
+
+    def run(state):
+        model = Counting()
+        plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+        state, step = af.build(state, plan)
+        for _ in range(3):
+            state, _ = step(state, af.part(BATCH, state))
+
+    with pytest.warns(UserWarning, match=r"should write the same .* got seen") as warned:
+        simulate(run, world_size=2)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), [(af.accumulate(2), 1), (af.wrap_ddp(), 2), (af.wrap_fsdp(), 2)]
+)
+def test_gradients_by_frequency_are_refused_where_a_batch_is_cut(recipe, world_size):
+    def run(state):
+        model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True), nn.Linear(3, 1))
+        af.build(state, recipe(af.Plan(ours.mse, model, ours.sgd(model.parameters()))))
+
+    with pytest.raises(af.AccelError, match=r"must not scale gradients by how often .* got 0"):
+        simulate(run, world_size=world_size)
+
+
+def test_gradients_by_frequency_of_the_functional_are_found():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 1).double())
+
+        def forward(self, ids):
+            return F.embedding(ids, self.table, scale_grad_by_freq=True)
+
+    ids = torch.tensor([0, 1, 1, 2, 2, 2, 0, 1])
+    with pytest.warns(UserWarning, match="the gradient of table differs by"):
+        stepped(Table(), batch=(ids, ids[:, None].double()))
+
+
+def test_batch_norm_does_not_hide_a_sum():
+    """Each run has the statistics of the whole batch."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+    def summed(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    with pytest.raises(af.errors.LossError, match="got a sum"):
+        stepped(model, summed)
+
+
+def test_a_step_that_is_refused_is_refused_again():
+    def summed(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    model = ours.regression_model()
+    plan = af.accumulate(2)(af.Plan(summed, model, ours.sgd(model.parameters())))
+    state, step = af.build(af.DistState(), plan)
+    for _ in range(4):
+        with pytest.raises(af.errors.LossError, match="got a sum"):
+            step(state, BATCH)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        lengths = [3, 7, 2, 5, 6, 4, 2, 7, 3, 5, 4, 6]
+        self.rows = [torch.randint(1, 9, (each,), generator=draw) for each in lengths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def padded(rows):
+    return {"ids": nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+
+
+def masked(rows):
+    """Draw masks, as for a masked language model."""
+    batch = padded(rows)
+    drawn = torch.rand(batch["ids"].shape) < 0.5
+    return {**batch, "labels": torch.where(drawn & (batch["ids"] > 0), batch["ids"], -100)}
+
+
+class Reader(nn.Module):
+    def __init__(self, *, sees_padding=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, 4).double(), nn.Linear(4, 9).double()
+        self.sees_padding = sees_padding
+
+    def forward(self, ids):
+        hidden = self.table(ids)
+        if self.sees_padding:
+            hidden = hidden + hidden.mean(1, keepdim=True)
+        return self.head(hidden)
+
+
+def token_loss(model, batch):
+    labels = batch.get("labels", torch.where(batch["ids"] > 0, batch["ids"], -100))
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), labels.flatten())
+
+
+def trained_on(collate, model, weight_fn, world_size=2):
+    def run(state):
+        own = copy.deepcopy(model)
+        plan = af.wrap_ddp()(af.Plan(token_loss, own, ours.sgd(own.parameters()), weight_fn))
+        state, step = af.build(state, plan)
+        loader = torch.utils.data.DataLoader(Tokens(), batch_size=12, collate_fn=collate)
+        for batch in af.prefetch(af.shard_loader(loader, state), state):
+            state, _ = step(state, batch)
+        return step.checks.comparison.verdict
+
+    return simulate(run, world_size=world_size)
+
+
+def count_ids(batch):
+    return int((batch["ids"] > 0).sum())
+
+
+def test_padding_that_a_mask_hides_is_not_warned_of():
+    for verdict in trained_on(padded, Reader(), count_ids):
+        assert "agree, and their gradients" in verdict
+
+
+def test_padding_that_the_model_sees_is_warned_of_by_the_name_of_collate_fn():
+    with pytest.warns(UserWarning, match=r'collate_fn .* shard_loader\(..., collate="global"\)'):
+        trained_on(padded, Reader(sees_padding=True), count_ids)
+
+
+def test_a_collate_fn_that_draws_is_compared_by_its_other_tensors():
+    for verdict in trained_on(masked, Reader(), af.num_labels("labels")):
+        assert "agree, and their gradients" in verdict
