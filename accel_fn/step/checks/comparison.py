@@ -124,7 +124,15 @@ class Comparison:
         """What all ranks have found; or why they have found nothing."""
         plan, strategy = self._plan, self._strategy
         names = _OF_LOOKS[self._num_looks % len(_OF_LOOKS)]
-        compare = partial(_compare, plan, strategy, state, rows, names)
+        cuts: list[Parts] = []
+        failure = ""
+        try:
+            rows, cuts = _prepared(rows, names, most=1 if couples(plan, strategy) else 2)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}, where a few rows are cut or collated"
+        if couples(plan, strategy):  # else a rank without parts would leave others in a forward
+            failure = next(filter(None, primitives.exchange(failure, state, "step")), "")
+        compare = partial(_compare, plan, strategy, state, rows, cuts, failure)
         every = _on_all_ranks(state, strategy, compare)
         if not isinstance(every, str) and any(each.calls_collectives for each in every):
             writes = [each.writes for each in every]
@@ -357,13 +365,24 @@ class _Measure:
             self._scale = [*map(max, self._scale, self._trial.norms())]
 
 
-def _compare(
-    plan: Plan, strategy: Strategy, state: DistState, rows: Rows, names: Sequence[str]
-) -> Found:
-    """Compare the rows of this rank with their parts."""
+def _prepared(rows: Rows, names: Sequence[str], *, most: int) -> tuple[Rows, list[Parts]]:
+    """A few rows, with their batch, and their cuts."""
     if rows.collate is not None:
         rows = rows._replace(batch=rows.collate(range(rows.num)))
-    cuts = _cuts(rows, names, most=1 if couples(plan, strategy) else 2)
+    return rows, _cuts(rows, names, most=most)
+
+
+def _compare(
+    plan: Plan,
+    strategy: Strategy,
+    state: DistState,
+    rows: Rows,
+    cuts: Sequence[Parts],
+    failure: str,
+) -> Found:
+    """Compare the rows of this rank with their parts."""
+    if failure:
+        raise CannotReplayError(failure)
     trial = Trial(plan, strategy, state)
     try:
         return _Looks(plan, strategy, trial, rows, cuts).found()
