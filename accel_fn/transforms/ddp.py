@@ -65,7 +65,8 @@ def wrap_ddp(
             in `build`, `sync_batchnorm` where a layer has a forward of its own, or beside
             `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
             `weight_fn` that is a mapping; any option beside `wrap_tp`; in a world of several, an
-            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend cannot sum them.
+            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend
+            cannot sum them.
 
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
     the last backward, and two small collectives: of weights, started before the first forward

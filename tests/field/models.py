@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import replace
 
@@ -17,43 +18,72 @@ from tests.field.program import (
     figures,
     mse,
     network,
-    recipe,
+    normed,
     samples,
     sgd,
     train,
     train_by_hand,
     two_loops,
+    update,
 )
 
 
-@kind("equal", k=(1,), num_samples=(24,), batch_size=(6, 8))
+@kind("warned", "sync_batchnorm=True", k=(1,), num_samples=(24,), batch_size=(6, 8))
 def batch_norm(case: Case):
-    """The figure of `evaluate` is that of the weights that are saved."""
+    """Layers take statistics of their rows; the figure of `evaluate` is that of what is saved."""
     loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
 
-    def normalised():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+    def seen(model, losses, loss):
+        return {**figures(model, losses), **dict(model.named_buffers()), "evaluated": loss}
 
-    def run(state):
-        model = normalised()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+    def by_hand():
+        model = normed()
+        optimizer = sgd(model)
+        losses = [update(model, mse(model, batch), optimizer) for batch in loader]
+        return seen(model, losses, mse(copy.deepcopy(model).eval(), samples(case)).detach())
+
+    def run(state, **options):
+        model, losses = normed(), []
+        wrap = getattr(af, case.strategy)(**options)
+        state, step = af.build(state, wrap(af.Plan(mse, model, sgd(model))))
         batches = af.shard_loader(loader, state)
         for batch in batches:
-            state, _ = step(state, batch)
+            state, report = step(state, batch)
+            losses.append(report.loss)
         loss = af.evaluate(step, batches, state)["loss"]
         with tempfile.TemporaryDirectory() as folder:
             folder = af.broadcast([folder], state)[0]
             if state.is_main or case.strategy == "wrap_fsdp":
                 af.save_model(model, folder)
             af.barrier(state)
-            saved = normalised().eval()
+            saved = normed().eval()
             af.load_model(saved, folder)
             af.barrier(state)
-        right = mse(saved, samples(case)).detach()
-        return {"error of evaluate": torch.tensor(loss, dtype=torch.float64) - right}
+        assert abs(loss - float(mse(saved, samples(case)).detach())) < 1e-12
+        return seen(model, losses, torch.tensor(loss, dtype=torch.float64))
 
-    return lambda: {"error of evaluate": torch.zeros((), dtype=torch.float64)}, run
+    return by_hand, run, lambda state: run(state, sync_batchnorm=True)
+
+
+@kind(
+    "warned",
+    "GroupNorm, or freeze it by eval",
+    world_size=(1, 2),
+    k=(2,),
+    num_samples=(24,),
+    batch_size=(8,),
+)
+def batch_norm_of_micro_batches(case: Case):
+    """Layers take statistics of micro-batches, where no rank can join them."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def frozen():
+        model = normed()
+        model[1].eval()
+        return model
+
+    by_hand, repaired = two_loops(case, frozen, mse, loader)
+    return by_hand, two_loops(case, normed, mse, loader)[1], repaired
 
 
 @kind("warned", "reduce_sum", strategy=("wrap_ddp",))

@@ -132,7 +132,7 @@ def test_any_ranks_are_one_process(wrap, options, parts):
     assert_same(over_ranks(model, parts, recipe, world_size=len(parts[0])), *expected)
 
 
-@pytest.mark.filterwarnings("ignore:step. model should use batch statistics")
+@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
 @wraps
 @few
 @given(parts=worlds(), num_microbatches=st.integers(2, 3))

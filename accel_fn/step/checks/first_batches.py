@@ -15,6 +15,7 @@ from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
+from accel_fn.step.checks.batch_norm import BatchNormCheck
 from accel_fn.step.checks.loss import LossCheck, is_cut
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
@@ -38,6 +39,7 @@ class FirstBatches:
         self, state: DistState, plan: Plan, strategy: Strategy, *, check_loss: bool
     ) -> None:
         self.loss = LossCheck(state, plan, strategy, check_loss=check_loss)
+        self._batch_norm = BatchNormCheck(state, plan, strategy)
         self._plan = plan
         self._model = plan.model
         self._strategy = strategy
@@ -61,6 +63,8 @@ class FirstBatches:
         """Warn of buffers that the forwards of the first batch wrote, and of ten batches that are None."""
         if self._buffers:
             self._compare_buffers(state)
+        if self._batch_norm.is_due:
+            self._batch_norm.end()
         if batch is None:
             self._num_none += 1
             if self._num_none == self._num_batches == _MOST_NONE and state.is_main:
@@ -88,6 +92,7 @@ class FirstBatches:
             self._buffers = saved_buffers(self._model)
         self.loss.look(state, batch, self._num_batches)
         self._strategy.checks.is_due = True
+        self._batch_norm.begin()
 
     def _check_hooks(self, state: DistState) -> None:
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
