@@ -203,3 +203,95 @@ def adapters(case: Case):
             return self.base(x) + self.up(self.down(x))
 
     return two_loops(case, Adapted, mse, loader)
+
+
+@kind("equal")
+def switched_adapters(case: Case):
+    """Blocks that are recomputed have two adapters, switched between two forwards of one loss."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adapters, self.active = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 0
+
+        def forward(self, x):
+            return x + self.adapters[self.active](x).tanh() * (2 if self.training else 1)
+
+    def adapted():
+        torch.manual_seed(0)
+        blocks = nn.Sequential(Block(), Block())
+        return nn.Sequential(blocks, nn.Linear(4, 1)).double()
+
+    def use(model, number):
+        for block in model[0]:
+            block.active = number
+            block.train(number == 0)
+        return model
+
+    def loss_fn(model, batch):
+        x, y = batch
+        first, second = use(model, 0)(x), use(model, 1)(x)
+        loss = F.mse_loss(first, y) + F.mse_loss(second, -y)
+        use(model, 0)
+        return loss
+
+    def run(state):
+        recipe = af.compose(getattr(af, case.strategy)(), af.accumulate(case.k))
+        model = adapted()
+        plan = af.compose(recipe, af.checkpoint_activations())(af.Plan(loss_fn, model, sgd(model)))
+        state, step = af.build(state, plan)
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return lambda: train_by_hand(adapted(), loss_fn, loader), run
+
+
+@kind("refused", "as an argument", k=(1, 2))
+def blocks_that_read_their_parent(case: Case):
+    """Blocks that are recomputed read a figure of the model around them, which has moved since."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    class Block(nn.Module):
+        def __init__(self, parent, is_repaired):
+            super().__init__()
+            self.layer, self.parent, self.is_repaired = nn.Linear(4, 4), [parent], is_repaired
+
+        def forward(self, x, power):
+            power = power if self.is_repaired else self.parent[0].power
+            return x + self.layer(x).tanh() * power
+
+    class Model(nn.Module):
+        def __init__(self, is_repaired=False):
+            super().__init__()
+            torch.manual_seed(0)
+            self.power = 1.0
+            self.blocks = nn.ModuleList(Block(self, is_repaired) for _ in range(2))
+            self.head = nn.Linear(4, 1)
+            self.double()
+
+        def forward(self, x):
+            for number, block in enumerate(self.blocks):
+                self.power = 1.0 + number
+                x = block(x, self.power)
+            return self.head(x)
+
+    def run(state, **options):
+        model = Model(**options)
+        wrap = getattr(af, case.strategy)()
+        recipe = af.compose(wrap, af.accumulate(case.k), af.checkpoint_activations())
+        state, step = af.build(state, recipe(af.Plan(mse, model, sgd(model))))
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return (
+        lambda: train_by_hand(Model(), mse, loader),
+        run,
+        lambda state: run(state, is_repaired=True),
+    )

@@ -487,6 +487,22 @@ MUTANTS = [
         kind="models.batch_norm_of_micro_batches",
     ),
     Mutant(
+        "a block is recomputed with the attributes of now",
+        "transforms/activation_checkpointing.py",
+        "    _fill(contents)\n    _put(buffers)",
+        "    _put(buffers)",
+        "tests/transforms/test_recomputed_blocks.py",
+        kind="models.switched_adapters",
+    ),
+    Mutant(
+        "what a block computes anew is not compared",
+        "transforms/activation_checkpointing.py",
+        "elif not self._is_same(tensors):",
+        "elif False:",
+        "tests/transforms/test_recomputed_blocks.py",
+        kind="models.blocks_that_read_their_parent",
+    ),
+    Mutant(
         "a list of images is counted by their channels",
         "base/batch.py",
         "return _leaves(tree, (Tensor, Samples))",
