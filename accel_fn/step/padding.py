@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from accel_fn.base.state import DistState, data_places, over
 from accel_fn.comm import primitives
@@ -21,6 +24,8 @@ class PaddingStrategy(Strategy):
         super().__init__(state, *args, **options)
         self.ranks = over(state)
         """The ranks that run as many."""
+        self.begin_pass: Callable[[bool, int], None] = _nothing
+        """Called with whether gradients are wanted, and the number of micro-batches that every rank runs."""
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
@@ -47,15 +52,12 @@ class PaddingStrategy(Strategy):
         # A micro-batch that counts, if there is one: its loss is finite in a healthy run.
         source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
         most = max(counts) // 2
-        self.begin_pass(most)
+        self.begin_pass(torch.is_grad_enabled(), most)
         if min(counts) == 2 * most + counts[source] % 2:
             return parts, weights
         spare = parts[-1] if ranks.rank == source else None  # those that count are last
         spare = broadcast(spare, ranks, source=source)
         return self.filled(parts, weights, spare, most)
-
-    def begin_pass(self, num_microbatches: int) -> None:
-        """Note that every rank now runs so many micro-batches."""
 
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
@@ -66,3 +68,7 @@ class PaddingStrategy(Strategy):
             parts, weights = parts[: most - 1], weights[: most - 1]
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
+
+
+def _nothing(with_gradients: bool, num_microbatches: int) -> None:
+    """Begin a pass of a strategy that counts none."""

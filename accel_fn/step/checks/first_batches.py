@@ -48,6 +48,11 @@ class FirstBatches:
         """The number of batches that were None on this rank."""
         self._has_warned = False
         """Has it warned of a model in evaluation mode?"""
+        self.newest: DistState | None = None
+        """The state that the last step was called with."""
+        self._num_repeats, self._repeated_at = 0, 0
+        """How often in a row the step was called with that state again, and after which batch it last was."""
+        self._has_warned_of_state = False
         self._buffers: Mapping[str, int] = {}
         """Checksums of buffers before the first batch, until they are compared with those after it."""
 
@@ -69,6 +74,21 @@ class FirstBatches:
             self._num_none += 1
             if self._num_none == self._num_batches == _MOST_NONE and state.is_main:
                 _warn_of_nothing(report)
+
+    def repeated(self, state: DistState, *, advance: bool) -> None:
+        """Warn once of a state that is given to the step for the third time in a row."""
+        in_a_row = self._num_batches == self._repeated_at + 1
+        # Without `advance` the next step is to be on the same batch.
+        self._num_repeats = (self._num_repeats if in_a_row else 0) + advance
+        self._repeated_at = self._num_batches
+        if self._num_repeats == 2 and not self._has_warned_of_state:
+            self._has_warned_of_state = True
+            if state.is_main:
+                warn_user(
+                    "step: state should be the one that the last step returned, got the same one for the "
+                    f"third time, at step {state.step}: schedules, random numbers and checkpoints count by "
+                    "it; write state, report = step(state, batch)"
+                )
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
         self._has_warned = True

@@ -226,6 +226,7 @@ class FSDP(PaddingStrategy):
         self.ranks = ranks  # those that share each parameter
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
+        self.begin_pass = self.order.begin
         sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
         # In a forward the model holds unsharded parameters, else shards. Any other one was put in since.
@@ -241,10 +242,6 @@ class FSDP(PaddingStrategy):
         # FSDP's hooks take gradients from these objects, which are the same in every step. Given to
         # the engine as inputs, they keep it from the `.grad` of other models in the loss.
         return self.sharded.trainable()
-
-    def begin_pass(self, num_microbatches: int) -> None:
-        """Compare what units are gathered from now on."""
-        self.order.begin(torch.is_grad_enabled(), num_microbatches)
 
     def settle(self, state: DistState) -> None:
         """Compare what all ranks have gathered and reduced, and which parameters have a gradient."""

@@ -503,6 +503,22 @@ MUTANTS = [
         kind="models.blocks_that_read_their_parent",
     ),
     Mutant(
+        "a state that is used again and again is not warned of",
+        "step/step.py",
+        "if state is self.checks.newest:",
+        "if False:",
+        "tests/step/test_habits.py",
+        kind="loops.state_that_stays",
+    ),
+    Mutant(
+        "a scheduler that the loop steps too is not warned of",
+        "transforms/schedule/rival_check.py",
+        "self.is_due = self._is_on",
+        "self.is_due = False",
+        "tests/step/test_habits.py",
+        kind="schedules.scheduler_stepped_twice",
+    ),
+    Mutant(
         "a list of images is counted by their channels",
         "base/batch.py",
         "return _leaves(tree, (Tensor, Samples))",
