@@ -18,7 +18,7 @@ from accel_fn.base.state import DistState, over
 from accel_fn.comm import primitives
 from accel_fn.comm.backends import device_backend
 from accel_fn.comm.dtensor import is_sharded, local
-from accel_fn.errors import ArgumentError, PlanError, message
+from accel_fn.errors import ArgumentError, PlanError, check_flag, message
 from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
@@ -61,6 +61,7 @@ def wrap_ddp(
         A transform.
 
     Raises:
+        TypeError: `sync_batchnorm` is not True or False.
         ValueError: an option that DDP does not have, or that comes from the state;
             in `build`, `sync_batchnorm` where a layer has a forward of its own, or beside
             `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
@@ -71,10 +72,10 @@ def wrap_ddp(
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
     the last backward, and two small collectives: of weights, started before the first forward
     and awaited before the first backward, and of losses, beside the last backward. With
-    `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice its features; the
-    weights are awaited before the first forward, and a rank with fewer micro-batches than another
-    computes one of its with weight 0. A loss that raises on one rank leaves the others in a collective
-    until the time-out.
+    `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
+    widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
+    than another computes one of its with weight 0. A loss that raises on one rank then leaves the others
+    in a collective until the time-out.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 
@@ -85,6 +86,7 @@ def wrap_ddp(
     if comm_hook is not None and comm_hook not in _COMM_HOOKS:
         rule = f"be one of {_COMM_HOOKS} or None"
         raise ArgumentError(message("wrap_ddp", "comm_hook", rule, comm_hook))
+    check_flag("wrap_ddp", "sync_batchnorm", sync_batchnorm)
     _check_options(ddp_options)
     options: dict[str, Any] = {
         "comm_hook": comm_hook,

@@ -263,3 +263,9 @@ def test_a_model_of_a_step_can_be_pickled_and_copied():
         ours.assert_identical(copy.deepcopy(again).state_dict(), model.state_dict())
 
     simulate(run, world_size=2)
+
+
+@wraps
+def test_sync_batchnorm_is_true_or_false(wrap):
+    with pytest.raises(TypeError, match="sync_batchnorm must be True or False, got 1"):
+        wrap(sync_batchnorm=1)
