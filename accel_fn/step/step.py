@@ -131,11 +131,12 @@ class Step(Generic[Batch]):
             check_flag("step", "advance", advance)
         if state is self.checks.newest:
             self.checks.repeated(state, advance=advance)
-        self.checks.newest = before = state
+        before = state
         for before_step in self._before:
             before_step(state, batch)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
+        self.checks.newest = before  # not of a step that failed, whose state a loop keeps
         self.checks.end(state, batch, report)
         if not advance:
             state = _still(before, state)

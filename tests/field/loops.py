@@ -409,9 +409,12 @@ def momentum_teacher(case: Case):
         model, teacher, loss_fn = made()
         state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
         batches = af.shard_loader(loader, state)
-        return trained(
-            model, teacher, (lambda batch=batch: step(state, batch) for batch in batches)
-        )
+
+        def go_on(batch):
+            nonlocal state
+            state, _ = step(state, batch)
+
+        return trained(model, teacher, (lambda batch=batch: go_on(batch) for batch in batches))
 
     return by_hand, run
 

@@ -60,6 +60,17 @@ def test_states_that_a_loop_keeps_or_goes_back_to_are_not_warned_of():
     assert warned(run) == []
 
 
+def test_a_state_that_is_kept_over_batches_that_fail_is_not_warned_of():
+    def run(state):
+        state, step = ours.built(af.compose(), state)
+        state, _ = step(state, BATCH)
+        for _ in range(4):
+            with pytest.raises(RuntimeError):
+                step(state, (X[:, :2], X[:, :1]))
+
+    assert warned(run) == []
+
+
 def test_steps_that_stay_at_a_batch_and_gradients_alone_are_not_warned_of():
     def run(state):
         state, step = ours.built(af.compose(), state)

@@ -49,7 +49,7 @@ class FirstBatches:
         self._has_warned = False
         """Has it warned of a model in evaluation mode?"""
         self.newest: DistState | None = None
-        """The state that the last step was called with."""
+        """The state that the last step that returned was called with."""
         self._num_repeats, self._repeated_at = 0, 0
         """How often in a row the step was called with that state again, and after which batch it last was."""
         self._has_warned_of_state = False
