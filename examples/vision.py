@@ -63,9 +63,6 @@ def load_model(name, num_labels):
         config = ResNetConfig(**size, layer_type="basic", hidden_act="gelu", num_labels=num_labels)
         model = ResNetForImageClassification(config)
         model.resnet.embedder.pooler = torch.nn.AvgPool2d(2)  # smooth: rounding stays rounding
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.eval()  # statistics of a batch would depend on how it is split
     return model
 
 
@@ -86,10 +83,12 @@ def main(args):
     train_loader = af.shard_loader(DataLoader(train, 64, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(Images(samples[cut:], size, crop=False), 64), state)
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-6)
+    # eps: a layer before BatchNorm has gradients near 0, and Adam would divide rounding by rounding
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-3)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * len(train_loader))
     log = af.log_to("runs/vision/log.jsonl")
-    recipe = af.compose(af.place(), af.wrap(), af.with_amp(), af.schedule(cycle), log)
+    wrap = af.wrap_ddp(sync_batchnorm=True)  # BatchNorm over the rows of all ranks
+    recipe = af.compose(af.place(), wrap, af.with_amp(), af.schedule(cycle), log)
     state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
 
     for epoch in af.progress(train_loader.epochs(args.epochs, since=state), state):

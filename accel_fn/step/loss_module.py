@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from accel_fn.base.state import DistState
 from accel_fn.base.torch_compile import uncompiled
@@ -42,6 +43,8 @@ class LossModule(nn.Module):
         self.idle: nn.Parameter | None = None
         self.shards: Collection[Tensor] = ()
         """The parameters whose gradients `wrap_fsdp` adds up, but for what of them is unsharded."""
+        self.joining: Sequence[Node | None] = ()
+        """Nodes of the graph where gradients of all ranks meet: a term that is left out ends before them."""
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
         """The mean loss of a batch; for None, a zero that reaches every parameter.
@@ -76,8 +79,9 @@ class LossModule(nn.Module):
             return torch.stack([loss] * len(self.terms)), {"": broken}
         terms = [found[name] for name in self.terms]
         if left_out:
-            weighing = [found[name] for name in self.terms if name not in left_out]
-            leave_out([found[name] for name in left_out], weighing)
+            weighing = [found[name].grad_fn for name in self.terms if name not in left_out]
+            ends = [found[name].grad_fn for name in left_out]
+            leave_out(ends, [*weighing, *self.joining])
             if not all(found[name].requires_grad for name in left_out):
                 # It is not known which parameters a constant stands for.
                 terms[0] = terms[0] + self._zero()

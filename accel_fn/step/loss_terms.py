@@ -48,7 +48,7 @@ def stacked(terms: Iterable[Tensor]) -> Tensor:
     return torch.stack([each.to(every[0].device, dtype) for each in every])
 
 
-def leave_out(terms: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> None:
     """Make the gradients of these terms zeros, whatever their values are; those of others stay.
 
     The backward of 0 / 0 is nan, also times a share of 0.
@@ -63,10 +63,10 @@ def leave_out(terms: Sequence[Tensor], others: Sequence[Tensor]) -> None:
             node.register_hook(_zeros)
 
 
-def _behind(terms: Sequence[Tensor], known: Collection[Node]) -> set[Node]:
+def _behind(ends: Sequence[Node | None], known: Collection[Node]) -> set[Node]:
     """The nodes of these graphs that are not known, but for the leaves."""
     found: set[Node] = set()
-    ahead = [each.grad_fn for each in terms]
+    ahead = [*ends]
     while ahead:
         node = ahead.pop()
         if node is None or node in found or node in known or hasattr(node, "variable"):

@@ -116,7 +116,8 @@ class Step(Generic[Batch]):
 
         Warns:
             UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
-                same batch, or None ten times, the forward writes buffers that depend on the cut of a
+                same batch, or None ten times, the state is the same one a third time, BatchNorm trains on a
+                part of the batch, the forward writes buffers that depend on the cut of a
                 batch, the loss reaches tensors outside of the model, or is neither a mean nor a sum.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
@@ -128,11 +129,14 @@ class Step(Generic[Batch]):
         self._check_state(state)
         if advance is not True:
             check_flag("step", "advance", advance)
+        if state is self.checks.newest:
+            self.checks.repeated(state, advance=advance)
         before = state
         for before_step in self._before:
             before_step(state, batch)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
+        self.checks.newest = before  # not of a step that failed, whose state a loop keeps
         self.checks.end(state, batch, report)
         if not advance:
             state = _still(before, state)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from accel_fn.base.batch import tensors_of
 from accel_fn.base.blocks import Blocks, check_blocks, find_blocks
 from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.base.torch_compile import compile_inside
-from accel_fn.errors import PlanError, check_flag, message
+from accel_fn.errors import LossError, PlanError, check_flag, message
 from accel_fn.step.plan import ContextFn, Plan, Stateful, describe
 from accel_fn.step.torch_internals import checkpoint_hook
 from accel_fn.step.transform import Transform, fill, transform
@@ -26,6 +28,12 @@ OURS = "of_checkpoint_activations"
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
+Contents = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Attributes, or the modules inside, of each module: the dict that holds them, and a copy of it."""
+_LOOKS = (1, 2, 10, 100)
+"""The steps in which outputs are compared."""
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""How far two runs of one computation may be apart, as a part of the largest value; else 0.02."""
 
 
 @transform
@@ -33,9 +41,11 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     """Keep only the inputs of each block, and recompute the block in its backward.
 
     Memory for activations falls from all of the model's to those of one block; the forward of
-    the blocks is computed twice. The second time, torch's global generators and the buffers have
-    their first values, so dropout and running statistics are those of the run without it. A block
-    that draws from Python's `random` or from NumPy draws other numbers: draw from torch instead.
+    the blocks is computed twice. The second time, torch's global generators, and the buffers, modes
+    and attributes of the block's modules have the values of the first time. So dropout, running
+    statistics, and adapters that are switched in between are those of the run without it. What else
+    a block reads may have changed: an object that an attribute holds, an attribute of the model
+    around it, Python's `random`. So steps 1, 2, 10 and 100 compare the outputs.
     With `compiled`, graphs begin and end with a block.
 
     Law: the identity, bit for bit; with `compiled`, to rounding.
@@ -52,9 +62,12 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: `blocks` are a list of none. In `build`, on all ranks: they match nothing, or
-            `compiled` is given `scope="step"` or `fullgraph=True`.
+            `compiled` is given `scope="step"` or `fullgraph=True`. In steps 1, 2, 10 and 100, on each
+            rank: a block has another output when it is computed again.
 
-    Cost: one more forward of the blocks, and a copy of their buffers; with `offload`, a copy of their
+    Cost: one more forward of the blocks, and a copy of their buffers and, on the host, of the dicts of
+    their modules (a few microseconds a module); in the steps that compare, the outputs of the blocks
+    are kept until their backward, and the host waits for each comparison. With `offload`, a copy of their
     inputs to the host and back. No host synchronisation on a CPU; on an accelerator that of
     `save_on_cpu`.
 
@@ -103,6 +116,8 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     pinned = state.device.type not in ("cpu", "mps")  # others copy from there without waiting
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
+    names = {block: name for name, block in found.items()}
+    looks = _Looks()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a block's forward so that the backward knows only its inputs."""
@@ -115,15 +130,21 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             # The model's own checkpoint saves this memory already. It calls the block again outside of
             # our context and of a compiled loss, and must save the same tensors then.
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
+        # Torch ends the second run with the last tensor that the backward needs, before there is an output.
+        options: dict[str, Any] = {
+            "context_fn": partial(_contexts, block),
+            "early_stop": not looks.are_due,
+        }
+        called = _Compared(forward, names[block]) if looks.are_due else forward
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
-            contexts = partial(_contexts, block)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
 
     # The same objects in every step, otherwise a compiler would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     running = {block: partial(outside, block) for block in found.values()}
 
     def within(state: DistState) -> AbstractContextManager[None]:
+        looks.begin(state)
         forwards.update({block: block.forward for block in running})
         return with_forwards(running)
 
@@ -134,15 +155,17 @@ def _contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for the forward and the recomputation, which begins with the buffers of now."""
-    # A backward runs outside of the contexts that have replaced forwards of modules inside.
-    inside = [each for each in block.modules() if each is not block and "forward" in vars(each)]
-    forwards = {each: each.forward for each in inside}
+    modules = [vars(module) for module in block.modules()]
     buffers: Buffers = [
-        (vars(module)["_buffers"], name, buffer.clone())
-        for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        (home, name, buffer.clone())
+        for home in (module["_buffers"] for module in modules)
+        for name, buffer in home.items()
+        if buffer is not None
     ]
-    return _marked(), _Entered(partial(_again, buffers, forwards))
+    # With the forwards that contexts of the step have replaced: a backward runs outside of them.
+    contents = _contents([*modules, *(module["_modules"] for module in modules)])
+    flags = [(each, each.requires_grad) for each in block.parameters()]
+    return _marked(), _Entered(partial(_again, buffers, contents, flags))
 
 
 class _Entered(AbstractContextManager[None]):
@@ -167,18 +190,107 @@ def _marked() -> Iterator[None]:
 
 
 @contextmanager
-def _again(buffers: Buffers, forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Restore buffers and forwards for the recomputation; torch restores its generators."""
+def _again(
+    buffers: Buffers, contents: Contents, flags: Sequence[tuple[nn.Parameter, bool]]
+) -> Iterator[None]:
+    """Restore what the forward has read for the recomputation; torch restores its generators."""
     setattr(checkpoint_hook(), OURS, True)
     now = [(home, name, home[name]) for home, name, _ in buffers]
+    contents_now = _contents([home for home, _ in contents])
+    flags_now = [(each, each.requires_grad) for each, _ in flags]
+    _fill(contents)
     _put(buffers)
+    _require(flags)
     try:
-        with with_forwards(forwards):
-            yield
+        yield
     finally:
+        _require(flags_now)
+        _fill(contents_now)
         _put(now)
 
 
 def _put(buffers: Buffers) -> None:
     for home, name, buffer in buffers:
         home[name] = buffer
+
+
+def _contents(homes: Sequence[dict[str, Any]]) -> Contents:
+    return [(home, home.copy()) for home in homes]
+
+
+def _fill(contents: Contents) -> None:
+    """Give dicts their copied contents, where these are other objects."""
+    for home, copied in contents:
+        if not (
+            home.keys() == copied.keys() and all(map(is_, map(home.get, copied), copied.values()))
+        ):
+            home.clear()
+            home.update(copied)
+
+
+def _require(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, flag in flags:
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
+
+
+class _Looks:
+    """Counts steps, to compare outputs in a few of them."""
+
+    are_due = False
+    """Are the outputs of this step compared?"""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._newest: tuple[int, int] | None = None
+
+    def begin(self, state: DistState) -> None:
+        """Begin a micro-batch."""
+        position = state.step, state.call
+        if position != self._newest:
+            self._newest = position
+            self._num_steps += 1
+            self.are_due = self._num_steps in _LOOKS
+
+
+class _Compared:
+    """The forward of a block, whose later outputs must be those of the first time."""
+
+    def __init__(self, forward: Callable[..., Any], name: str) -> None:
+        self._forward, self._name = forward, name
+        self._first: list[tuple[Tensor, int]] | None = None
+        """The first outputs without their graph, and their versions."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._forward(*args, **kwargs)
+        tensors = [each.detach() for each in tensors_of(outputs)]
+        if self._first is None:
+            self._first = [(each, each._version) for each in tensors]
+        elif not self._is_same(tensors):
+            raise LossError(
+                "step: checkpoint_activations must have blocks that compute the same again in the backward, "
+                f"got another output of {self._name}; give it what changes as an argument or as an attribute "
+                "of a module inside, draw random numbers from torch, or leave the block out by blocks="
+            )
+        return outputs
+
+    def _is_same(self, tensors: Sequence[Tensor]) -> bool:
+        assert self._first is not None
+        if len(tensors) != len(self._first):
+            return False
+        # What was written since cannot be compared.
+        return all(
+            _is_close(each, first)
+            for each, (first, version) in zip(tensors, self._first, strict=True)
+            if first._version == version
+        )
+
+
+def _is_close(tensor: Tensor, first: Tensor) -> bool:
+    if tensor.shape != first.shape or tensor.dtype != first.dtype:
+        return False
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return torch.equal(tensor, first)
+    part = _ROUNDING.get(first.dtype, 2e-2)
+    bound = part * float(first.abs().nan_to_num(0.0, 0.0).max())
+    return torch.allclose(tensor, first, rtol=part, atol=bound, equal_nan=True)

@@ -18,13 +18,14 @@ from accel_fn.base.state import DistState, over
 from accel_fn.comm import primitives
 from accel_fn.comm.backends import device_backend
 from accel_fn.comm.dtensor import is_sharded, local
-from accel_fn.errors import ArgumentError, PlanError, message
+from accel_fn.errors import ArgumentError, PlanError, check_flag, message
 from accel_fn.step.checks.graph import not_reached
 from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
 from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
+from accel_fn.step.synced_batch_norm import SyncedStrategy, check_synced, is_synced
 from accel_fn.step.transform import Transform, fill, transform
 
 _COMM_HOOKS = ("fp16", "bf16", "powersgd")
@@ -49,10 +50,9 @@ def wrap_ddp(
     Args:
         comm_hook: send gradients in "fp16" or "bf16", or as low-rank factors
             ("powersgd"): less traffic, and no longer exact.
-        sync_batchnorm: batch statistics over all ranks, by torch's
-            `SyncBatchNorm` (accelerators only): replaces the model's BatchNorm layers.
-            These communicate in every forward, so every rank must have the same number of
-            micro-batches with items.
+        sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows of
+            all ranks, so W ranks are one process for them too. The layers stay your objects. Under
+            `accumulate` the rows are those of one micro-batch of every rank.
         **ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
             `gradient_as_bucket_view=True`, and on a CPU in `bucket_cap_mb=100`, where
             there is nothing to overlap a smaller bucket with.
@@ -61,14 +61,21 @@ def wrap_ddp(
         A transform.
 
     Raises:
+        TypeError: `sync_batchnorm` is not True or False.
         ValueError: an option that DDP does not have, or that comes from the state;
-            in `build`, `sync_batchnorm` on CPUs; `static_graph` beside `accumulate` or a `weight_fn` that
-            is a mapping; any option beside `wrap_tp`; in a world of several, an `nn.Embedding` with a
-            `max_norm`, and on accelerators one with sparse gradients, if the backend cannot sum them.
+            in `build`, `sync_batchnorm` where a layer has a forward of its own, or beside
+            `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
+            `weight_fn` that is a mapping; any option beside `wrap_tp`; in a world of several, an
+            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend
+            cannot sum them.
 
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
     the last backward, and two small collectives: of weights, started before the first forward
-    and awaited before the first backward, and of losses, beside the last backward.
+    and awaited before the first backward, and of losses, beside the last backward. With
+    `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
+    widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
+    than another computes one of its with weight 0. A loss that raises on one rank then leaves the others
+    in a collective until the time-out.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 
@@ -79,6 +86,7 @@ def wrap_ddp(
     if comm_hook is not None and comm_hook not in _COMM_HOOKS:
         rule = f"be one of {_COMM_HOOKS} or None"
         raise ArgumentError(message("wrap_ddp", "comm_hook", rule, comm_hook))
+    check_flag("wrap_ddp", "sync_batchnorm", sync_batchnorm)
     _check_options(ddp_options)
     options: dict[str, Any] = {
         "comm_hook": comm_hook,
@@ -94,6 +102,8 @@ class DDPSlot(SlotFunction):
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what DDP would not see."""
         given = [name for name, value in self.keywords.items() if value not in (None, False)]
+        if self.keywords.get("sync_batchnorm"):
+            check_synced("wrap_ddp", state, plan)
         if plan.shard_model and given:
             raise PlanError(
                 f"build: wrap_ddp({given[0]}) must not be used with {describe(plan.shard_model[0])}, whose "
@@ -133,7 +143,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def make_ddp(
-    state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None, **options: Any
+    state: DistState,
+    module: nn.Module,
+    plan: Plan,
+    inner: Strategy | None = None,
+    *,
+    sync_batchnorm: bool = False,
+    **options: Any,
 ) -> Strategy:
     """DDP over the state's group; of a split model, replicas over `dp`; one rank in a world of one."""
     is_split = any(map(is_sharded, plan.model.parameters()))
@@ -141,7 +157,8 @@ def make_ddp(
         return Strategy(state, module, plan, inner)
     if is_split:
         return SplitReplicas(state, module, plan, inner)
-    return DDP(state, module, plan, inner, **options)
+    kind = SyncedDDP if sync_batchnorm and is_synced(state, plan) else DDP
+    return kind(state, module, plan, inner, **options)
 
 
 class SplitReplicas(Strategy):
@@ -192,16 +209,8 @@ class DDP(Strategy):
         inner: Strategy | None = None,
         *,
         comm_hook: str | None = None,
-        sync_batchnorm: bool = False,
         **ddp_options: Any,
     ) -> None:
-        if sync_batchnorm and state.device.type == "cpu":
-            raise PlanError(
-                "build: wrap_ddp(sync_batchnorm=True) must have accelerators, got ranks on cpu; "
-                "torch's SyncBatchNorm has no other kernels"
-            )
-        if sync_batchnorm:
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module, state.group)  # type: ignore[no-untyped-call]
         options = {"gradient_as_bucket_view": True, **ddp_options}
         if state.device.type == "cpu":
             options.setdefault("bucket_cap_mb", 100)
@@ -279,6 +288,10 @@ class DDP(Strategy):
             named = self.loss_module.named_parameters()
             missed = [name for name, each in named if each.requires_grad and each.grad is None]
             raise not_reached([each.removeprefix("model.") for each in missed]) from error
+
+
+class SyncedDDP(SyncedStrategy, DDP):
+    """DDP whose BatchNorm layers use the rows of all ranks."""
 
 
 def _fix_buckets(ddp: DistributedDataParallel) -> None:

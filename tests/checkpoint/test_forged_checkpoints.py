@@ -186,6 +186,7 @@ def test_a_loss_scale_without_one_of_its_values_is_refused(saved, name):
     assert load_forged(saved, "common.pt", ("scaler", name), GONE)
 
 
+@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
 def test_a_buffer_of_another_rank_s_that_does_not_fit_is_refused_on_all(tmp_path):
     def save(state):
         state, step = make(state)

@@ -409,9 +409,12 @@ def momentum_teacher(case: Case):
         model, teacher, loss_fn = made()
         state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
         batches = af.shard_loader(loader, state)
-        return trained(
-            model, teacher, (lambda batch=batch: step(state, batch) for batch in batches)
-        )
+
+        def go_on(batch):
+            nonlocal state
+            state, _ = step(state, batch)
+
+        return trained(model, teacher, (lambda batch=batch: go_on(batch) for batch in batches))
 
     return by_hand, run
 
@@ -501,3 +504,32 @@ def averaged(case: Case):
             return {**figures(model), "loss": torch.tensor(loss, dtype=torch.float64)}
 
     return by_hand, run
+
+
+@kind(
+    "warned", r"write state, report = step\(state, batch\)", num_samples=(21, 24), batch_size=(6,)
+)
+def state_that_stays(case: Case):
+    """The loop drops the new state, by which a schedule of batches counts."""
+    batch = samples(case)
+    batches = [tuple(each[start : start + 6] for each in batch) for start in range(0, 18, 6)] * 2
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        for number, each in enumerate(batches):
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (number // 2)
+            update(model, mse(model, each), optimizer)
+        return figures(model)
+
+    def run(state, *, is_kept=False):
+        model = network()
+        halves = af.schedule(lambda count: 0.5**count, every=2)
+        plan = af.compose(recipe(case), halves)(af.Plan(mse, model, sgd(model)))
+        state, step = af.build(state, plan)
+        for each in batches:
+            after, _ = step(state, af.part(each, state))
+            state = after if is_kept else state
+        return figures(model)
+
+    return by_hand, run, lambda state: run(state, is_kept=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import replace
 
@@ -17,43 +18,72 @@ from tests.field.program import (
     figures,
     mse,
     network,
-    recipe,
+    normed,
     samples,
     sgd,
     train,
     train_by_hand,
     two_loops,
+    update,
 )
 
 
-@kind("equal", k=(1,), num_samples=(24,), batch_size=(6, 8))
+@kind("warned", "sync_batchnorm=True", k=(1,), num_samples=(24,), batch_size=(6, 8))
 def batch_norm(case: Case):
-    """The figure of `evaluate` is that of the weights that are saved."""
+    """Layers take statistics of their rows; the figure of `evaluate` is that of what is saved."""
     loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
 
-    def normalised():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+    def seen(model, losses, loss):
+        return {**figures(model, losses), **dict(model.named_buffers()), "evaluated": loss}
 
-    def run(state):
-        model = normalised()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+    def by_hand():
+        model = normed()
+        optimizer = sgd(model)
+        losses = [update(model, mse(model, batch), optimizer) for batch in loader]
+        return seen(model, losses, mse(copy.deepcopy(model).eval(), samples(case)).detach())
+
+    def run(state, **options):
+        model, losses = normed(), []
+        wrap = getattr(af, case.strategy)(**options)
+        state, step = af.build(state, wrap(af.Plan(mse, model, sgd(model))))
         batches = af.shard_loader(loader, state)
         for batch in batches:
-            state, _ = step(state, batch)
+            state, report = step(state, batch)
+            losses.append(report.loss)
         loss = af.evaluate(step, batches, state)["loss"]
         with tempfile.TemporaryDirectory() as folder:
             folder = af.broadcast([folder], state)[0]
             if state.is_main or case.strategy == "wrap_fsdp":
                 af.save_model(model, folder)
             af.barrier(state)
-            saved = normalised().eval()
+            saved = normed().eval()
             af.load_model(saved, folder)
             af.barrier(state)
-        right = mse(saved, samples(case)).detach()
-        return {"error of evaluate": torch.tensor(loss, dtype=torch.float64) - right}
+        assert abs(loss - float(mse(saved, samples(case)).detach())) < 1e-12
+        return seen(model, losses, torch.tensor(loss, dtype=torch.float64))
 
-    return lambda: {"error of evaluate": torch.zeros((), dtype=torch.float64)}, run
+    return by_hand, run, lambda state: run(state, sync_batchnorm=True)
+
+
+@kind(
+    "warned",
+    "GroupNorm, or freeze it by eval",
+    world_size=(1, 2),
+    k=(2,),
+    num_samples=(24,),
+    batch_size=(8,),
+)
+def batch_norm_of_micro_batches(case: Case):
+    """Layers take statistics of micro-batches, where no rank can join them."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def frozen():
+        model = normed()
+        model[1].eval()
+        return model
+
+    by_hand, repaired = two_loops(case, frozen, mse, loader)
+    return by_hand, two_loops(case, normed, mse, loader)[1], repaired
 
 
 @kind("warned", "reduce_sum", strategy=("wrap_ddp",))
@@ -173,3 +203,95 @@ def adapters(case: Case):
             return self.base(x) + self.up(self.down(x))
 
     return two_loops(case, Adapted, mse, loader)
+
+
+@kind("equal")
+def switched_adapters(case: Case):
+    """Blocks that are recomputed have two adapters, switched between two forwards of one loss."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adapters, self.active = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 0
+
+        def forward(self, x):
+            return x + self.adapters[self.active](x).tanh() * (2 if self.training else 1)
+
+    def adapted():
+        torch.manual_seed(0)
+        blocks = nn.Sequential(Block(), Block())
+        return nn.Sequential(blocks, nn.Linear(4, 1)).double()
+
+    def use(model, number):
+        for block in model[0]:
+            block.active = number
+            block.train(number == 0)
+        return model
+
+    def loss_fn(model, batch):
+        x, y = batch
+        first, second = use(model, 0)(x), use(model, 1)(x)
+        loss = F.mse_loss(first, y) + F.mse_loss(second, -y)
+        use(model, 0)
+        return loss
+
+    def run(state):
+        recipe = af.compose(getattr(af, case.strategy)(), af.accumulate(case.k))
+        model = adapted()
+        plan = af.compose(recipe, af.checkpoint_activations())(af.Plan(loss_fn, model, sgd(model)))
+        state, step = af.build(state, plan)
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return lambda: train_by_hand(adapted(), loss_fn, loader), run
+
+
+@kind("refused", "as an argument", k=(1, 2))
+def blocks_that_read_their_parent(case: Case):
+    """Blocks that are recomputed read a figure of the model around them, which has moved since."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    class Block(nn.Module):
+        def __init__(self, parent, is_repaired):
+            super().__init__()
+            self.layer, self.parent, self.is_repaired = nn.Linear(4, 4), [parent], is_repaired
+
+        def forward(self, x, power):
+            power = power if self.is_repaired else self.parent[0].power
+            return x + self.layer(x).tanh() * power
+
+    class Model(nn.Module):
+        def __init__(self, is_repaired=False):
+            super().__init__()
+            torch.manual_seed(0)
+            self.power = 1.0
+            self.blocks = nn.ModuleList(Block(self, is_repaired) for _ in range(2))
+            self.head = nn.Linear(4, 1)
+            self.double()
+
+        def forward(self, x):
+            for number, block in enumerate(self.blocks):
+                self.power = 1.0 + number
+                x = block(x, self.power)
+            return self.head(x)
+
+    def run(state, **options):
+        model = Model(**options)
+        wrap = getattr(af, case.strategy)()
+        recipe = af.compose(wrap, af.accumulate(case.k), af.checkpoint_activations())
+        state, step = af.build(state, recipe(af.Plan(mse, model, sgd(model))))
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return (
+        lambda: train_by_hand(Model(), mse, loader),
+        run,
+        lambda state: run(state, is_repaired=True),
+    )

@@ -133,3 +133,37 @@ def longer_function(case: Case):
         return figures(model)
 
     return by_hand, lambda state: stopped_and_resumed(state, run, short)
+
+
+@kind("warned", r"leave scheduler.step\(\) out of the loop")
+def scheduler_stepped_twice(case: Case):
+    """The loop steps the scheduler that `schedule` advances, as it did before."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def scheduler_of(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    def by_hand():
+        model = network()
+        optimizer = sgd(model)
+        scheduler = scheduler_of(optimizer)
+        for batch in [*loader] * 2:
+            update(model, mse(model, batch), optimizer)
+            scheduler.step()
+        return figures(model)
+
+    def run(state, *, steps_too=True):
+        model = network()
+        optimizer = sgd(model)
+        scheduler = scheduler_of(optimizer)
+        plan = af.compose(recipe(case), af.schedule(scheduler))(af.Plan(mse, model, optimizer))
+        state, step = af.build(state, plan)
+        batches = af.shard_loader(loader, state)
+        for epoch in batches.epochs(2, since=state):
+            for batch in epoch:
+                state, _ = step(state, batch)
+                if steps_too:
+                    scheduler.step()
+        return figures(model)
+
+    return by_hand, run, lambda state: run(state, steps_too=False)

@@ -11,7 +11,10 @@ from accel_fn.testing import strategies
 from tests.support import strategies as ours
 from tests.support.block_models import stack
 
-pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
+    pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm"),
+]
 
 
 class Noisy(nn.Module):

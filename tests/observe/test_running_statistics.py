@@ -17,6 +17,7 @@ from tests.support.cases import pinned
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
+    pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm"),
 ]
 
 WRAPS = {

@@ -478,16 +478,6 @@ def test_several_ranks_must_average_their_gradients():
     simulate(run, world_size=2)
 
 
-def test_synchronised_batch_statistics_need_accelerators():
-    def run(state):
-        with pytest.raises(
-            ValueError, match=r"sync_batchnorm=True\) must have accelerators, got ranks"
-        ):
-            af.build(state, af.wrap_ddp(sync_batchnorm=True)(make_plan()))
-
-    simulate(run, world_size=2)
-
-
 def test_ranks_must_build_the_same_plan():
     def run(state):
         recipe = af.compose(af.wrap_ddp(), af.clip(1.0 + state.rank))

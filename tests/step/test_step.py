@@ -295,6 +295,7 @@ def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
     assert model[0].bias.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batch_statistics_are_rank_zeros_on_all_ranks(world_size):
     def run(state):

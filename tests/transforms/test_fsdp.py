@@ -223,8 +223,10 @@ def test_blocks_compute_in_the_given_dtype_and_shards_keep_theirs(dtype, world_s
         state, step = ours.built(
             wrap, state, model=model, loss_fn=lambda model, batch: ours.mse(model, batch).float()
         )
-        inputs = torch.ones(4, 3)
-        losses = [float(step(state, (inputs, inputs[:, :1].to(dtype)))[1].loss) for _ in range(20)]
+        inputs, losses = torch.ones(4, 3), []
+        for _ in range(20):
+            state, report = step(state, (inputs, inputs[:, :1].to(dtype)))
+            losses.append(float(report.loss))
         return losses[-1] < losses[0], {each.dtype for each in model.parameters()}
 
     assert simulate(run, world_size=world_size) == [(True, {torch.float32})] * world_size

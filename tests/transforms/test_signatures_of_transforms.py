@@ -14,7 +14,7 @@ SIGNATURES = {
     "wrap_ddp": "(*, comm_hook=None, sync_batchnorm=False, **ddp_options)",
     "wrap_fsdp": (
         "(*, blocks=None, ignore=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
-        "reduce_dtype=torch.float32, offload=False)"
+        "reduce_dtype=torch.float32, offload=False, sync_batchnorm=False)"
     ),
     "wrap_tp": "(styles='auto', *, axis='tp')",
     "wrap_deepspeed": "(config=None, *, stage=None, offload=None, nvme_path=None, **settings)",

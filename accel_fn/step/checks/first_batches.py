@@ -14,6 +14,7 @@ from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
+from accel_fn.step.checks.batch_norm import BatchNormCheck
 from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.warn import warn_user
@@ -36,6 +37,7 @@ class FirstBatches:
         self, state: DistState, plan: Plan, strategy: Strategy, *, check_loss: bool
     ) -> None:
         self.comparison = Comparison(state, plan, strategy, check_loss=check_loss)
+        self._batch_norm = BatchNormCheck(state, plan, strategy)
         self._plan = plan
         self._model = plan.model
         self._strategy = strategy
@@ -44,6 +46,11 @@ class FirstBatches:
         """The number of batches that were None on this rank."""
         self._has_warned = False
         """Has it warned of a model in evaluation mode?"""
+        self.newest: DistState | None = None
+        """The state that the last step that returned was called with."""
+        self._num_repeats, self._repeated_at = 0, 0
+        """How often in a row the step was called with that state again, and after which batch it last was."""
+        self._has_warned_of_state = False
 
     def begin(self, state: DistState, batch: Any) -> None:
         """Check the model's mode; in a batch where a look is due, everything else too, before it runs."""
@@ -54,11 +61,28 @@ class FirstBatches:
             self._look(state, batch)
 
     def end(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn of ten batches that are None."""
+        """Warn of BatchNorm that trains in parts of a batch, and of ten batches that are None."""
+        if self._batch_norm.is_due:
+            self._batch_norm.end()
         if batch is None:
             self._num_none += 1
             if self._num_none == self._num_batches == _MOST_NONE and state.is_main:
                 _warn_of_nothing(report)
+
+    def repeated(self, state: DistState, *, advance: bool) -> None:
+        """Warn once of a state that is given to the step for the third time in a row."""
+        in_a_row = self._num_batches == self._repeated_at + 1
+        # Without `advance` the next step is to be on the same batch.
+        self._num_repeats = (self._num_repeats if in_a_row else 0) + advance
+        self._repeated_at = self._num_batches
+        if self._num_repeats == 2 and not self._has_warned_of_state:
+            self._has_warned_of_state = True
+            if state.is_main:
+                warn_user(
+                    "step: state should be the one that the last step returned, got the same one for the "
+                    f"third time, at step {state.step}: schedules, random numbers and checkpoints count by "
+                    "it; write state, report = step(state, batch)"
+                )
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
         self._has_warned = True
@@ -80,6 +104,7 @@ class FirstBatches:
                 warn_of_equal_batches("step", state, every)
         self.comparison.look(state, batch, self._num_batches)
         self._strategy.checks.is_due = True
+        self._batch_norm.begin()
 
     def _check_hooks(self, state: DistState) -> None:
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:

@@ -18,18 +18,17 @@ from torch.distributed.fsdp import (
 )
 
 from accel_fn.base.blocks import Blocks, check_blocks
-from accel_fn.base.state import DistState, data_places, over
+from accel_fn.base.state import DistState, over
 from accel_fn.comm import primitives
-from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.mesh import device_mesh, make_mesh
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn.step.checks.sharded_optimizers import check_updates_shards
-from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
-from accel_fn.step.microbatches import Parts, Weights
+from accel_fn.step.padding import PaddingStrategy
 from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.strategy import Strategy
+from accel_fn.step.synced_batch_norm import SyncedStrategy, check_synced, is_synced
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import follow_shards
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
@@ -47,6 +46,7 @@ def wrap_fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
+    sync_batchnorm: bool = False,
 ) -> Transform:
     """Train one model in shards on all ranks: parameters, gradients and optimizer state, 1/W on each.
 
@@ -77,6 +77,7 @@ def wrap_fsdp(
         reduce_dtype: in which gradients are added up over the ranks; None: that of the gradients.
             Gradients in float64 are added up in float64.
         offload: keep shards, gradients and optimizer state in host memory.
+        sync_batchnorm: as for `wrap_ddp`.
 
     Returns:
         A transform.
@@ -110,7 +111,11 @@ def wrap_fsdp(
     check_blocks("wrap_fsdp", blocks)
     check_blocks("wrap_fsdp", ignore, "ignore")
     check_count("wrap_fsdp", "replicate", replicate)
-    flags = {"reshard_after_forward": reshard_after_forward, "offload": offload}
+    flags = {
+        "reshard_after_forward": reshard_after_forward,
+        "offload": offload,
+        "sync_batchnorm": sync_batchnorm,
+    }
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     for name, flag in flags.items():
         check_flag("wrap_fsdp", name, flag)
@@ -134,6 +139,8 @@ class FSDPSlot(SlotFunction):
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what FSDP cannot shard, or what its collectives cannot follow."""
+        if self.keywords["sync_batchnorm"]:
+            check_synced("wrap_fsdp", state, plan)
         replicate = self.keywords["replicate"]
         if replicate > 1 and plan.shard_model:
             rule, repair = f"be 1 with {describe(plan.shard_model[0])}", "leave it out"
@@ -176,6 +183,7 @@ def make_fsdp(
     inner: Strategy | None = None,
     *,
     replicate: int,
+    sync_batchnorm: bool,
     **settings: Any,
 ) -> Strategy:
     """Make FSDP over the state's group, or over `dp` of a split model; one rank if there is nothing to do."""
@@ -184,13 +192,16 @@ def make_fsdp(
     if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
         return Strategy(state, module, plan, inner)
     mesh = device_mesh(state)["dp"] if is_split else make_mesh(state, replicate)
-    return FSDP(state, module, plan, inner, ranks=ranks, mesh=mesh, **settings)
+    kind = SyncedFSDP if sync_batchnorm and is_synced(state, plan) else FSDP
+    return kind(state, module, plan, inner, ranks=ranks, mesh=mesh, **settings)
 
 
-class FSDP(Strategy):
+class FSDP(PaddingStrategy):
     """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
 
-    pads = True
+    # To gather the whole model, in place of a forward of a micro-batch of weight 0, would take the
+    # memory that sharding saves.
+
     settles = True
 
     def __init__(
@@ -205,8 +216,6 @@ class FSDP(Strategy):
         reshard_after_forward: bool,
         **settings: Any,
     ) -> None:
-        self._ranks = ranks
-        """The ranks that share each parameter."""
         before = dict(plan.model.named_parameters())
         sharded = ShardedLoss(module, keeps_whole=not reshard_after_forward)
         _shard(state, sharded, mesh, reshard_after_forward=reshard_after_forward, **settings)
@@ -214,8 +223,10 @@ class FSDP(Strategy):
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan, inner)
+        self.ranks = ranks  # those that share each parameter
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
+        self.begin_pass = self.order.begin
         sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
         # In a forward the model holds unsharded parameters, else shards. Any other one was put in since.
@@ -231,43 +242,6 @@ class FSDP(Strategy):
         # FSDP's hooks take gradients from these objects, which are the same in every step. Given to
         # the engine as inputs, they keep it from the `.grad` of other models in the loss.
         return self.sharded.trainable()
-
-    def pad(
-        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
-    ) -> tuple[Parts, Weights]:
-        """Run as many micro-batches on every rank, since every forward and backward unshards parameters.
-
-        A rank that has fewer, or none with a weight, runs one of another rank's with weight 0: times
-        zero, its gradient is zero wherever that rank's is finite.
-
-        Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
-        """
-        # Only a forward knows which blocks it reaches, and in which order, so it must be a real one.
-        # To gather the whole model instead would take the memory that sharding saves.
-        ranks = self._ranks
-        if ranks.world_size == 1:
-            return parts, weights
-        if mean is not None:
-            mean.total()  # if one rank could not count its batch, all raise here
-            # In one number: how many micro-batches a rank has, and whether one of them counts.
-            found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks
-            counts = [2 * num + bool(weight) for weight, num in found]
-        else:
-            code = 2 * len(parts) + any(weights)
-            counts = primitives.exchange_number(code, ranks, "step")
-        # A micro-batch that counts, if there is one: its loss is finite in a healthy run.
-        source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
-        most = max(counts) // 2
-        self.order.begin(torch.is_grad_enabled(), most)
-        if min(counts) == 2 * most + counts[source] % 2:
-            return parts, weights
-        spare = parts[-1] if ranks.rank == source else None  # those that count are last
-        spare = broadcast(spare, ranks, source=source)
-        if not any(weights):
-            # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
-            parts, weights = parts[: most - 1], weights[: most - 1]
-        lacking = most - len(parts)
-        return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
 
     def settle(self, state: DistState) -> None:
         """Compare what all ranks have gathered and reduced, and which parameters have a gradient."""
@@ -285,6 +259,10 @@ class FSDP(Strategy):
         """Reshard every unit, and forget what was gathered and not finished."""
         self.order.abandon()
         self.sharded.reset()
+
+
+class SyncedFSDP(SyncedStrategy, FSDP):
+    """FSDP whose BatchNorm layers use the rows of all ranks."""
 
 
 def _shard(

@@ -16,6 +16,7 @@ from accel_fn.base.delayed_read import DelayedRead
 from accel_fn.base.state import DistState
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report, verdict_of
+from accel_fn.transforms.schedule.rival_check import LOOKS, rival_check
 
 MetricFn = Callable[[Report], Tensor | float]
 
@@ -23,13 +24,20 @@ MetricFn = Callable[[Report], Tensor | float]
 class Advance:
     """Rule by which a scheduler advances after an update that was made."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, is_main: bool = True) -> None:
         self.scheduler = scheduler
+        self.rival = rival_check(scheduler, is_main=is_main)
 
     def __call__(self) -> None:
+        rival = self.rival
+        if rival.is_due:
+            rival.look()
         # The scheduler warns unless the optimizer's step was called, as a compiled step does not.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step()
+        rival.num_advances += 1
+        if rival.num_advances in LOOKS:
+            rival.begin()
 
     def note(self, state: DistState, report: Report) -> None:
         """Look at a step's report, before the scheduler advances by it."""
@@ -41,6 +49,7 @@ class Advance:
     def put_back(self, kept: Mapping[str, Any]) -> None:
         """Restore what `kept` returned."""
         self.scheduler.load_state_dict(kept["scheduler"])
+        self.rival.is_due = False
 
     def flush(self) -> None:
         """Read values that are still on the device."""
@@ -52,8 +61,10 @@ class AdvanceByMetric(Advance):
     The metric is that of the applied update, or, on an accelerator, of the one before it.
     """
 
-    def __init__(self, scheduler: ReduceLROnPlateau, metric: MetricFn) -> None:
-        super().__init__(scheduler)
+    def __init__(
+        self, scheduler: ReduceLROnPlateau, metric: MetricFn, *, is_main: bool = True
+    ) -> None:
+        super().__init__(scheduler, is_main=is_main)
         self._metric = metric
         self._delayed = DelayedRead()
         self._newest: float | None = None
@@ -61,8 +72,14 @@ class AdvanceByMetric(Advance):
 
     def __call__(self) -> None:
         if self._newest is not None:
+            rival = self.rival
+            if rival.is_due:
+                rival.look()
             self.scheduler.step(self._newest)
             self._newest = None
+            rival.num_advances += 1
+            if rival.num_advances in LOOKS:
+                rival.begin()
 
     def note(self, state: DistState, report: Report) -> None:
         """Read a metric from a step's report, at once or one step later."""

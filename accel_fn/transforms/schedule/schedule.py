@@ -75,6 +75,9 @@ def schedule(
             scheduler that takes none; `every` is < 1. In `build`: a function beside another schedule of its
             optimizer.
 
+    Warns:
+        UserWarning: once, on the main rank: the loop steps a scheduler of the same optimizer itself.
+
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
     between that of an update made and that of one skipped. (Other values that a scheduler
@@ -159,9 +162,11 @@ def scheduled(
     for name, each in over_optimizers(plan, optimizer, by).items():
         advance: Advance
         if takes_metric(by):
-            advance = AdvanceByMetric(by, metric or (lambda report: report.loss))
+            metric_fn = metric or (lambda report: report.loss)
+            advance = AdvanceByMetric(by, metric_fn, is_main=state.is_main)
         else:
-            advance = Advance(by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by)))
+            scheduler = by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by))
+            advance = Advance(scheduler, is_main=state.is_main)
         always = plan.always_applies(state)
         # A kernel on the host, of offloaded parameters, would read a rate of the device too early.
         on_host = any(parameter.is_cpu for parameter in trained_by(each))

@@ -26,6 +26,7 @@ STRATEGY, LOOP, MEAN = "step/strategy.py", "step/loop.py", "step/global_mean.py"
 UPDATE = "step/update.py"
 GRADS, STATE = "step/grads.py", "base/state.py"
 LOSS_CHECK = "step/checks/loss.py"
+BATCH_NORM = "comm/batch_norm.py"
 DDP, FSDP = "transforms/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
@@ -41,7 +42,7 @@ MUTANTS = [
     Mutant(
         "gradients are never averaged over the ranks",
         DDP,
-        "    return DDP(state, module, plan, inner, **options)",
+        "    return kind(state, module, plan, inner, **options)",
         "    return Strategy(state, module, plan, inner)",
         WORLDS,
     ),
@@ -441,7 +442,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches that only keep shards together count",
-        FSDP,
+        "step/padding.py",
         "[*weights, *[0] * lacking]",
         "[*weights, *[1] * lacking]",
         f"{LAWS}03_fsdp.py",
@@ -453,6 +454,69 @@ MUTANTS = [
         "return _NOTHING",
         "tests/observe/test_running_statistics.py",
         kind="models.batch_norm",
+    ),
+    Mutant(
+        "BatchNorm over ranks averages the variances of ranks",
+        BATCH_NORM,
+        "(variances + (means - self.mean).square())",
+        "variances",
+        f"{LAWS}03_batch_norm.py",
+        kind="models.batch_norm",
+    ),
+    Mutant(
+        "rows that a rank runs for its peers count in batch statistics",
+        "step/synced_batch_norm.py",
+        "layers.counts = weight is not _SPARE",
+        "layers.counts = True",
+        f"{LAWS}03_batch_norm.py",
+    ),
+    Mutant(
+        "BatchNorm sends the gradients of one rank alone",
+        BATCH_NORM,
+        ".sum(0).view_as(sums)",
+        "[0].view_as(sums)",
+        f"{LAWS}03_batch_norm.py",
+        kind="models.batch_norm",
+    ),
+    Mutant(
+        "BatchNorm of micro-batches is not warned of",
+        "step/checks/batch_norm.py",
+        "self._over_parts = bool(splits_of(plan))",
+        "self._over_parts = False",
+        "tests/step/test_batch_norm_check.py",
+        kind="models.batch_norm_of_micro_batches",
+    ),
+    Mutant(
+        "a block is recomputed with the attributes of now",
+        "transforms/activation_checkpointing.py",
+        "    _fill(contents)\n    _put(buffers)",
+        "    _put(buffers)",
+        "tests/transforms/test_recomputed_blocks.py",
+        kind="models.switched_adapters",
+    ),
+    Mutant(
+        "what a block computes anew is not compared",
+        "transforms/activation_checkpointing.py",
+        "elif not self._is_same(tensors):",
+        "elif False:",
+        "tests/transforms/test_recomputed_blocks.py",
+        kind="models.blocks_that_read_their_parent",
+    ),
+    Mutant(
+        "a state that is used again and again is not warned of",
+        "step/step.py",
+        "if state is self.checks.newest:",
+        "if False:",
+        "tests/step/test_habits.py",
+        kind="loops.state_that_stays",
+    ),
+    Mutant(
+        "a scheduler that the loop steps too is not warned of",
+        "transforms/schedule/rival_check.py",
+        "self.is_due = self._is_on",
+        "self.is_due = False",
+        "tests/step/test_habits.py",
+        kind="schedules.scheduler_stepped_twice",
     ),
     Mutant(
         "a list of images is counted by their channels",
@@ -793,7 +857,7 @@ MUTANTS = [
     ),
     Mutant(
         "under wrap_tp, FSDP looks for the fullest rank among those of all axes",
-        FSDP,
+        "step/padding.py",
         "found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks",
         "found = mean.of_ranks",
         SPLIT,

@@ -1,0 +1,75 @@
+"""Check of BatchNorm: its statistics are those of the rows that it gets, so they depend on the cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from accel_fn.base.state import DistState
+from accel_fn.comm.batch_norm import batch_norms
+from accel_fn.step.checks.warn import warn_user
+from accel_fn.step.microbatches import splits_of
+from accel_fn.step.plan import Plan
+from accel_fn.step.strategy import Strategy
+from accel_fn.step.synced_batch_norm import SyncedStrategy
+
+
+class BatchNormCheck:
+    """Warns once of BatchNorm layers that use the statistics of a part of the batch."""
+
+    def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
+        # Ranks of local_sgd train separately, and reproducible takes statistics of slices on purpose.
+        is_shared = state.data.world_size > 1 and not plan.having("local_gradients")
+        self._over_ranks = is_shared and not isinstance(strategy, SyncedStrategy)
+        self._over_parts = bool(splits_of(plan))
+        is_cut = self._over_ranks or self._over_parts
+        is_on = is_cut and state.is_main and not plan.having("virtual_ranks")
+        self._layers = batch_norms(plan.model) if is_on else {}
+        self._before: dict[str, int | None] = {}
+        """Of the layers that use statistics of their rows: the number of batches that they have seen."""
+        self.is_due = False
+        """Is a look under way?"""
+
+    def begin(self) -> None:
+        """Note which layers use statistics of their rows, before a step."""
+        self._before = {n: _num_seen(each) for n, each in self._layers.items() if _trains(each)}
+        self.is_due = bool(self._before)
+
+    def end(self) -> None:
+        """Warn of those that the step has called."""
+        self.is_due = False
+        names = [
+            name
+            for name, before in self._before.items()
+            if before is None or before != _num_seen(self._layers[name])
+        ]
+        if not self._over_parts:  # torch's own SyncBatchNorm joins the ranks of accelerators
+            names = [each for each in names if not isinstance(self._layers[each], nn.SyncBatchNorm)]
+        if names:
+            self._layers = {}
+            self._warn(names)
+
+    def _warn(self, names: list[str]) -> None:
+        cuts = ["micro-batch"] * self._over_parts + ["rank"] * self._over_ranks
+        sync = "wrap_ddp(sync_batchnorm=True) or wrap_fsdp(sync_batchnorm=True), "
+        if self._over_parts:
+            sync = f"no accumulate, and {sync}" if self._over_ranks else ""
+        more = ", ..." if len(names) > 3 else ""
+        warn_user(
+            "step: model should have no BatchNorm in training mode where a batch is cut, got "
+            f"{', '.join(names[:3])}{more} with statistics of the rows of each {' and '.join(cuts)}, so the "
+            f"result depends on their number; use {sync}GroupNorm, or freeze it by eval()"
+        )
+
+
+def _trains(layer: Any) -> bool:
+    """Does it use statistics of its rows?"""
+    trains: bool = layer.training or layer.running_mean is None
+    return trains
+
+
+def _num_seen(layer: Any) -> int | None:
+    """The number of batches that it has used statistics of; None if it does not count them."""
+    counter = layer.num_batches_tracked if layer.training else None
+    return None if counter is None else int(counter)

@@ -1,0 +1,79 @@
+"""Check of a schedule: a loop that steps a scheduler itself advances it twice, or undoes it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_fn.step.checks.warn import warn_user
+
+LOOKS = (1, 2, 10, 100)
+"""After so many advances, what the scheduler has left is compared with what the next one finds."""
+_CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
+"""By the id of a scheduler that steps advance, which its check keeps alive; several steps may advance one."""
+
+
+def rival_check(scheduler: Any, *, is_main: bool) -> RivalCheck:
+    """Return the check of a scheduler."""
+    return _CHECKS.setdefault(id(scheduler), RivalCheck(scheduler, is_main=is_main))
+
+
+class RivalCheck:
+    """Warns once if something else steps a scheduler over the optimizer."""
+
+    def __init__(self, scheduler: Any, *, is_main: bool) -> None:
+        self._scheduler = scheduler
+        self._is_on = is_main
+        self._left: tuple[Any, list[float]] = None, []
+        """Position and rates after an advance."""
+        self.num_advances = 0
+        self.is_due = False
+        """Is the next advance to look?"""
+
+    def begin(self) -> None:
+        """Note what an advance has left."""
+        self.is_due = self._is_on
+        if self.is_due:
+            self._left = self._position(), self._rates()
+
+    def look(self) -> None:
+        """Compare it with what there is now, before the next advance."""
+        self.is_due = False
+        position, rates = self._left
+        name = type(self._scheduler).__name__
+        if self._position() == position:
+            if self._rates() == rates:
+                return
+            # The loop may set a rate by hand, which is right beside schedules that build on it.
+            rivals = self._rivals()
+            if not rivals:
+                return
+            name = type(rivals[0]).__name__
+        self._is_on = False
+        warn_user(
+            f"step: schedule should be all that steps a scheduler of its optimizer, got a {name} that the "
+            "loop steps too; leave scheduler.step() out of the loop, or leave out schedule"
+        )
+
+    def _position(self) -> Any:
+        return getattr(self._scheduler, "last_epoch", None)
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
+
+    def _rivals(self) -> list[Any]:
+        """Find the schedulers that have set the rates of now: torch keeps no list of them."""
+        optimizer, rates = self._scheduler.optimizer, self._rates()
+        found: list[Any] = [
+            each for each in gc.get_objects() if issubclass(type(each), LRScheduler)
+        ]
+        return [
+            each
+            for each in found
+            if getattr(each, "optimizer", None) is optimizer
+            and id(each) not in _CHECKS
+            and [float(rate) for rate in getattr(each, "_last_lr", ())] == rates
+        ]
