@@ -123,7 +123,7 @@ class Step(Generic[Batch]):
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
         small collectives in a world of several, where ranks hold the same rows also a read of the batch and
         two more, and the cost of `check_loss`, which is in the docstring of `build`; in the first one a
-        read of the batch and the buffers, and three more. Other steps add no host synchronisation, but for
+        read of the batch, and two more. Other steps add no host synchronisation, but for
         one in the first update of several ranks, where the input of the optimizer is compared.
         """
         self._check_state(state)
