@@ -118,7 +118,7 @@ DISTRIBUTED = {
     "transforms/tp/draws.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/tp/styles.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/deepspeed/deepspeed.py": {"torch._C._distributed_c10d"},  # the store of one rank
-    "testing/simulation.py": {"torch._C._distributed_c10d"},
+    "testing/simulation.py": {"torch._C._distributed_c10d", "torch.nn.parallel"},
     "launcher/function/ranks.py": {
         "torch._C._distributed_c10d"
     },  # the store of the ranks' rendezvous

@@ -85,6 +85,7 @@ def sgd(parameters):
         "torch.distributed:ProcessGroup.get_group_store",
         "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.nn:Module._call_impl",
+        "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "torch.nn.parallel:DistributedDataParallel._post_forward",
         "torch.nn.parallel:DistributedDataParallel._pre_forward",
         "torch.nn.parallel:DistributedDataParallel._remove_autograd_hooks",
