@@ -57,6 +57,8 @@ class RankFolders(DefaultLogsSpecs):
         super().__init__(log_dir=str(logs), redirects=redirects, tee=tee)
         self._records, self._size, self._attempts = records, size, itertools.count()
         self.ranks: dict[int, Path] = {}
+        self.logs = logs
+        """Where the logs of the attempt are: `0/stderr.log` and so on."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders of an attempt; check the size of the world that came together."""
@@ -67,6 +69,7 @@ class RankFolders(DefaultLogsSpecs):
                 f"{self._size}; is it the same on every machine?"
             )
         logs = super().reify(envs)
+        self.logs = Path(logs.error_files[0]).parents[1]
         attempt = self._records / f"records_{next(self._attempts)}"
         self.ranks = {rank: attempt / str(rank) for rank in envs}
         for rank, folder in self.ranks.items():
@@ -88,7 +91,7 @@ class Agent(LocalElasticAgent):
             exit_barrier_timeout=300 if self._machines is None else _BARRIER_S,
             log_line_prefix_template="[rank ${rank}]: ",
         )
-        self._folders, self._reaper = folders, reaper
+        self.folders, self._reaper = folders, reaper
         self.failures: list[Failure] = []
         self._kill_at_once = False
 
@@ -155,7 +158,7 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self.failures = [
                 read_failure(
-                    self._folders.ranks[failure.local_rank],
+                    self.folders.ranks[failure.local_rank],
                     rank=rank,
                     host=socket.gethostname(),
                     pid=failure.pid,
@@ -188,7 +191,7 @@ class Agent(LocalElasticAgent):
         """Each local rank's exit code, None while it runs; a failure counts once its cause is known."""
         # A rank that loses a peer ends at once, while the peer may still unwind from its own error.
         deadline = time.monotonic() + _RECORD_WITHIN_S
-        folders = self._folders.ranks
+        folders = self.folders.ranks
         while True:
             exit_codes = self._poll()
             ended = _failed(exit_codes)
@@ -206,7 +209,7 @@ class Agent(LocalElasticAgent):
         processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
         for rank, process in processes.items():
             # An exit handler may end a rank with 0 after an error; torch reads `returncode`, too.
-            if process.poll() == 0 and has_failed(self._folders.ranks[rank]):
+            if process.poll() == 0 and has_failed(self.folders.ranks[rank]):
                 process.returncode = 1
         return {rank: process.returncode for rank, process in processes.items()}
 

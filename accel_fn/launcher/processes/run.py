@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -112,11 +113,14 @@ def _wait(
     if isinstance(handler, StoreRendezvous):
         reports = handler.exchange_reports(json.dumps([asdict(each) for each in failures]))
         failures = [Failure(**each) for text in reports for each in json.loads(text)]
-    sys.stdout.flush()
     if all(each.stopped for each in failures):
         _logger.warning("stopped: another machine has ended")
         return 1, ""
     text = report(failures, machines.num_processes, full_traceback=settings.full_traceback)
+    if settings.log_dir:
+        # Nobody may read stderr, and a full disk must not hide the cause.
+        with suppress(OSError):
+            (agent.folders.logs / "report.txt").write_text(text, encoding="utf-8")
     return cause(failures).exit_status, text
 
 
