@@ -38,7 +38,8 @@ NUM_BEFORE, NUM_AFTER = 3, 4
 def make(optimizer="AdamW", width=4, seed=0):
     """Make the model and the optimizer of both runs."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1)).double()
+    first = nn.Linear(3, width, bias=False)  # the norm would make the gradient of a bias rounding
+    model = nn.Sequential(first, nn.BatchNorm1d(width), nn.Linear(width, 1)).double()
     options = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
     return model, getattr(torch.optim, optimizer)(model.parameters(), **options)
 
