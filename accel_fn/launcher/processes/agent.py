@@ -47,6 +47,8 @@ _BARRIER_S = 5
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
 """A failed world ends within five seconds; one that is signalled to stop may still save its state."""
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -93,7 +95,7 @@ class Agent(LocalElasticAgent):
         )
         self.folders, self._reaper = folders, reaper
         self.failures: list[Failure] = []
-        self._kill_at_once = False
+        self._is_stopping = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks."""
@@ -112,6 +114,8 @@ class Agent(LocalElasticAgent):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started: dict[int, int] = super()._start_workers(worker_group)
+            for number in STOPS:  # torch has set handlers of its own, which raise each time
+                signal.signal(number, self._stop)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._reaper.watch(started.values())
@@ -124,15 +128,29 @@ class Agent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_WITHIN_S
     ) -> None:
-        """Stop the ranks; kill them if another signal comes during the wait."""
+        """Stop the ranks; kill them if a signal comes during the wait."""
         try:
             # Closed here, since torch before 2.12 has no timeout to pass on.
             if self._pcontext is not None:
-                self._pcontext.close(signal.SIGKILL if self._kill_at_once else death_sig, timeout)
+                self._pcontext.close(death_sig, timeout)
             super()._shutdown(death_sig)
         except SignalException:
-            self._kill_at_once = True
+            self._kill()
             raise
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Have the agent stop the ranks; at later signals, kill them, and interrupt no clean-up."""
+        if self._is_stopping:
+            self._kill()
+            return
+        self._is_stopping = True
+        name = signal.Signals(number)
+        raise SignalException(f"got {name.name}", name)
+
+    def _kill(self) -> None:
+        if isinstance(self._pcontext, SubprocessContext):
+            for each in self._pcontext.subprocess_handlers.values():
+                each.proc.kill()
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Send a signal on to the ranks."""

@@ -28,7 +28,7 @@ from accel_fn.launcher.machines.network import own_address
 from accel_fn.launcher.machines.store_rendezvous import StoreRendezvous
 from accel_fn.launcher.plan_launch import LaunchPlan
 from accel_fn.launcher.processes import worker
-from accel_fn.launcher.processes.agent import Agent, RankFolders
+from accel_fn.launcher.processes.agent import STOPS, Agent, RankFolders
 from accel_fn.launcher.processes.environment import ROLE
 from accel_fn.launcher.processes.failures import Failure, cause, report
 from accel_fn.launcher.processes.reaper import Reaper
@@ -94,6 +94,9 @@ def _wait(
     try:
         result = agent.run()
     except SignalException as stop:
+        # Nothing is left to stop, and Python resets its handlers before it has ended.
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
