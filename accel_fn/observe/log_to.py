@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.base.batch import num_samples
+from accel_fn.base.printable import UNPRINTABLE
 from accel_fn.base.state import DistState, check_state
 from accel_fn.errors import (
     ArgumentError,
@@ -34,7 +35,7 @@ from accel_fn.errors import (
 from accel_fn.observe.explain import explain
 from accel_fn.observe.over_loader import check_step
 from accel_fn.observe.recorder import Recorder, path_of
-from accel_fn.observe.run_log import EVENTS, SUFFIXES, UNPRINTABLE
+from accel_fn.observe.run_log import EVENTS, SUFFIXES
 from accel_fn.observe.writers import check_writer
 from accel_fn.step.observers import Observer, observers
 from accel_fn.step.plan import Plan, Stateful

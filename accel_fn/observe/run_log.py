@@ -6,20 +6,17 @@ import csv
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from accel_fn.base.printable import printable
 from accel_fn.errors import ArgumentError
 
 EVENTS = ".events.jsonl"
 SUFFIXES = (".csv", ".jsonl")
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, ends of lines, and halves of characters, which UTF-8 does not have."""
-
 _LARGEST, _LONGEST_S = 2**63, 1e12
 _FEW = 10  # lines of a file that show whether it is a log: data sets end in .jsonl, too
 
@@ -123,11 +120,6 @@ def read_run(file: Path, name: str) -> Run:
             column.values.append(value)
     events = [each for _, _, each in _placed(events_file(file), _object_of) if _is_event(each)]
     return Run(printable(name), {printable(each): columns[each] for each in columns}, events)
-
-
-def printable(name: str) -> str:
-    """Escape the characters of a name that change a terminal's state or cannot be printed."""
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], name)
 
 
 def _is_event(found: dict[str, Any]) -> bool:
