@@ -98,7 +98,7 @@ class PeerOutOfMemoryError(OutOfMemoryError):
 
 
 class WorkerError(AccelError, RuntimeError):
-    """A worker process of a data loader died."""
+    """A worker process of a data loader died, or could not send a batch."""
 
 
 class CheckpointError(AccelError, RuntimeError):
