@@ -34,6 +34,12 @@ DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the const
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 # `trainer` has those: each worker would import transformers to collect them.
 APART = (EXAMPLES_APART, "--ignore=tests/integrations")
+KERNELS = (  # of MKL, torch and oneDNN: each rounds and adds in its own order
+    {"MKL_CBWR": "COMPATIBLE"},
+    {"ATEN_CPU_CAPABILITY": "default"},
+    {"ATEN_CPU_CAPABILITY": "avx2"},
+    {"ONEDNN_MAX_CPU_ISA": "SSE41"},
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -230,6 +236,15 @@ def nightly(session: nox.Session) -> None:
     env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
     everything = ("-m", "slow or not slow")
     session.run("pytest", "--timeout=7200", *everything, *session.posargs, env=env)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """The laws, steps and transforms under the kernels of other processors, within the same tolerances."""
+    install(session, *EVERYTHING, groups=("tests",))
+    some = (*IN_PARALLEL, "tests/laws", "tests/step", "tests/transforms")
+    for chosen in KERNELS:
+        session.run("pytest", *some, *session.posargs, env={**ONE_THREAD, **chosen})
 
 
 @nox.session

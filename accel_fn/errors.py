@@ -98,7 +98,7 @@ class PeerOutOfMemoryError(OutOfMemoryError):
 
 
 class WorkerError(AccelError, RuntimeError):
-    """A worker process of a data loader died."""
+    """A worker process of a data loader died, or could not send a batch."""
 
 
 class CheckpointError(AccelError, RuntimeError):
@@ -162,7 +162,10 @@ def _pieces(value: object) -> Iterator[str]:
             yield from _pieces(each)
         yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
     else:
-        yield repr(value)
+        try:
+            yield repr(value)
+        except Exception:  # an integer of many digits, or an object of the user's
+            yield f"<{type(value).__name__}>"
 
 
 def check_positive(function: str, parameter: str, value: float, repair: str = "") -> float:

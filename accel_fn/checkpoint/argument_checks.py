@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from accel_fn.base.printable import UNPRINTABLE
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.extras import check_extras
+from accel_fn.checkpoint.format.manifest import LONGEST_NAME
 from accel_fn.checkpoint.format.names import is_name
 from accel_fn.checkpoint.run_state import prefix_of, with_prefix
 from accel_fn.checkpoint.tied_weights import is_expanded
@@ -59,8 +61,14 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
 
 
 def check_model(tensors: Mapping[str, Tensor], steps: Mapping[str, Step], function: str) -> None:
-    """Refuse tensors of a model that are expanded, or parts of which no checkpoint knows the place."""
+    """Refuse tensors of a model that are expanded, or parts of which no checkpoint knows the place.
+
+    And names that no manifest may hold.
+    """
     for name, tensor in tensors.items():
+        if len(name) > LONGEST_NAME or UNPRINTABLE.search(name):
+            rule = f"name its tensors by at most {LONGEST_NAME} characters that can be printed"
+            raise ArgumentError(message(function, "step", rule, name))
         shard = local(tensor)
         if is_model(name) and is_expanded(shard):
             raise ArgumentError(

@@ -13,7 +13,7 @@ from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
 from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, prefix_of
 
-_NOTHING = "nothing"
+_NOTHING, _LONGEST = "nothing", 10_000
 _MODEL = ("model/", "model@")
 Rests = Mapping[str, Mapping[str, Any]]
 """`RunState.rest`: by step name, the non-tensor state."""
@@ -142,7 +142,13 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
     for name in {**saved, **here}:
         values = saved.get(name, _NOTHING), here.get(name, _NOTHING)
         if values[0] != values[1]:
-            yield f"{name}: {values[0]} saved, {values[1]} here"
+            saved_value, value = (_cut(f"{each}") for each in values)
+            yield f"{name}: {saved_value} saved, {value} here"
+
+
+def _cut(text: str) -> str:
+    """A forged value may be very long."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:

@@ -24,12 +24,20 @@ from accel_fn.base.state import DistState, LossScale, check_state, check_world
 from accel_fn.checkpoint.argument_checks import check_plan, check_same
 from accel_fn.checkpoint.compare import listed, unlike
 from accel_fn.checkpoint.format.plain_data import from_plain
+from accel_fn.checkpoint.format.shard_plan import name_of_dtype
 from accel_fn.checkpoint.run_state import IMPLEMENTATION_OPTIONS, load_optimizer
 from accel_fn.checkpoint.weights.files import INDEX, SINGLE
 from accel_fn.checkpoint.weights.save_load_model import load_model, matching_set
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, shard_like
-from accel_fn.errors import AccelError, ArgumentTypeError, CheckpointError, check_folder, message
+from accel_fn.errors import (
+    AccelError,
+    ArgumentTypeError,
+    CheckpointError,
+    check_folder,
+    message,
+    shown,
+)
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -37,8 +45,12 @@ _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _SCALER = "scaler.pt"
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *IMPLEMENTATION_OPTIONS}
 
-_LIKE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
-"""Keys of optimizer state that have the shape of their parameter."""
+_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
+_LIKE = {"exp_avg", "momentum_buffer", *_SQUARES}
+"""Keys of optimizer state that have the shape and the dtype of their parameter."""
+_COUNTS = ("last_epoch", "_step_count")
+"""Keys of schedulers that count."""
+_LARGEST_COUNT = 2**53
 
 
 def load_accelerate(
@@ -68,7 +80,8 @@ def load_accelerate(
         counts none), so that `epochs(since=state)` continues after them.
 
     Raises:
-        RuntimeError: on every rank: a file is missing or broken, or of another optimizer.
+        RuntimeError: on every rank: a file is missing, broken, of another optimizer, or a link out of the
+            folder, or holds values that no run saves, such as a negative count.
         ValueError: on every rank: the weights are another model's, or a scheduler is none.
 
     Cost: one read of the files on each rank; a few small collectives.
@@ -161,6 +174,14 @@ def _check_folder(path: Path, names: Sequence[str], num_optimizers: int) -> None
             raise CheckpointError(
                 f"load_accelerate: folder must be one that save_state wrote, got {path} without {name}"
             )
+    weights = [each.name for each in path.iterdir() if _WEIGHTS.fullmatch(each.name)]
+    for name in (*names, *weights, _SCALER):
+        target = (path / name).resolve()
+        if not target.is_relative_to(path.resolve()):
+            raise CheckpointError(
+                f"load_accelerate: folder must hold its files itself, got {path / name}, which is a link to "
+                f"{target}; copy the file"
+            )
     for other in ("model_1.safetensors", f"optimizer_{num_optimizers}.bin"):
         if (path / other).exists():
             raise CheckpointError(
@@ -181,6 +202,9 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
         for each in (saved, here)
     ]
     found = [f"{names[0]} where it has {names[1]}"] if names[0] != names[1] else []
+    if isinstance(saved, Mapping) and not found:
+        odd = [key for key in _COUNTS if key in saved and not _is_count(saved[key])]
+        found = [f"{key} {saved[key]!r}, which is no count" for key in odd]
     if found := found or list(unlike(saved, here, "values", is_free=True)):
         raise CheckpointError(
             f"load_accelerate: {path} must hold the state_dict of a {type(scheduler).__name__}, "
@@ -207,6 +231,12 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str
     if sizes[0] != sizes[1]:
         yield f"parameters in each group: {sizes[0]} saved, {sizes[1]} here"
         return
+    numbers = [number for group in theirs for number in group["params"]]
+    known, given = [*range(len(numbers))], {*numbers, *saved["state"]}
+    if sorted(numbers) != known or not given <= {*known}:
+        both = shown({"groups": numbers, "state": [*saved["state"]]})
+        yield f"numbers of parameters: {both} saved, 0 to {len(known) - 1} here"
+        return
     for number, groups in enumerate(zip(theirs, ours, strict=True)):
         names = [sorted(set(group) - _OPTIONAL) for group in groups]
         if names[0] != names[1]:
@@ -214,18 +244,59 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str
         both = groups[0].keys() & groups[1].keys() - {"params", *IMPLEMENTATION_OPTIONS}
         options, options_here = ({key: group[key] for key in both} for group in groups)
         yield from unlike(options, options_here, f"options of group {number}")
+        for key in sorted(both):
+            if _is_negative(options[key]) and not _is_negative(options_here[key]):
+                yield f"options of group {number}/{key}: {options[key]} saved, {options_here[key]} here"
+    yield from _odd_state(saved, optimizer)
+
+
+def _odd_state(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
+    """Describe values by parameter that no run of this program saves."""
     keys = {key for values in saved["state"].values() for key in values} & {*_LIKE, "step"}
     for number, parameter, values in _by_parameter(saved, optimizer):
-        for key in keys if values else ():
-            found, shape = _shape(values.get(key)), [] if key == "step" else list(parameter.shape)
-            if found != shape and (key, found) != ("momentum_buffer", "None"):
-                yield f"{key} of parameter {number}: {found} saved, {shape} here"
+        for key in sorted(keys) if values else ():
+            if found := _odd(key, values.get(key), parameter):
+                yield f"{key} of parameter {number}: {found}"
 
 
-def _shape(value: object) -> list[int] | str:
+def _odd(key: str, value: Any, parameter: Tensor) -> str:
+    if key == "step":
+        return "" if _is_count(value) else f"{value} saved, a count here"
+    if value is None and key == "momentum_buffer":
+        return ""
+    kinds = _kind(value), _kind(parameter)
+    if kinds[0] != kinds[1]:
+        return f"{kinds[0]} saved, {kinds[1]} here"
+    is_wrong = not value.isfinite().all() or (key in _SQUARES and (value < 0).any())
+    return "numbers that no optimizer writes, negative or not finite" if is_wrong else ""
+
+
+def _kind(value: object) -> str:
+    """Dtype and shape of a tensor; anything else as it is."""
     if isinstance(value, Tensor):
-        return list(value.shape)
-    return [] if isinstance(value, int | float) and not isinstance(value, bool) else f"{value}"
+        return f"{name_of_dtype(value.dtype)} {list(value.shape)}"
+    return f"{value}"
+
+
+def _is_count(value: object) -> bool:
+    """Is it a whole number that is not negative, as a number or in a tensor?"""
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        value = value.item()
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < _LARGEST_COUNT
+        and value == int(value)
+    )
+
+
+def _is_negative(value: object) -> bool:
+    """Is a number, or one of several, negative or not finite?"""
+    if isinstance(value, list | tuple):
+        return any(map(_is_negative, value))
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    return isinstance(value, int | float) and not 0 <= value < float("inf")
 
 
 def _by_parameter(
@@ -263,6 +334,12 @@ def _shard(value: Any, parameter: Tensor) -> Any:
 
 
 def _scale(saved: Mapping[str, Any], scaler: LossScale) -> LossScale:
+    factors = [saved[key] for key in ("scale", "growth_factor", "backoff_factor")]
+    counts = [saved[key] for key in ("_growth_tracker", "growth_interval")]
+    if not (all(0 < each < float("inf") for each in factors) and all(map(_is_count, counts))):
+        raise CheckpointError(
+            f"load_accelerate: {_SCALER} must hold positive factors and counts, got {factors} and {counts}"
+        )
     return replace(
         scaler,
         scale=torch.full_like(scaler.scale, saved["scale"]),

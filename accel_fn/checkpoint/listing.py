@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +14,8 @@ from accel_fn.checkpoint.format.manifest import NAME, read_manifest
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.format.read import check_sizes
 from accel_fn.errors import CheckpointError, check_folder
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         folder: where `save` writes; need not be there.
 
     Returns:
-        Its folder; None if there is none.
+        Its folder; None if there is none. Newer ones that are not complete are logged.
 
     Raises:
         RuntimeError: the folder may not be read.
@@ -91,6 +94,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
             found = _look(path / name_of(step), step)
             if found is not None and not found.damage:
                 return found.path
+            if found is not None:
+                _LOG.warning("latest: %s is skipped: %s", found.path, found.damage)
     return None
 
 

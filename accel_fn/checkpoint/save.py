@@ -22,7 +22,7 @@ from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
 from accel_fn.checkpoint.extras import stateful
-from accel_fn.checkpoint.format.hashing import hash_of, memory_of, sync
+from accel_fn.checkpoint.format.hashing import hash_of, make_folder, memory_of, sync
 from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
 from accel_fn.checkpoint.format.names import COMMON, absolute, file_of
 from accel_fn.checkpoint.format.plain_data import to_plain
@@ -228,9 +228,7 @@ def _begin(checkpoint: NewCheckpoint, state: DistState, notes: dict[str, Any]) -
         return
     home = checkpoint.home
     try:
-        if not home.is_dir():
-            home.mkdir(parents=True, exist_ok=True)
-            sync(home.parent)
+        make_folder(home)
         locks, real = notes.setdefault("locks", {}), home.resolve()
         if real not in locks or not locks[real].holds():
             locks[real] = _locked(home)

@@ -9,9 +9,12 @@ import tempfile
 from contextlib import suppress
 from types import FrameType
 
+from accel_fn.launcher.processes.worker import open_streams
+
 
 def main() -> None:
     """Run the command line."""
+    open_streams()
     # A parent may have it ignored; then the system drops the exit codes of ranks, and all are 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A shell ignores Ctrl-C for a command that it starts with `&`.

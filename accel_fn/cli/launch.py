@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
@@ -130,7 +130,8 @@ def launch(
             _show(plan, as_json=as_json)
             return
         exit_code, report = _start(plan)
-    _print_error(report)
+    _print("", sys.stdout)  # what ranks have printed comes before the report
+    _print(report, sys.stderr)
     sys.exit(exit_code)
 
 
@@ -152,16 +153,16 @@ class _TerminalHandler(logging.Handler):
     """Print what the launcher logs on stderr, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _print_error(f"accel-fn launch: {record.getMessage()}\n")
+        _print(f"accel-fn launch: {record.getMessage()}\n", sys.stderr)
 
 
-def _print_error(text: str) -> None:
-    """Print on stderr; a closed stderr is no error."""
+def _print(text: str, stream: TextIO) -> None:
+    """Print and flush; a closed terminal or pipe is no error."""
     try:
-        print(text, end="", file=sys.stderr, flush=True)
+        print(text, end="", file=stream, flush=True)
     except OSError:
-        # Python flushes stderr again when it exits, which would fail on a closed terminal or pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # Python flushes it again when it exits, which would fail, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _show(plan: LaunchPlan, *, as_json: bool) -> None:

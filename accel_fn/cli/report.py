@@ -42,7 +42,8 @@ class _Summary:
 
     @property
     def skipped(self) -> int:
-        return int(sum(sum(column.values) for column in self.run.of_plans("skipped_updates")))
+        columns = self.run.of_plans("skipped_updates")
+        return int(sum(each for column in columns for each in column.values if math.isfinite(each)))
 
     @property
     def speed(self) -> float | None:
@@ -151,8 +152,10 @@ def _is_missing(value: Any) -> bool:
 
 def _shown(name: str, value: Any) -> str:
     """A value in the unit of its column."""
-    if _is_missing(value):
-        return "-" if value is None else "nan"
+    if value is None:
+        return "-"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if name == "goodput":
         return f"{100 * value:.1f}%"
     if name == "time":

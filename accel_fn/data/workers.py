@@ -15,14 +15,18 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.queues import Queue
 from pickle import UnpicklingError
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch._utils import ExceptionWrapper
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as _torch_worker
@@ -41,6 +45,7 @@ WORKER_OPTIONS = (
 
 _PATIENCE_S = 0.5  # a connection may be seen to break before the worker's process has ended
 _POLL_MS = 200
+_SHARED = "/dev/shm"  # noqa: S108
 _HINTS = {
     "SIGKILL": "was there memory enough? fewer workers take less",
     "SIGBUS": "was there room in /dev/shm? fewer workers take less",
@@ -102,8 +107,47 @@ class _InitWithWatchdog:
 
     def __call__(self, worker: int) -> None:
         _torch_worker.ManagerWatchdog = _Watchdog  # type: ignore[assignment, misc]
+        Queue._on_queue_feeder_error = partialmethod(_send_error, worker)  # type: ignore[attr-defined]
         if self.fn is not None:
             self.fn(worker)
+
+
+class _SendError(ExceptionWrapper):
+    """Stands for a batch that a worker could not send; torch's loader raises it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def reraise(self) -> None:
+        raise WorkerError(self.text)
+
+
+def _send_error(queue: Any, worker: int, error: Exception, item: Any) -> None:
+    """Send an error in place of a batch; Python would print it, and the loader would wait for ever."""
+    if not (isinstance(item, tuple) and len(item) == 2 and type(item[0]) is int):
+        traceback.print_exception(error)  # of a queue of the user's, as Python does
+        return
+    number, batch = item
+    num_bytes = sum(each.nbytes for each in tree_leaves(batch) if isinstance(each, Tensor))
+    repair = f"; {_room()}" if _is_full(error) else ""
+    text = (
+        f"shard_loader: worker {worker} (process {os.getpid()}) must be able to send its batches, got one "
+        f"of {num_bytes / 2**20:.1f} MiB and {str(error) or repr(error)}{repair}"
+    )
+    queue.put((number, _SendError(text)))
+
+
+def _is_full(error: Exception) -> bool:
+    """Did torch find no room for shared memory?"""
+    return "shared memory" in str(error) and "No space left on device" in str(error)
+
+
+def _room() -> str:
+    found = os.statvfs(_SHARED)
+    return (
+        f"{_SHARED} has {found.f_blocks * found.f_frsize / 2**20:.1f} MiB for all workers: enlarge it "
+        "(docker run --shm-size=8g), or use smaller batches, fewer workers or a lower prefetch_factor"
+    )
 
 
 class _Watchdog:
@@ -183,6 +227,8 @@ class WorkerPool:
                     raise RuntimeError(*end.args) from end
                 return
             except Exception as error:
+                if _is_full(error) and not isinstance(error, WorkerError):
+                    error.add_note(f"shard_loader: {_room()}")
                 if hasattr(self._running, "_workers"):
                     # An error that is kept holds torch's frames, and these hold the workers.
                     traceback.clear_frames(error.__traceback__)

@@ -373,7 +373,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if checkpoint is None or not Path(checkpoint, _FOLDER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)  # that of a plain Trainer
             return
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME)))
+        saved = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+        self.lr_scheduler.load_state_dict(saved)
         self._checkpoint = Path(checkpoint, _FOLDER)  # loaded once the step is built
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from accel_fn.observe.run_log import Column, Run
+from accel_fn.observe.run_log import Column, Run, is_time
 
 CATEGORIES = {
     "updates": "steps that count",
@@ -122,10 +121,8 @@ def goodput(run: Run) -> Goodput:
     return Goodput(dict(parts), len(processes))
 
 
-def _microseconds(seconds: object) -> int | None:
-    if isinstance(seconds, int | float) and math.isfinite(seconds):
-        return round(seconds * 1e6)
-    return None
+def _microseconds(seconds: Any) -> int | None:
+    return round(seconds * 1e6) if is_time(seconds) else None
 
 
 def _entries(run: Run) -> Iterator[_Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 
 from accel_fn.base.file_lock import FileLock
 from accel_fn.errors import LogError
-from accel_fn.observe.run_log import Line, events_file, heading, placed_lines
+from accel_fn.observe.run_log import Line, events_file, heading, placed_lines, whole_lines
 from accel_fn.step.checks.warn import warn_user
 
 _LOG = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ def _new_log(path: Path) -> LogFile:
         file.seek(0)
         found = file.read(len(begin))
     # A log that was cut may be shorter than this. In another file, lines would be lost.
-    if not begin.startswith(found):
+    is_log = begin.startswith(found) or found.startswith(b"\0") or events_file(path).exists()
+    if not is_log:
         raise LogError(
             f"log_to: writers must be new files or logs, got {path}, which holds something else; give "
             "the log a name of its own"
@@ -162,15 +164,17 @@ class _JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if path.exists():
+            _set_damage_aside(path)
         self._open()
 
     def put(self, line: Line) -> None:
         """Add a line, or add values to the last one if it is of the same step."""
-        if line["step"] == self.last.get("step"):
-            line = {**self.last, **line}
-            self._put_at(self._start, line)
-        else:
-            self._put_at(self._end, line)
+        is_same = line["step"] == self.last.get("step")
+        end = os.fstat(self._file).st_size
+        # Another program may have cut the file, as logrotate does: the last line is not there any more.
+        start = self._start if is_same and end == self._end else end
+        self._put_at(start, {**self.last, **line} if is_same else line)
 
     def is_in_place(self) -> bool:
         """Whether the file that is written is the one that the path leads to."""
@@ -190,18 +194,21 @@ class _JsonLines:
 
     def _open(self) -> None:
         """Open the file and drop a last line that was cut in its middle."""
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        # Appended to: a file that is cut meanwhile would get a hole of zeros.
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, self._file)
         self.cut(math.inf)
 
     def _put_at(self, start: int, line: Line) -> None:
         data = self._encoded(line, is_first=start == 0)
-        end = start
-        while end < start + len(data):
-            end += os.pwrite(self._file, data[end - start :], end)
-        if end < self._end:
-            os.ftruncate(self._file, end)
-        self._start, self._end, self.last = start, end, line
+        os.ftruncate(self._file, start)
+        self.last, self._start, self._end = line, start, start + len(data)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:  # a full disk: half a line would spoil the next one
+            os.ftruncate(self._file, start)
+            raise
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
         # JSON has no nan and no infinity, which only Python's readers take. Numbers need no encoder,
@@ -211,6 +218,23 @@ class _JsonLines:
             for name, each in line.items()
         ]
         return f"{{{', '.join(pairs)}}}\n".encode()
+
+
+def _set_damage_aside(path: Path) -> None:
+    """Keep a log with lines that cannot be read under another name, and its other lines in its place."""
+    whole, is_damaged = whole_lines(path)
+    if not is_damaged:
+        return
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    aside = next(each for each in names if not each.exists())
+    _LOG.warning(
+        "%s has lines that cannot be read; it is now %s, and the lines that can be read stay",
+        *(path, aside.name),
+    )
+    new = path.with_name(f"{path.name}.tmp")
+    new.write_bytes(whole)
+    path.rename(aside)
+    new.rename(path)
 
 
 class _Csv(_JsonLines):
@@ -234,7 +258,7 @@ class _Csv(_JsonLines):
     def _widen(self, new: list[str]) -> None:
         """Write the file anew with more columns; it has its name once it is whole."""
         lines = [line for _, _, line in placed_lines(self._path)]
-        self._columns += new
+        self._columns = columns = [*self._columns, *new]
         data = b"".join(
             self._encoded(line, is_first=not number) for number, line in enumerate(lines)
         )
@@ -243,6 +267,7 @@ class _Csv(_JsonLines):
         path.replace(self._path)
         self._close()
         self._open()
+        self._columns = columns  # the file may have been empty
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
         text = io.StringIO()
@@ -250,7 +275,7 @@ class _Csv(_JsonLines):
         if is_first:
             rows.writerow(self._columns)
         rows.writerow([line.get(name, "") for name in self._columns])
-        return text.getvalue().encode()
+        return text.getvalue().encode(errors="backslashreplace")
 
 
 class _Events:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.base.batch import num_samples
+from accel_fn.base.printable import UNPRINTABLE
 from accel_fn.base.state import DistState, check_state
 from accel_fn.errors import (
     ArgumentError,
@@ -93,8 +94,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
 
     Raises:
         ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text
-            of one line. From the first step: a metric has the name of another value of the line, or one of
-            several lines.
+            of one line. From the first step: a metric has the name of another value of the line, or one
+            that cannot be printed in one line.
         RuntimeError: from `build`, on every rank: a file cannot be written or holds something else, or
             another process logs to it.
         Exception: raised by a tracker or a function, from the step on the main rank.
@@ -211,9 +212,9 @@ class Log(Observer):
 
     def check_names(self, function: str, parameter: str, names: Iterable[str], repair: str) -> None:
         """Refuse names that stand for something else in a line, or that break it."""
-        wrong = [name for name in names if name in _NAMES or len(name.splitlines()) > 1]
+        wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
         if wrong:
-            rule = "have names of one line, other than those of the step's own values"
+            rule = "have printable names of one line, other than those of the step's own values"
             raise ArgumentError(message(function, parameter, rule, wrong, repair))
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
@@ -444,7 +445,13 @@ def _name_of(writer: object) -> str:
 def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, numbers.Real)
+    if not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _check_writer(given: object) -> None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from accel_fn.base.printable import printable
 from accel_fn.errors import ArgumentError
 
 EVENTS = ".events.jsonl"
 SUFFIXES = (".csv", ".jsonl")
+_LARGEST, _LONGEST_S = 2**63, 1e12
 _FEW = 10  # lines of a file that show whether it is a log: data sets end in .jsonl, too
 
 Line = dict[str, float]
@@ -117,15 +119,14 @@ def read_run(file: Path, name: str) -> Run:
             column.steps.append(step)
             column.values.append(value)
     events = [each for _, _, each in _placed(events_file(file), _object_of) if _is_event(each)]
-    return Run(name, columns, events)
+    return Run(printable(name), {printable(each): columns[each] for each in columns}, events)
 
 
 def _is_event(found: dict[str, Any]) -> bool:
     return (
         isinstance(found.get("event"), str)
         and _is_step(found.get("step"))
-        and _is_number(found.get("time"))
-        and math.isfinite(found["time"])
+        and is_time(found.get("time"))
     )
 
 
@@ -139,17 +140,34 @@ def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int
             yield start, end, {name: value for name, value in values.items() if _is_number(value)}
 
 
+def whole_lines(file: Path) -> tuple[bytes, bool]:
+    """The lines of a log that can be read, and whether others stand between or behind them."""
+    data = file.read_bytes()
+    places = [(start, end) for start, end, _ in placed_lines(file)]
+    if file.suffix == ".csv" and "step" in heading(file):
+        places.insert(0, (0, data.index(b"\n") + 1))
+    whole = b"".join(data[start:end] for start, end in places)
+    # The last line may have been cut in its middle by the end of its process.
+    return whole, whole != data[: data.rfind(b"\n") + 1]
+
+
 def heading(file: Path) -> list[str]:
     """The names of the columns of a CSV; none if it has no whole line."""
     return next((parsed for _, _, parsed in _placed(file, _row_of)), [])
 
 
 def _is_step(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def is_time(value: Any) -> bool:
+    """Is this a number of seconds, of a clock or of a stretch of time?"""
+    return _is_number(value) and abs(value) < _LONGEST_S
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    """Is it a float, or an integer that a float can be near to?"""
+    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
 
 
 def _placed(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_fn.base.mesh_axes import mesh_shape, ranks_along
 from accel_fn.base.state import Axis, DistState
@@ -287,11 +288,21 @@ def _num_ranks(mesh: Mapping[str, int] | None) -> int:
 
 def _given_back(world: _World, start: float) -> bool:
     """Keep a world whose ranks have ended for the next simulation, if nothing in it can be under way."""
+    _forget_modules()
     # `fn` may have caught a time-out, and left a collective that not all ranks called.
     fits = time.monotonic() - start < world.key[1] and world.called_equally_many()
     if fits:
         _idle.give(world)
     return fits
+
+
+def _forget_modules() -> None:
+    """Clear the module that DDP holds for the compiler while a forward runs.
+
+    At the end of a forward, DDP restores the module that it found at the start. If the forwards of two
+    ranks overlap, that is the other rank's, which DDP would keep alive for ever.
+    """
+    DistributedDataParallel._active_ddp_module = None
 
 
 def _recover_later(threads: list[threading.Thread], world: _World, start: float) -> None:
@@ -306,6 +317,7 @@ def _recover_later(threads: list[threading.Thread], world: _World, start: float)
             close_group(each)
         for thread in threads:
             thread.join()
+        _forget_modules()
         if not _exiting.wait(_SETTLE_S):
             world.release()
 

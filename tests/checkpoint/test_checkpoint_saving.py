@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -65,6 +66,20 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, wor
         ".new_step_00000001 to step_00000001",
         f"sync {tmp_path.name}",
     ]
+
+
+def save_checkpoint(folder):
+    state, step = make()
+    af.save(folder, state, step)
+
+
+@pytest.mark.parametrize(
+    "write", [save_checkpoint, lambda folder: af.save_model(nn.Linear(1, 1), folder)]
+)
+def test_every_folder_that_is_made_is_on_the_disk_before_what_is_in_it(tmp_path, done, write):
+    """A power cut could otherwise take a folder further up, and all checkpoints with it."""
+    write(tmp_path / "runs" / "a" / "checkpoints")
+    assert done[:3] == [f"sync {tmp_path.name}", "sync runs", "sync a"]
 
 
 # -- checkpoints of a newer version

@@ -38,7 +38,8 @@ NUM_BEFORE, NUM_AFTER = 3, 4
 def make(optimizer="AdamW", width=4, seed=0):
     """Make the model and the optimizer of both runs."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1)).double()
+    first = nn.Linear(3, width, bias=False)  # the norm would make the gradient of a bias rounding
+    model = nn.Sequential(first, nn.BatchNorm1d(width), nn.Linear(width, 1)).double()
     options = {"AdamW": {"lr": 0.1}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
     return model, getattr(torch.optim, optimizer)(model.parameters(), **options)
 
@@ -211,7 +212,10 @@ OTHER_PROGRAMS = {
         {"optimizer": "SGD"},
         r"options of group 0: .*'betas'.* saved, .*'momentum'.* here",
     ),
-    "model": ({"width": 5}, r"exp_avg of parameter 0: \[4, 3\] saved, \[5, 3\] here"),
+    "model": (
+        {"width": 5},
+        r"exp_avg of parameter 0: float64 \[4, 3\] saved, float64 \[5, 3\] here",
+    ),
 }
 
 
@@ -295,6 +299,122 @@ def test_a_file_that_holds_something_else_is_refused(copied, name, change, expec
     torch.save(change(torch.load(path) if path.exists() else None), path)
     options = {"recipe": af.with_amp("fp16")} if name == "scaler.pt" else {}
     refused(copied, f"{name} must hold {expected}", schedulers=one_scheduler(), **options)
+
+
+def with_state(key, change, number=0):
+    def changed(content):
+        content["state"][number][key] = change(content["state"][number][key])
+        return content
+
+    return changed
+
+
+def with_option(key, value):
+    def changed(content):
+        content["param_groups"][0][key] = value
+        return content
+
+    return changed
+
+
+def with_parameters(change):
+    def changed(content):
+        content["param_groups"][0]["params"] = change(content["param_groups"][0]["params"])
+        return content
+
+    return changed
+
+
+SCALE = {
+    "scale": 8.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 0,
+}
+ODD = [
+    (
+        "optimizer.bin",
+        with_count(torch.tensor(-3.0)),
+        "step of parameter 0: -3.0 saved, a count here",
+    ),
+    ("optimizer.bin", with_count(1.5), "step of parameter 0: 1.5 saved, a count here"),
+    ("optimizer.bin", with_count(10**400), "step of parameter 0: 10+ saved, a count here"),
+    (
+        "optimizer.bin",
+        with_state("exp_avg", torch.Tensor.long),
+        r"exp_avg of parameter 0: int64 \[4, 3\] saved, float64 \[4, 3\] here",
+    ),
+    (
+        "optimizer.bin",
+        with_state("exp_avg_sq", torch.Tensor.half),
+        r"exp_avg_sq of parameter 0: float16 \[4, 3\] saved, float64 \[4, 3\] here",
+    ),
+    (
+        "optimizer.bin",
+        with_state("exp_avg_sq", torch.Tensor.neg),
+        "exp_avg_sq of parameter 0: numbers that no optimizer writes",
+    ),
+    (
+        "optimizer.bin",
+        with_state("exp_avg", lambda value: value / 0),
+        "exp_avg of parameter 0: numbers that no optimizer writes",
+    ),
+    ("optimizer.bin", with_option("lr", -0.1), "options of group 0/lr: -0.1 saved, 0.1 here"),
+    (
+        "optimizer.bin",
+        with_option("eps", float("nan")),
+        "options of group 0/eps: nan saved, 1e-08 here",
+    ),
+    (
+        "optimizer.bin",
+        with_parameters(lambda numbers: [0, *numbers[:-1]]),
+        "numbers of parameters: .* saved",
+    ),
+    (
+        "optimizer.bin",
+        lambda content: content | {"state": {**content["state"], 99: content["state"][0]}},
+        "numbers of parameters: .*99.* saved",
+    ),
+    (
+        "scheduler.bin",
+        lambda content: content | {"last_epoch": -5},
+        "last_epoch -5, which is no count",
+    ),
+    (
+        "scheduler.bin",
+        lambda content: content | {"_step_count": 0.5},
+        "_step_count 0.5, which is no",
+    ),
+    *(
+        (
+            "scaler.pt",
+            lambda content, odd=odd: SCALE | odd,
+            "scaler.pt must hold positive factors and counts, got",
+        )
+        for odd in ({"scale": -8.0}, {"growth_factor": float("nan")}, {"_growth_tracker": -1})
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "expected"), ODD)
+def test_values_that_no_run_has_saved_are_refused(copied, name, change, expected):
+    path = copied / name
+    torch.save(change(torch.load(path) if path.exists() else None), path)
+    options = {"recipe": af.with_amp("fp16")} if name == "scaler.pt" else {}
+    refused(copied, expected, schedulers=one_scheduler(), **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.bin", "scheduler.bin", "model.safetensors", "scaler.pt"]
+)
+def test_a_link_out_of_the_folder_is_refused(copied, tmp_path, name):
+    target = tmp_path / "elsewhere"
+    if (copied / name).exists():
+        (copied / name).rename(target)
+    (copied / name).symlink_to(target)
+    words = f"folder must hold its files itself, got .*{name}, which is a link to {target}; copy the file"
+    refused(copied, words, schedulers=one_scheduler())
 
 
 def load_forged(saved, place, value, name="optimizer.bin"):

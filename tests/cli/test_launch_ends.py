@@ -97,6 +97,20 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     gone(pids)
 
 
+@pytest.mark.parametrize("pause_s", [0.002, 0.02, 0.2])
+def test_five_times_ctrl_c_are_one_line(launchers, tmp_path, pause_s):
+    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY)
+    pids = family(launcher)
+    for _ in range(5):
+        launcher.kill(signal.SIGINT)
+        time.sleep(pause_s)
+    ended = launcher.wait()
+    assert ended.exit_code == 130
+    assert ended.stderr == "accel-fn launch: stopped by Ctrl-C\n"
+    assert ended.seconds < 15
+    gone(pids)
+
+
 def test_what_a_killed_rank_started_ends_too(launchers, tmp_path):
     launcher = launchers.start(tmp_path, "-n", 2, "script.py", "--tells", script=_FAMILY)
     pids = family(launcher)

@@ -22,7 +22,9 @@ class Noisy(nn.Module):
 
     def __init__(self, width, *, dropout=0.5):
         super().__init__()
-        self.layer = nn.Linear(width, width)
+        self.layer = nn.Linear(
+            width, width, bias=False
+        )  # the norm would make its gradient rounding
         self.norm = nn.BatchNorm1d(width)
         self.dropout = dropout
         self.register_buffer("mean", torch.zeros(width))

@@ -335,11 +335,17 @@ BAD_VALUES = {
     "no mapping": ([1.0], r"be numbers by name, got \[1.0\]"),
     "of evaluate": (
         {"loss": 1.0},
-        r"have names of one line, other than those of the step's own values, got \['loss'\]; "
+        r"have printable names of one line, other than those of the step's own values, got \['loss'\]; "
         'give a prefix, such as prefix="validation/"',
     ),
-    "step": ({"step": 1.0}, r"have names of one line, other than .*, got \['step'\]"),
-    "lines": ({"a\nb": 1.0}, r"have names of one line, other than .*, got \['a\\nb'\]"),
+    "step": (
+        {"step": 1.0},
+        r"have printable names of one line, other than .*, got \['step'\]",
+    ),
+    "lines": (
+        {"a\nb": 1.0},
+        r"have printable names of one line, other than .*, got \['a\\nb'\]",
+    ),
 }
 
 
@@ -414,7 +420,7 @@ def test_metrics_must_have_other_names_than_the_columns_of_a_log(name):
         return ours.mse(model, batch), {name: 1.0}
 
     words = (
-        "log_to: metrics must have names of one line, other than those of the step's own values, "
+        "log_to: metrics must have printable names of one line, other than those of the step's own values, "
         f"got {[name]}; rename them"
     )
     with pytest.raises(ValueError, match=re.escape(words)):

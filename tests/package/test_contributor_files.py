@@ -1,6 +1,7 @@
 """Files for contributors: the sessions, versions and paths that they name exist."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -26,6 +27,15 @@ def test_sessions_that_are_named_exist(path):
     named = {name for run in runs for name in run.split()}.union(*matrices)
     assert named
     assert named <= SESSIONS
+
+
+def test_ci_runs_the_tests_below_a_path_that_is_long_and_has_spaces():
+    script = (ROOT / ".ci/run").read_text()
+    [clone] = re.findall(r'^clone="(.+)"$', script, re.MULTILINE)
+    made = subprocess.run(["bash", "-c", f'echo -n "{clone}"'], capture_output=True, text=True)
+    assert len(made.stdout) > 120
+    assert " " in made.stdout
+    assert script.index('cd "$clone"') < script.index("nox -s tests")
 
 
 def test_pre_commit_runs_the_versions_of_the_constraints():

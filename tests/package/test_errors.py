@@ -19,6 +19,7 @@ CLASSES = {
 
 # Errors of others that a file raises, and why.
 FOREIGN = {
+    "launcher/processes/agent.py SignalException": "as torch's agent expects of a handler",
     "data/sampled_batches.py StopIteration": "the end of an iterator",
     "__init__.py AttributeError": "what Python expects for a name that a module does not have",
     "testing/__init__.py AttributeError": "likewise",

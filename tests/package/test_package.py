@@ -118,7 +118,7 @@ DISTRIBUTED = {
     "transforms/tp/draws.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/tp/styles.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/deepspeed/deepspeed.py": {"torch._C._distributed_c10d"},  # the store of one rank
-    "testing/simulation.py": {"torch._C._distributed_c10d"},
+    "testing/simulation.py": {"torch._C._distributed_c10d", "torch.nn.parallel"},
     "launcher/function/ranks.py": {
         "torch._C._distributed_c10d"
     },  # the store of the ranks' rendezvous
@@ -368,3 +368,12 @@ def test_every_module_names_its_job_in_a_sentence():
         path: (ast.get_docstring(parsed(path)) or "").partition("\n")[0] for path in SOURCES
     }
     assert [path for path, line in first_lines.items() if not line.endswith(".")] == []
+
+
+def test_every_file_is_unpickled_by_a_rule_that_its_call_states():
+    """A variable of the environment changes torch's default, by which code in a file would run."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                where = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+                assert "weights_only" in [each.arg for each in node.keywords], where

@@ -64,6 +64,7 @@ def sgd(parameters):
 @pytest.mark.parametrize(
     "name",
     [
+        "multiprocessing.queues:Queue._on_queue_feeder_error",
         "torch._C._autograd:_profiler_enabled",
         "torch._C._autograd:_get_sequence_nr",
         "torch._C._autograd:_top_saved_tensors_default_hooks",
@@ -76,6 +77,7 @@ def sgd(parameters):
         "torch:_foreach_mul_",
         "torch:_foreach_norm",
         "torch._dynamo.exc:TorchDynamoException",
+        "torch._utils:ExceptionWrapper.reraise",
         "torch._dynamo:mark_static_address",
         "torch._inductor:list_mode_options",
         "torch.autograd.graph:_engine_run_backward",
@@ -85,6 +87,7 @@ def sgd(parameters):
         "torch.distributed:ProcessGroup.get_group_store",
         "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.nn:Module._call_impl",
+        "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
         "torch.nn.parallel:DistributedDataParallel._post_forward",
         "torch.nn.parallel:DistributedDataParallel._pre_forward",
         "torch.nn.parallel:DistributedDataParallel._remove_autograd_hooks",

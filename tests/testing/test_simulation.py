@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import accel_fn as af
 from accel_fn.comm import mesh as mesh_module
@@ -493,3 +495,36 @@ def test_a_program_may_end_right_after_a_simulation():
     """Without a rest, a thread of Gloo that releases a tensor aborts one such program of seven."""
     ends = [subprocess.run([sys.executable, "-c", _SHORT], check=False) for _ in range(24)]
     assert [each.returncode for each in ends] == [0] * 24
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["returns", "raises"])
+def test_models_of_ranks_are_freed_after_forwards_of_ddp_that_overlap(is_broken):
+    """The forward of rank 0 begins first and ends first."""
+    alive, inside = [], [threading.Event(), threading.Event()]
+    ended = threading.Event()
+
+    class Overlapping(nn.Linear):
+        def forward(self, inputs):
+            inside[self.rank].set()
+            (inside[1] if self.rank == 0 else ended).wait(5)
+            return super().forward(inputs)
+
+    def run(state):
+        model = Overlapping(2, 1)
+        model.rank = state.rank
+        alive.append(weakref.ref(model))
+        replica = DistributedDataParallel(model, process_group=state.group)
+        if state.rank == 1:
+            inside[0].wait(5)
+        replica(torch.ones(1, 2))
+        ended.set()
+        if is_broken:
+            raise KeyError("broken")
+
+    with pytest.raises(KeyError) if is_broken else contextlib.nullcontext():
+        simulate(run, world_size=2)
+    deadline = time.monotonic() + 5
+    while any(each() for each in alive) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert [each() for each in alive] == [None, None]

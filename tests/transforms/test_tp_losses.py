@@ -181,11 +181,13 @@ class Attention(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(6, 2)
         self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
-        self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 1)
+        self.up, self.down = nn.Linear(3, 12), nn.Linear(6, 1)
 
     def forward(self, x):
-        x = self.layer(self.up(x).unsqueeze(0))
-        return self.down(self.attention(x, x, x, need_weights=False)[0].squeeze(0))
+        # Over one token, the gradients of queries and keys would be rounding alone.
+        tokens = self.layer(self.up(x).view(-1, 2, 6).transpose(0, 1))
+        mixed, _ = self.attention(tokens, tokens, tokens, need_weights=False)
+        return self.down(mixed.mean(0))
 
 
 def attention():
@@ -195,7 +197,8 @@ def attention():
 
 def test_attention_of_torch_stays_whole():
     styles = {"up": ColwiseParallel(output_layouts=Replicate())}
-    assert_one_process(af.wrap_tp(styles), TWO, make=attention)
+    # The gradient of a bias of keys is rounding alone, which AdamW turns into whole updates.
+    assert_one_process(af.wrap_tp(styles), TWO, make=attention, optimizer=ours.sgd)
 
     def run(state):
         model = attention()

@@ -87,6 +87,14 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; wait until the names of all that are new are on the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        sync(each.parent)
+
+
 @contextmanager
 def opened(path: Path, function: str = "load") -> Iterator[int]:
     """Open a file of a checkpoint to read it; one that is no regular file is refused, not waited for."""

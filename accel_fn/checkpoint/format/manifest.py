@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import UnionType
@@ -14,12 +15,16 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 import torch
 
 from accel_fn.base.mesh_axes import AXES
+from accel_fn.base.printable import UNPRINTABLE, printable
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
 from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
 from accel_fn.errors import CheckpointError, shown
 
 FORMAT = 1
 NAME = "manifest.json"
+
+LONGEST_NAME = 4096
+_LONGEST_TEXT, _SHOWN, _LARGEST = 10**6, 100, 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +104,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         found = json.loads(body)
         if isinstance(found, dict) and (version := found.pop("format", None)) != FORMAT:
+            got = [printable(f"{each}"[:_SHOWN]) for each in (version, found.get("accel_fn"))]
             raise CheckpointError(
-                f"load: {path} must be of format {FORMAT}, got {version}, written by accel_fn "
-                f"{found.get('accel_fn')}; read it with that version"
+                f"load: {path} must be of format {FORMAT}, got {got[0]}, written by accel_fn "
+                f"{got[1]}; read it with that version"
             )
         if isinstance(found, dict):
             # Checkpoints may have been written before there were these fields.
@@ -113,17 +119,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
             }
             found = {**added, **found}
         manifest: Manifest = read_as(Manifest, found, "manifest")
-        here = step_of(checkpoint)
-        _require(here in (None, manifest.step), "step", manifest.step, f"{here}, its folder's")
-        _check_files(manifest)
-        for name, entry in manifest.entries.items():
-            _check_entry(name, entry, manifest.files)
+        _check(manifest, step_of(checkpoint))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"load: {path} must be one of this version, got {error}") from error
     return manifest
 
 
-# Checks: a manifest that another program wrote may hold anything that JSON can.
+# Checks: a manifest that another program wrote may hold anything that JSON can. All of them come before
+# anything else reads it.
 
 
 def read_as(kind: Any, value: Any, name: str) -> Any:
@@ -138,10 +141,9 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     if get_origin(kind) is tuple and isinstance(value, list):
         return tuple(read_as(arguments[0], each, name) for each in value)
     kinds = arguments if get_origin(kind) is UnionType else (kind,)
-    fits = kind is Any or (type(value) in kinds and (kind is not int or value >= 0))
-    _require(
-        fits, name, value, "an integer >= 0" if kind is int else getattr(kind, "__name__", kind)
-    )
+    fits = kind is Any or (type(value) in kinds and (kind is not int or 0 <= value < _LARGEST))
+    rule = "an integer >= 0 and < 2**63" if kind is int else getattr(kind, "__name__", kind)
+    _require(fits, name, value, rule)
     return value
 
 
@@ -150,13 +152,54 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+def _check(found: Manifest, here: int | None) -> None:
+    """Refuse a manifest that contradicts itself or its folder, or holds what no `save` writes."""
+    _require(here in (None, found.step), "step", found.step, f"{here}, its folder's")
+    for name in (found.accel_fn, found.torch, *found.plans, *found.explained):
+        _check_name("name", name)
+    for name in (*found.entries, *found.frozen, *found.tied, *found.tied.values()):
+        _check_name("name of a tensor", name)
+    _check_texts([*found.explained.values(), *found.plans.values()])
+    _check_files(found)
+    for name, entry in found.entries.items():
+        _check_entry(name, entry, found.files)
+    _check_places(found.entries)
+    twice = [
+        *(found.entries.keys() & found.frozen.keys()),
+        *(found.entries.keys() & found.tied.keys()),
+    ]
+    _require(not twice, "tensors", twice, "saved, left out, or another's, and not two of these")
+
+
+def _check_name(what: str, name: str) -> None:
+    fits = len(name) <= LONGEST_NAME and not UNPRINTABLE.search(name)
+    _require(fits, what, name, f"of at most {LONGEST_NAME} characters that can be printed")
+
+
+def _check_texts(values: Any) -> None:
+    """Refuse long texts, which errors would print, in containers of any depth."""
+    if isinstance(values, str):
+        _require(
+            len(values) <= _LONGEST_TEXT, "text", values, f"at most {_LONGEST_TEXT} characters"
+        )
+    elif isinstance(values, list | dict):
+        for each in values:
+            _check_texts(each)
+            if isinstance(values, dict):
+                _check_texts(values[each])
+
+
 def _check_files(found: Manifest) -> None:
     files, mesh, world_size = found.files, found.mesh, found.world_size
     for name in files:
         _require(name == Path(name).name, "files", name, "names of files beside it")
     _require(0 < world_size < len(files), "files", [*files], f"those of {world_size} ranks")
-    for needed in (COMMON, *(file_of("rank", rank, "pt") for rank in range(world_size))):
-        _require(needed in files, "files", [*files], f"names that have {needed} among them")
+    needed = [COMMON, *(file_of("rank", rank, "pt") for rank in range(world_size))]
+    for name in needed:
+        _require(name in files, "files", [*files], f"names that have {name} among them")
+    of_tensors = {file_of("tensors", rank, "bin") for rank in range(world_size)}
+    for name in files.keys() - {*needed}:
+        _require(name in of_tensors, "files", name, "a file of the ranks' tensors")
     fits = "dp" in mesh and mesh.keys() <= {*AXES} and prod(mesh.values()) == world_size
     _require(fits, "mesh", dict(mesh), f"of {world_size} ranks, with an axis dp")
 
@@ -164,10 +207,13 @@ def _check_files(found: Manifest) -> None:
 def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype of {name}={entry.dtype!r}, which must be one of torch's")
+        raise ValueError(f"dtype of {name}={shown(entry.dtype)}, which must be one of torch's")
+    largest = prod(filter(None, entry.shape))
+    _require(largest < _LARGEST, f"shape of {name}", entry.shape, "one that torch can make")
     for chunk in entry.chunks:
         place = f"a chunk of {name}"
-        _require(chunk.file in files, place, chunk.file, "in a file beside it that is listed")
+        is_listed = chunk.file in files and chunk.file.startswith("tensors_")
+        _require(is_listed, place, chunk.file, "in a file beside it that is listed, of tensors")
         _require(_lies_in(chunk, entry.shape), place, chunk, f"a block of {list(entry.shape)}")
         length = prod(chunk.sizes) * dtype.itemsize
         _require(chunk.length == length, place, chunk, f"of {length} bytes")
@@ -178,6 +224,19 @@ def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None
     _require(once, f"number of elements in chunks of {name}", num_held, "all of its elements once")
     disjoint = _are_disjoint([chunk for chunk in entry.chunks if prod(chunk.sizes)])
     _require(disjoint, f"chunks of {name}", entry.chunks, "blocks that have no element in common")
+
+
+def _check_places(entries: Mapping[str, Entry]) -> None:
+    """Refuse bytes of a file that belong to two tensors."""
+    spans = sorted(
+        (chunk.file, chunk.start, chunk.start + chunk.length, name)
+        for name, entry in entries.items()
+        for chunk in entry.chunks
+        if chunk.length
+    )
+    for (file, _, end, name), (next_file, start, _, next_name) in pairwise(spans):
+        both, rule = [name, next_name], "in places of their own"
+        _require(file != next_file or end <= start, f"tensors in {file}", both, rule)
 
 
 def _lies_in(chunk: Chunk, shape: Sequence[int]) -> bool:
@@ -213,4 +272,5 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
 
 def _require(fits: bool, name: str, value: object, rule: str) -> None:
     if not fits:
-        raise ValueError(f"{name}={shown(value)}, which must be {rule}")
+        where = name if len(name) <= LONGEST_NAME else shown(name)
+        raise ValueError(f"{where}={shown(value)}, which must be {rule}")

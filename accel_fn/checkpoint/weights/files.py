@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accel_fn.checkpoint.format.hashing import sync
+from accel_fn.checkpoint.format.hashing import make_folder, sync
 from accel_fn.checkpoint.format.names import rename
 from accel_fn.checkpoint.weights.entries import Entries
 from accel_fn.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, message
@@ -46,7 +46,7 @@ _WRITTEN_HERE = re.compile(
 
 
 def write_set(folder: Path, entries: Entries, limit: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     shards = _split(entries, limit)
     count = len(shards)
     names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -306,13 +307,14 @@ class Abort:
 def _write(report: str) -> None:
     """Flush what was printed so far, if possible, and write the report at once."""
     # In threads, since a thread that hangs may hold the lock of a stream.
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent closed it
         flushing = threading.Thread(target=stream.flush, daemon=True)
         flushing.start()
         flushing.join(_SLACK_S)
     data = report.encode(errors="backslashreplace")
-    while data:
-        data = data[os.write(_STDERR, data) :]
+    with suppress(OSError):  # the parent may have closed it
+        while data:
+            data = data[os.write(_STDERR, data) :]
 
 
 def ending_error() -> BaseException | None:

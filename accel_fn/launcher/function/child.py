@@ -55,6 +55,7 @@ def main(caller: str, cpus: str, place: str, displays: str) -> None:
 
     In a notebook, `displays` is the pipe for what the rank displays.
     """
+    worker.open_streams()
     worker.die_with(int(caller))
     worker.print_whole_lines()
     if cpus:

@@ -47,6 +47,8 @@ _BARRIER_S = 5
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
 """A failed world ends within five seconds; one that is signalled to stop may still save its state."""
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -57,6 +59,8 @@ class RankFolders(DefaultLogsSpecs):
         super().__init__(log_dir=str(logs), redirects=redirects, tee=tee)
         self._records, self._size, self._attempts = records, size, itertools.count()
         self.ranks: dict[int, Path] = {}
+        self.logs = logs
+        """Where the logs of the attempt are: `0/stderr.log` and so on."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders of an attempt; check the size of the world that came together."""
@@ -67,6 +71,7 @@ class RankFolders(DefaultLogsSpecs):
                 f"{self._size}; is it the same on every machine?"
             )
         logs = super().reify(envs)
+        self.logs = Path(logs.error_files[0]).parents[1]
         attempt = self._records / f"records_{next(self._attempts)}"
         self.ranks = {rank: attempt / str(rank) for rank in envs}
         for rank, folder in self.ranks.items():
@@ -88,9 +93,9 @@ class Agent(LocalElasticAgent):
             exit_barrier_timeout=300 if self._machines is None else _BARRIER_S,
             log_line_prefix_template="[rank ${rank}]: ",
         )
-        self._folders, self._reaper = folders, reaper
+        self.folders, self._reaper = folders, reaper
         self.failures: list[Failure] = []
-        self._kill_at_once = False
+        self._is_stopping = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks."""
@@ -109,6 +114,8 @@ class Agent(LocalElasticAgent):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started: dict[int, int] = super()._start_workers(worker_group)
+            for number in STOPS:  # torch has set handlers of its own, which raise each time
+                signal.signal(number, self._stop)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._reaper.watch(started.values())
@@ -121,15 +128,29 @@ class Agent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_WITHIN_S
     ) -> None:
-        """Stop the ranks; kill them if another signal comes during the wait."""
+        """Stop the ranks; kill them if a signal comes during the wait."""
         try:
             # Closed here, since torch before 2.12 has no timeout to pass on.
             if self._pcontext is not None:
-                self._pcontext.close(signal.SIGKILL if self._kill_at_once else death_sig, timeout)
+                self._pcontext.close(death_sig, timeout)
             super()._shutdown(death_sig)
         except SignalException:
-            self._kill_at_once = True
+            self._kill()
             raise
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Have the agent stop the ranks; at later signals, kill them, and interrupt no clean-up."""
+        if self._is_stopping:
+            self._kill()
+            return
+        self._is_stopping = True
+        name = signal.Signals(number)
+        raise SignalException(f"got {name.name}", name)
+
+    def _kill(self) -> None:
+        if isinstance(self._pcontext, SubprocessContext):
+            for each in self._pcontext.subprocess_handlers.values():
+                each.proc.kill()
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Send a signal on to the ranks."""
@@ -155,7 +176,7 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self.failures = [
                 read_failure(
-                    self._folders.ranks[failure.local_rank],
+                    self.folders.ranks[failure.local_rank],
                     rank=rank,
                     host=socket.gethostname(),
                     pid=failure.pid,
@@ -188,7 +209,7 @@ class Agent(LocalElasticAgent):
         """Each local rank's exit code, None while it runs; a failure counts once its cause is known."""
         # A rank that loses a peer ends at once, while the peer may still unwind from its own error.
         deadline = time.monotonic() + _RECORD_WITHIN_S
-        folders = self._folders.ranks
+        folders = self.folders.ranks
         while True:
             exit_codes = self._poll()
             ended = _failed(exit_codes)
@@ -206,7 +227,7 @@ class Agent(LocalElasticAgent):
         processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
         for rank, process in processes.items():
             # An exit handler may end a rank with 0 after an error; torch reads `returncode`, too.
-            if process.poll() == 0 and has_failed(self._folders.ranks[rank]):
+            if process.poll() == 0 and has_failed(self.folders.ranks[rank]):
                 process.returncode = 1
         return {rank: process.returncode for rank, process in processes.items()}
 

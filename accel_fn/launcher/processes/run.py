@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from accel_fn.launcher.machines.network import own_address
 from accel_fn.launcher.machines.store_rendezvous import StoreRendezvous
 from accel_fn.launcher.plan_launch import LaunchPlan
 from accel_fn.launcher.processes import worker
-from accel_fn.launcher.processes.agent import Agent, RankFolders
+from accel_fn.launcher.processes.agent import STOPS, Agent, RankFolders
 from accel_fn.launcher.processes.environment import ROLE
 from accel_fn.launcher.processes.failures import Failure, cause, report
 from accel_fn.launcher.processes.reaper import Reaper
@@ -93,6 +94,9 @@ def _wait(
     try:
         result = agent.run()
     except SignalException as stop:
+        # Nothing is left to stop, and Python resets its handlers before it has ended.
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
@@ -112,11 +116,14 @@ def _wait(
     if isinstance(handler, StoreRendezvous):
         reports = handler.exchange_reports(json.dumps([asdict(each) for each in failures]))
         failures = [Failure(**each) for text in reports for each in json.loads(text)]
-    sys.stdout.flush()
     if all(each.stopped for each in failures):
         _logger.warning("stopped: another machine has ended")
         return 1, ""
     text = report(failures, machines.num_processes, full_traceback=settings.full_traceback)
+    if settings.log_dir:
+        # Nobody may read stderr, and a full disk must not hide the cause.
+        with suppress(OSError):
+            (agent.folders.logs / "report.txt").write_text(text, encoding="utf-8")
     return cause(failures).exit_status, text
 
 

@@ -29,6 +29,7 @@ _REPORT_AFTER_S, _END_AFTER_S = 5.0, 30.0
 
 def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
     """Run one rank of a launcher: a script, a module or a program, on some of the processors."""
+    open_streams()
     die_with(int(launcher))
     print_whole_lines()
     if cpus:
@@ -56,10 +57,25 @@ def die_with(launcher: int) -> None:
         os._exit(1)
 
 
+def open_streams() -> None:
+    """Open the standard streams that the parent closed: stderr as a copy of stdout, the others on no file.
+
+    The next file or socket would get the number of a closed stream, and native code would print into it.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.dup(1) if number == 2 else os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def print_whole_lines() -> None:
     """Have each line that is printed written at its end, in one piece: lines of ranks do not mix."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # not one of a notebook
             stream.reconfigure(line_buffering=True, write_through=False)
 
 

@@ -1,0 +1,80 @@
+"""accel-fn launch, where a service manager or a shell has closed standard streams: no error is lost."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.commands import surroundings
+
+FAILS = """
+import os, time
+print(f"rank {os.environ['RANK']} is up", flush=True)
+if os.environ["RANK"] == "1":
+    raise SystemExit("the reason of rank 1")
+time.sleep(60)
+"""
+STREAMS = """
+import os, sys
+from accel_fn.launcher.processes.worker import open_streams
+open_streams()
+text = str([os.open(os.devnull, os.O_RDONLY), *map(os.get_inheritable, range(3))])
+print("printed")
+print("an error", file=sys.stderr)
+open(sys.argv[1], "w").write(text)
+"""
+
+
+def shell(folder, command, closed):
+    return subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *command],
+        cwd=folder, env=surroundings(folder), capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("closed", "stdout", "stderr"),
+    [
+        ("", "printed\n", "an error\n"),
+        (">&-", "", "an error\n"),
+        ("2>&-", "printed\nan error\n", ""),
+        (">&- 2>&-", "", ""),
+        ("<&- >&- 2>&-", "", ""),
+    ],
+)
+def test_streams_that_are_closed_are_opened(tmp_path, closed, stdout, stderr):
+    done = shell(tmp_path, [sys.executable, "-c", STREAMS, "seen"], closed)
+    assert (done.returncode, done.stdout, done.stderr) == (0, stdout, stderr)
+    number, *inherited = eval((tmp_path / "seen").read_text())
+    assert number > 2
+    assert inherited == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("closed", "where"),
+    [
+        (">&-", "stderr"),
+        pytest.param("2>&-", "stdout", marks=pytest.mark.slow),
+        pytest.param("<&- >&- 2>&-", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_error_of_a_rank_is_the_last_line_of_a_launch_and_in_its_logs(tmp_path, closed, where):
+    (tmp_path / "script.py").write_text(FAILS)
+    command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--log-dir", "logs"]
+    done = shell(tmp_path, [*command, "script.py"], closed)
+    assert done.returncode == 1
+    [report] = (tmp_path / "logs").glob("*/attempt_0/report.txt")
+    assert report.read_text().endswith("\nthe reason of rank 1\n")
+    [printed] = (tmp_path / "logs").glob("*/attempt_0/1/stdout.log")
+    assert printed.read_text() == "rank 1 is up\n"
+    assert done.stdout + done.stderr == (report.read_text() if where else "")
+    assert getattr(done, where or "stdout") == done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_launch_whose_output_nobody_reads_ends_with_the_code_and_the_error_of_its_rank(tmp_path):
+    (tmp_path / "script.py").write_text(FAILS)
+    command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--tee", "script.py"]
+    done = shell(tmp_path, ["sh", "-c", '{ "$@"; echo $? >code; } | true', "sh", *command], "")
+    assert (tmp_path / "code").read_text() == "1\n"
+    assert done.stderr.endswith("\nthe reason of rank 1\n")
