@@ -221,7 +221,7 @@ def test_batches_1_2_10_and_100_are_compared():
 
     trained([[BATCH] * 101], af.accumulate(2), loss_fn)
     halves, in_turn, thirds, unequal, steps = [4, 4], [4, 4], [3, 3, 2], [6, 2], [4, 4]
-    cuts = {1: halves + in_turn, 2: thirds + unequal, 10: halves + thirds, 100: in_turn + unequal}
+    cuts = {1: thirds + in_turn, 2: halves + unequal, 10: in_turn + thirds, 100: unequal + halves}
     with_comparison = [
         [8, *cuts[number], 8, *steps] if number in cuts else steps for number in range(1, 102)
     ]

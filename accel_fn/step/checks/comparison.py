@@ -52,10 +52,10 @@ _MOST_FAILURES = 10
 _TOO_FEW = "no batch has had two samples"
 _NO_PARTS = "all but one part of each batch weigh nothing, or a loss is not finite"
 _OF_LOOKS = (
-    ("halves", "in turn"),
-    ("thirds", "unequal"),
-    ("halves", "thirds"),
-    ("in turn", "unequal"),
+    ("thirds", "in turn"),
+    ("halves", "unequal"),
+    ("in turn", "thirds"),
+    ("unequal", "halves"),
 )
 """The cuts of each look, in their order."""
 
