@@ -231,10 +231,7 @@ class ShardedLoader(Generic[Batch]):
             ValueError: data, batch size, seed or order differ.
         """
         if found := self.differences_from(saved):
-            repair = (
-                "give it the same data and batch size; and as many ranks, where an epoch's last samples are "
-                "fewer than the ranks, which then have one batch less"
-            )
+            repair = "give it the same data and batch size"
             rule = "be that of the run that was saved"
             raise ArgumentError(
                 f"load_state_dict: loader must {rule}, got {'; '.join(found)}; {repair}"

@@ -47,6 +47,18 @@ def tuples(case: Case):
     return two_loops(case, network, mse, loader)
 
 
+@kind("equal", world_size=(1, 3, 4), num_samples=(6, 10, 14), batch_size=(4,))
+def short_tails(case: Case):
+    """A last batch of two samples, on more ranks; the loop unpacks its batches."""
+    loader = DataLoader([*zip(*samples(case), strict=True)], batch_size=case.batch_size)
+
+    def run(state):
+        batches = ((x, y) for x, y in af.shard_loader(loader, state))
+        return train(state, case, network(), mse, batches)
+
+    return lambda: train_by_hand(network(), mse, loader), run
+
+
 @kind("equal")
 def dicts(case: Case):
     """Samples are dicts with a text, as those of `datasets`."""

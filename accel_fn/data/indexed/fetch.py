@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import seed_process
 from accel_fn.data.seed_samples import SeededSamples, reading
 from accel_fn.data.set_epoch import InEpoch
@@ -90,7 +92,7 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, part: Part) -> Any:
         # No code of the user's runs to read rows, so none needs the epoch or a seed.
-        if self._reads_rows:
+        if self._reads_rows and not isinstance(part.numbers, EmptyPart):
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
@@ -105,6 +107,8 @@ class Fetcher(Dataset[Any]):
 
         An exception of the data set's gets a note that names the sample.
         """
+        if isinstance(numbers, EmptyPart):
+            return self._empty(numbers)
         if self._reads_rows:
             try:
                 if not isinstance(numbers, Tensor):
@@ -116,6 +120,16 @@ class Fetcher(Dataset[Any]):
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         return self._collated(self._samples(numbers), numbers)
+
+    def _empty(self, numbers: list[Any]) -> Any:
+        """Return the batch of no samples, in the form of that of one."""
+        samples = self._samples(numbers)
+        # A data set that reads many at once may give anything, which cannot be doubled.
+        two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)
+        with _noting(
+            f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
+        ):
+            return self._collate.empty(samples, two)
 
     def _samples(self, numbers: list[Any]) -> Any:
         number: Any = listed(numbers)
@@ -134,11 +148,8 @@ class Fetcher(Dataset[Any]):
             raise
 
     def _collated(self, samples: Any, numbers: list[Any]) -> Any:
-        try:
+        with _noting(f"collate_fn failed on samples {listed(numbers)}"):
             return self._collate(samples, len(numbers))
-        except Exception as error:
-            error.add_note(f"shard_loader: collate_fn failed on samples {listed(numbers)}")
-            raise
 
 
 class ReadyFetcher(Fetcher):
@@ -155,12 +166,21 @@ class ReadyFetcher(Fetcher):
         """Return this rank's rows of the batch; a list holds those of this rank alone."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
-        try:
+        if isinstance(numbers, EmptyPart):
+            one, two = self.fetch([*numbers]), self.fetch([*numbers] * 2)
+            return without_rows(one, two)
+        with _noting(f"the data set failed to give batch {listed(numbers)}"):
             item = self.dataset[numbers]
-        except Exception as error:
-            error.add_note(f"shard_loader: the data set failed to give batch {listed(numbers)}")
-            raise
         return self._ready.collate_fn(item) if isinstance(numbers, list) else self._ready([item])
+
+
+@contextmanager
+def _noting(note: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"shard_loader: {note}")
+        raise
 
 
 def _nested(dataset: Any) -> Iterator[Any]:

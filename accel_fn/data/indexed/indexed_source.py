@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import ItemOrder, Order, no_numbers
@@ -61,8 +62,13 @@ class IndexedSource:
         return batch
 
 
-def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
+def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor | EmptyPart]:
     """Yield a rank's samples, batch by batch; many batches are computed at once."""
+    for batch, part in enumerate(_numbers(order, rank, epoch, first_batch), first_batch):
+        yield part if len(part) else EmptyPart(order.global_indices(epoch, batch)[:1].tolist())
+
+
+def _numbers(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
     # The last batch may have another size, so it is computed alone.
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)

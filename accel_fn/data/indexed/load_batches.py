@@ -15,6 +15,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo
 
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
@@ -48,7 +49,7 @@ class BatchReader:
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first.
 
-        A part is [num_samples], int64, or a list of keys of the data set; where the data set has
+        A part is [num_samples], int64, a list of keys of the data set, or empty; where the data set has
         batches ready, it may be the key of one, which all ranks read. Workers' random generators are
         seeded at each batch; with a `worker_init_fn`, at each pass only.
         """
@@ -79,6 +80,8 @@ class BatchReader:
             numbers = taken.popleft()
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
+            if isinstance(numbers, EmptyPart):
+                numbers = []
             yield [*numbers] if isinstance(numbers, list) else None, batch
 
     def _here(self, parts: Iterable[Any], epoch: int | None, first_batch: int) -> Iterator[Any]:

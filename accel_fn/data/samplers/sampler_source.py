@@ -15,6 +15,7 @@ from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.messages import Channel
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers
@@ -84,7 +85,8 @@ class SamplerSource:
         return place
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        return _numbers(_part(self._batch(epoch, batch), self._rank, self._world_size))
+        part = _part(self._batch(epoch, batch), self._rank, self._world_size)
+        return _numbers([] if isinstance(part, EmptyPart) else part)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         return _numbers(self._batch(epoch, batch))
@@ -134,7 +136,7 @@ def _part(batch: Batch, rank: int, world_size: int) -> Batch:
     if not isinstance(batch, list):
         return batch
     start, stop = part_bounds(len(batch), world_size, rank)
-    return batch[start:stop]
+    return batch[start:stop] or EmptyPart(batch[:1])
 
 
 def _numbers(batch: Batch) -> Tensor:

@@ -107,7 +107,6 @@ class Stream:
         self._in_epoch = InEpoch([data], epoch, alone=in_worker)
         self._generators = Generators(mix(mix(seed) + epoch))
         self._items: Iterator[Any] | None = None
-        self._ahead: list[Any] = []
         self.num_read = 0  # items so far
         self._ended = False
 
@@ -123,22 +122,13 @@ class Stream:
                 stack.enter_context(self._generators)
             yield
 
-    def take(self, count: int) -> list[Any]:
-        """Return the next items: fewer than `count` at the end, then none."""
-        found, self._ahead = self._ahead[:count], self._ahead[count:]
-        return found + self._read(count - len(found)) if len(found) < count else found
-
-    def peek(self, count: int) -> list[Any]:
-        """Return the next items, and keep them for the next `take`."""
-        self._ahead = self.take(count)
-        return self._ahead
-
     def drop(self, count: int) -> None:
         """Skip items."""
         while count > 0 and (items := self.take(min(_BLOCK, count))):
             count -= len(items)
 
-    def _read(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[Any]:
+        """Return the next items: fewer than `count` at the end, then none."""
         found: list[Any] = []
         # Some iterators begin again after their end.
         if self._ended:

@@ -351,9 +351,17 @@ MUTANTS = [
     Mutant(
         "the tail of an epoch is dropped",
         ORDER,
-        "stop = self.num_samples if last and not self.drop_last else start + self.batch_size",
-        "stop = min(start + self.batch_size, self.num_samples)",
+        "return full + (tail > 0 and not self.drop_last)",
+        "return full",
         f"{LAWS}08_sharding.py",
+    ),
+    Mutant(
+        "a rank without samples trains on the example of its part",
+        "data/empty_part.py",
+        "return one[:0]",
+        "return one",
+        f"tests/data/test_empty_part.py {LAWS}08_sharding.py",
+        kind="data.short_tails",
     ),
     Mutant(
         "a rank's part loses its last row",
