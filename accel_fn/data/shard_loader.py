@@ -67,8 +67,9 @@ def shard_loader(
             does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
 
     Returns:
-        A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`. Torch's `DataLoader[T]`
-        names the type of a sample; annotate that of a batch: `loader: af.ShardedLoader[Batch] = ...`.
+        A loader: `len`, `iter` (the next pass), `epoch`, `epochs(num_epochs, since=state)`. Torch's
+        `DataLoader[T]` names the type of a sample; annotate that of a batch:
+        `loader: af.ShardedLoader[Batch] = ...`.
 
     Raises:
         ValueError: on every rank: a loader without batches, or sharded already, or

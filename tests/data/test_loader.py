@@ -277,13 +277,16 @@ def test_the_generators_seed_gives_another_order():
     assert order(1) != order(2)
 
 
-def test_iterating_changes_nothing():
+def test_each_pass_is_the_next_epoch_also_after_one_that_was_broken_off():
     loader = af.shard_loader(of(8, shuffle=True), af.DistState())
-    first = ids(loader)
+    orders = [ids(epoch) for epoch in loader.epochs(4)]
+    loader.set_epoch(0)
+    assert ids(loader) == orders[0]
     for _ in loader:
         break
-    assert ids(loader) == first
-    assert ids(next(iter(loader.epochs(1)))) == first
+    assert loader.epoch == 2
+    assert [ids(loader), ids(loader)] == orders[2:]
+    assert orders[0] != orders[1]
 
 
 def test_two_passes_at_once_do_not_meet():

@@ -162,7 +162,7 @@ class ExchangingSource:
     def num_batches(self):
         return self.size
 
-    def batches(self, epoch, first_batch):
+    def batches(self, epoch, first_batch, *, by_loop=False):
         for batch in range(first_batch, self.size):
             yield self.channel.exchange((epoch, batch, self.rank))
 

@@ -259,7 +259,7 @@ def test_workers_may_be_spawned(split):
     options = {"num_workers": 2, "worker_init_fn": configure, "collate_fn": collate}
     loader = by_hand(Sharded([4, 4]), split=split, **options)
     stream_of, given = loader._source._passes.pools._make.args
-    stream, init = stream_of(torch.tensor([0, 0])), given["worker_init_fn"]
+    stream, init = stream_of(torch.tensor([0, 0, 0])), given["worker_init_fn"]
     found = [list(each) for each in (stream, pickle.loads(pickle.dumps(stream)))]
     assert str(found[0]) == str(found[1])
     assert pickle.loads(pickle.dumps(init)) == init
@@ -357,6 +357,8 @@ def test_two_loaders_over_one_stream_do_not_meet():
     data = Counting(20, shuffle=True)
     first, second = by_hand(data, rank=0, world_size=2), by_hand(data, batch_size=3)
     together = list(zip(first, second, strict=False))
+    first.set_epoch(0)
+    second.set_epoch(0)
     assert [a.tolist() for a, _ in together] == ids(first)
     assert [b.tolist() for _, b in together] == ids(second)[: len(together)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    ConcatDataset,
     Dataset,
     StackDataset,
     Subset,
@@ -24,8 +23,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import seed_process
-from accel_fn.data.seed_samples import SeededSamples, reading
-from accel_fn.data.set_epoch import InEpoch
+from accel_fn.data.seed_samples import reading
+from accel_fn.data.set_epoch import InEpoch, may_hold_samples, reached_from
 from accel_fn.data.workers import WorkerProgress
 
 _SHOWN = 8  # samples that an error lists
@@ -35,14 +34,15 @@ _SHOWN = 8  # samples that an error lists
 class Part:
     """The samples of a batch, and the epoch that they are read in."""
 
-    epoch: int | None
-    """None is epoch 0 without a call of `set_epoch`: the data set stays in the epoch that it is in."""
+    epoch: int
     batch: int
     """The number of the batch in the epoch."""
     numbers: Any
     """A tensor or list: samples of this rank. Anything else: the key of a whole batch."""
     seed: int | None = None
     """Seed of the global random generators; None: they are not seeded."""
+    keeps: bool = False
+    """Is `set_epoch` not called, so that the data set stays in the epoch that it is in?"""
 
     @property
     def is_split(self) -> bool:
@@ -96,10 +96,12 @@ class Fetcher(Dataset[Any]):
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
-        if self._inside is None or self._inside.epoch != part.epoch:
+        epoch = None if part.keeps else part.epoch
+        if self._inside is None or self._inside.epoch != epoch:
             in_worker = self.progress is not None
-            self._inside = InEpoch(_nested(self.dataset), part.epoch, alone=in_worker)
-        with reading(part.epoch or 0), self._inside:
+            readers = reached_from(self.dataset, may_hold_samples)
+            self._inside = InEpoch(readers, epoch, alone=in_worker)
+        with reading(part.epoch), self._inside:
             return self.fetch(part.numbers)
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:
@@ -181,22 +183,6 @@ def _noting(note: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"shard_loader: {note}")
         raise
-
-
-def _nested(dataset: Any) -> Iterator[Any]:
-    """Yield a map-style data set and those that it reads, the outermost first."""
-    yield dataset
-    inner: Iterable[Any] = ()
-    if isinstance(dataset, Subset):
-        inner = [dataset.dataset]
-    elif isinstance(dataset, SeededSamples):
-        inner = [dataset.data]
-    elif isinstance(dataset, ConcatDataset):
-        inner = dataset.datasets
-    elif isinstance(dataset, StackDataset):
-        inner = _columns(dataset)
-    for each in inner:
-        yield from _nested(each)
 
 
 def _gives_many(dataset: Any) -> bool:

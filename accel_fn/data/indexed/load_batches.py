@@ -19,6 +19,7 @@ from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
+from accel_fn.data.set_epoch import LoopEpochs, may_hold_samples
 from accel_fn.data.workers import (
     WORKER_OPTIONS,
     IdlePools,
@@ -37,6 +38,7 @@ class BatchReader:
         self._fetcher = Fetcher(loader.dataset, loader.collate_fn)
         if loader.batch_sampler is None:
             self._fetcher = ReadyFetcher(loader.dataset, loader.collate_fn, rank, world_size)
+        self._loop_epochs = LoopEpochs(loader.dataset, may_hold_samples)
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in WORKER_OPTIONS}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
@@ -45,16 +47,29 @@ class BatchReader:
         )
 
     def batches(
-        self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
+        self,
+        parts: Iterable[Any],
+        *,
+        epoch: int | None,
+        first_batch: int,
+        seed: int,
+        by_loop: bool = False,
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first.
+
+        With `by_loop`, the data set stays in an epoch that the loop has set since the last pass.
 
         A part is [num_samples], int64, a list of keys of the data set, or empty; where the data set has
         batches ready, it may be the key of one, which all ranks read. Workers' random generators are
         seeded at each batch; with a `worker_init_fn`, at each pass only.
         """
-        seed = mix(mix(seed) + (epoch or 0))
-        of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
+        keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
+        epoch = epoch or 0
+        seed = mix(mix(seed) + epoch)
+        of_epoch = (
+            Part(epoch, batch, numbers, keeps=keeps)
+            for batch, numbers in enumerate(parts, first_batch)
+        )
         if self._options["num_workers"]:
             # A worker_init_fn may have seeded them itself.
             if self._options["worker_init_fn"] is None:
@@ -84,7 +99,7 @@ class BatchReader:
                 numbers = []
             yield [*numbers] if isinstance(numbers, list) else None, batch
 
-    def _here(self, parts: Iterable[Any], epoch: int | None, first_batch: int) -> Iterator[Any]:
+    def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
         batch = first_batch
         fetch, pins = self._fetcher.of_pass().__getitem__, self._pins
         try:
@@ -97,7 +112,7 @@ class BatchReader:
             raise
 
     def _by_workers(
-        self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int
+        self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
         batch, failed = first_batch, False
         pool = self._pools.take()
@@ -116,8 +131,8 @@ class BatchReader:
             self._pools.give_back(pool, failed=failed)
 
 
-def _where(batch: int, epoch: int | None) -> str:
-    return f"batch {batch} of epoch {epoch or 0}"
+def _where(batch: int, epoch: int) -> str:
+    return f"batch {batch} of epoch {epoch}"
 
 
 def _can_pin() -> bool:
@@ -187,7 +202,7 @@ class _PartSampler(Sampler[Any]):
             return ""
         numbers: Any = part.numbers
         samples = f"sample {numbers[place]}" if place >= 0 else f"samples {listed(numbers)}"
-        return f" in {samples} of batch {number} of epoch {part.epoch or 0}"
+        return f" in {samples} of batch {number} of epoch {part.epoch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,9 +27,8 @@ from accel_fn.data.order import (
     per_rank_error,
 )
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
+from accel_fn.data.set_epoch import may_sample, reached_from
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
-
-_SEVERAL = 100  # a sampler may hold a long list of samples, so only its first items are read
 
 
 def read_order(
@@ -132,23 +130,7 @@ def _outermost(loader: DataLoader[Any]) -> Any:
 
 def _held(sampler: Any) -> list[Sampler[Any]]:
     """Collect the samplers that a sampler holds, under any name and at any depth."""
-    found: list[Any] = [sampler]
-    for each in found:  # the list grows
-        for value in getattr(each, "__dict__", {}).values():
-            several = list(islice(value, _SEVERAL)) if isinstance(value, list | tuple) else [value]
-            found += [one for one in several if _may_sample(one) and not _is_among(one, found)]
-    return [each for each in found if isinstance(each, Sampler)]
-
-
-def _may_sample(value: Any) -> bool:
-    """Is the object a sampler, which is iterated, and not a data set, which is indexed?"""
-    kind = type(value)
-    is_sampler = isinstance(value, Sampler)
-    return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
-
-
-def _is_among(value: Any, found: list[Any]) -> bool:
-    return any(value is each for each in found)
+    return [each for each in reached_from(sampler, may_sample) if isinstance(each, Sampler)]
 
 
 def _is_of(sampler: Any, kind: type) -> bool:

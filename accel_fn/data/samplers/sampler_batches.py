@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from accel_fn.data.order import Order, find_by_counting, mix
 from accel_fn.data.random_generators import Generators, generators_of
-from accel_fn.data.set_epoch import InEpoch
+from accel_fn.data.set_epoch import InEpoch, may_sample, reached_from
 from accel_fn.errors import ArgumentError, message
 
 _SAMPLES_AT_ONCE = 4096  # one message for so many samples costs little more than for one batch
@@ -59,9 +59,9 @@ class SamplerBatches:
         """Return the batches of an epoch; None without a length."""
         return self.length if self.cut is None else self.cut.num_batches()
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """Yield the global batches of an epoch, read `at_once`."""
-        checked = self._checked(self._read(epoch), epoch)
+    def batches(self, epoch: int, *, keeps: bool = False) -> Iterator[Batch]:
+        """Yield the global batches of an epoch, read `at_once`; the loop may have set that of the sampler."""
+        checked = self._checked(self._read(epoch, keeps=keeps), epoch)
         return checked if self.cut is None else self._counted(checked, epoch)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
@@ -70,12 +70,13 @@ class SamplerBatches:
             return divmod(step, -(-self.cut.num_batches() // window))
         return find_by_counting(step, self.batches, window)
 
-    def _read(self, epoch: int) -> Iterator[Batch]:
+    def _read(self, epoch: int, *, keeps: bool) -> Iterator[Batch]:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         # Entered anew for each read: between two reads the loop uses its own random numbers and epochs.
-        inside = [_generators(sampler, seed), InEpoch(nested_samplers(sampler), epoch)]
+        readers = reached_from(sampler, may_sample)
+        inside = [_generators(sampler, seed), InEpoch(readers, None if keeps else epoch)]
         batches: Iterator[Batch] | None = None
         while True:
             with ExitStack() as stack:

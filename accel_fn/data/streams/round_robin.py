@@ -45,8 +45,8 @@ class RoundRobinSource(StreamSource):
         once = {**kept, "persistent_workers": False}
         self._counting = Passes(partial(stream_of, collate_fn=_nothing), once, worker_seed)
 
-    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        items = self._passes.start(epoch, first_batch)
+    def _start(self, epoch: int, first_batch: int, *, keeps: bool) -> Iterator[Any]:
+        items = self._passes.start(epoch, first_batch, keeps=keeps)
         if self._channel is None:
             return until_end(items, None, first_batch)
         channel = self._channel.another()
@@ -146,10 +146,11 @@ class RoundRobinStream(WorkerStream):
     collate_fn: Callable[[list[Any]], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, first_batch = self.place.tolist()  # now: a persistent worker's place moves on
+        epoch, first_batch, keeps = self.place.tolist()  # now: a persistent worker's place moves on
         info = self.worker()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
+        in_worker = info is not None
+        stream = Stream(self.data, epoch, seed=self.seed, keeps=bool(keeps), in_worker=in_worker)
         first_batch += worker
         parts = parts_of_stream(
             stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers

@@ -356,6 +356,22 @@ MUTANTS = [
         f"{LAWS}08_sharding.py",
     ),
     Mutant(
+        "each pass over a loader is the first",
+        "data/loader.py",
+        "else (self._progress.epoch + 1, 0)",
+        "else (self._progress.epoch, 0)",
+        "tests/data/test_passes.py",
+        kind="loops.epochs_by_range",
+    ),
+    Mutant(
+        "a loop by range that resumes begins its pass again",
+        "data/loader.py",
+        "self._position.move_to(epoch, batch)",
+        "self._position.move_to(epoch, 0)",
+        f"tests/data/test_passes.py {LAWS}09_positions.py",
+        kind="loops.resumed_by_range",
+    ),
+    Mutant(
         "a rank without samples trains on the example of its part",
         "data/empty_part.py",
         "return one[:0]",
@@ -489,7 +505,7 @@ MUTANTS = [
     Mutant(
         "a sampler of the user's own is read some thousand samples ahead",
         "data/samplers/read_loader.py",
-        "return replace(order, at_once=1 + _num_beyond(loader, order, read_ahead))",
+        "return replace(order, at_once=1 + _num_beyond(loader, read_ahead))",
         "return replace(order, at_once=None)",
         "tests/data/test_samplers_that_change.py",
         kind="data.taught_sampler",
@@ -505,8 +521,8 @@ MUTANTS = [
     Mutant(
         "a batch sampler stays in its first epoch",
         "data/samplers/sampler_batches.py",
-        "InEpoch(nested_samplers(sampler), epoch)",
-        "InEpoch(nested_samplers(sampler), 0)",
+        "InEpoch(readers, None if keeps else epoch)",
+        "InEpoch(readers, None if keeps else 0)",
         "tests/data/test_sampler_source.py",
         kind="data.growing_batches",
     ),
