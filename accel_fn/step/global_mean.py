@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from accel_fn.base.first_of_pass import Place, check_same_place, number_of
+from accel_fn.base.given_batches import Place, check_same_place, number_of
 from accel_fn.base.state import DistState, LossScale, data_places, over, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives

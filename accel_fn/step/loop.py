@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_fn.base.first_of_pass import place_of
+from accel_fn.base.given_batches import place_of
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.step.global_mean import GlobalMean, seed_of

@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 from torch import Tensor
 
-from accel_fn.base.first_of_pass import place_of
+from accel_fn.base.given_batches import place_of
 from accel_fn.base.state import DistState, check_state, step_name
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
@@ -120,7 +120,8 @@ class Step(Generic[Batch]):
             UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
                 same batch, or None ten times, a loader begins anew after `load`, the forward writes
                 buffers that depend on the cut of a batch, the loss reaches tensors outside of the model,
-                or is neither a mean nor a sum.
+                or is neither a mean nor a sum; dimension 0 of a loader's batch is not its samples, which the
+                default weight counts.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
         small collectives in a world of several, where ranks hold the same rows also a read of the batch and

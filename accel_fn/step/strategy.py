@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.first_of_pass import Place
+from accel_fn.base.given_batches import Place
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures

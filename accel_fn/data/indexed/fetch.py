@@ -92,7 +92,8 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, part: Part) -> Any:
         # No code of the user's runs to read rows, so none needs the epoch or a seed.
-        if self._reads_rows and not isinstance(part.numbers, EmptyPart):
+        is_empty = type(part.numbers) is EmptyPart
+        if self._reads_rows and not is_empty:
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
@@ -102,15 +103,13 @@ class Fetcher(Dataset[Any]):
             readers = reached_from(self.dataset, may_hold_samples)
             self._inside = InEpoch(readers, epoch, alone=in_worker)
         with reading(part.epoch), self._inside:
-            return self.fetch(part.numbers)
+            return self._empty(part.numbers) if is_empty else self.fetch(part.numbers)
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:
         """Return the batch of samples `numbers`: int64, or whatever else the data set is indexed by.
 
         An exception of the data set's gets a note that names the sample.
         """
-        if isinstance(numbers, EmptyPart):
-            return self._empty(numbers)
         if self._reads_rows:
             try:
                 if not isinstance(numbers, Tensor):
@@ -164,13 +163,13 @@ class ReadyFetcher(Fetcher):
         self._reads_rows = False
         self._ready = ReadyBatch(collate_fn, rank, world_size)
 
+    def _empty(self, numbers: list[Any]) -> Any:
+        return without_rows(self.fetch([*numbers]), self.fetch([*numbers] * 2))
+
     def fetch(self, numbers: Any) -> Any:
         """Return this rank's rows of the batch; a list holds those of this rank alone."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
-        if isinstance(numbers, EmptyPart):
-            one, two = self.fetch([*numbers]), self.fetch([*numbers] * 2)
-            return without_rows(one, two)
         with _noting(f"the data set failed to give batch {listed(numbers)}"):
             item = self.dataset[numbers]
         return self._ready.collate_fn(item) if isinstance(numbers, list) else self._ready([item])

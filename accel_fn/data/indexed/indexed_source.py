@@ -47,6 +47,10 @@ class IndexedSource:
             parts = map(int, parts)
         return load(parts, epoch=epoch, first_batch=first_batch, seed=self.order.seed)
 
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        start, stop = self.order.part(batch, self.rank)
+        return None if self._is_of_items else stop - start
+
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return divmod(step, -(-self.num_batches() // window))
 

@@ -24,6 +24,8 @@ from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
 from accel_fn.data.set_epoch import LoopEpochs, may_sample
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, message
 
+_MOST_NOTED = 1000
+
 
 class SamplerSource:
     """A `Source`: this rank's part of every batch of a sampler that rank 0 runs.
@@ -44,6 +46,8 @@ class SamplerSource:
         self._world_size = state.world_size
         self._channel = channel
         self._num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        self._sizes: dict[tuple[int, int], int] = {}
+        """Samples of batches that were taken from the sampler and are not given yet."""
         self._loop_epochs = LoopEpochs(sampling.batch_sampler, may_sample)
         self.facts = sampling.facts
 
@@ -62,7 +66,11 @@ class SamplerSource:
     ) -> Iterator[Any]:
         """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
         keeps = by_loop and self._loop_epochs.are_set()
-        load = partial(self._reader.batches, by_loop=by_loop)
+
+        def load(parts: Iterator[Any], **settings: Any) -> Iterator[Any]:
+            noted = self._noted(parts, epoch or 0, first_batch)
+            return self._reader.batches(noted, by_loop=by_loop, **settings)
+
         return self._read(load, epoch, first_batch, keeps=keeps)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
@@ -82,6 +90,10 @@ class SamplerSource:
         sampled = SampledParts(parts, self._num_ahead, None if channel is None else channel.fail)
         found = load(sampled, epoch=epoch, first_batch=first_batch, seed=seed)
         return SampledBatches(found, sampled)
+
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        """Return the samples of a batch that `batches` is giving, if it has noted them."""
+        return self._sizes.pop((epoch, batch), None)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position if the sampler has a length, else run it, which all ranks must do."""
@@ -109,6 +121,14 @@ class SamplerSource:
         if found is None:
             raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
         return found
+
+    def _noted(self, parts: Iterator[Any], epoch: int, first_batch: int) -> Iterator[Any]:
+        """Yield parts, and note how many samples they have."""
+        for batch, part in enumerate(parts, first_batch):
+            # Nobody asks for all of them.
+            if isinstance(part, list) and len(self._sizes) < _MOST_NOTED:
+                self._sizes[epoch, batch] = 0 if isinstance(part, EmptyPart) else len(part)
+            yield part
 
     def _parts(
         self, channel: Channel | None, epoch: int, first_batch: int, *, keeps: bool

@@ -17,6 +17,7 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
 from accel_fn.step.checks.loss import LossCheck, is_cut
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
+from accel_fn.step.checks.rows import check_rows
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan
@@ -46,6 +47,7 @@ class FirstBatches:
         """The number of batches that were None on this rank."""
         self._has_warned = False
         """Has it warned of a model in evaluation mode?"""
+        self._has_warned_of_rows = False
         self._buffers: Mapping[str, int] = {}
         """Checksums of buffers before the first batch, until they are compared with those after it."""
 
@@ -77,7 +79,7 @@ class FirstBatches:
 
     def _look(self, state: DistState, batch: Any) -> None:
         # A library that watches gradients is often called on the main rank alone.
-        all_or_none(partial(self._check_hooks, state), state, "step")
+        all_or_none(partial(self._check_hooks, state, batch), state, "step")
         has_copies = state.data.world_size < state.world_size
         if has_copies or (self._num_batches == 1 and state.world_size > 1):
             every = primitives.exchange(looks_of(batch), state, "step")
@@ -89,7 +91,11 @@ class FirstBatches:
         self.loss.look(state, batch, self._num_batches)
         self._strategy.checks.is_due = True
 
-    def _check_hooks(self, state: DistState) -> None:
+    def _check_hooks(self, state: DistState, batch: Any) -> None:
+        text = check_rows(state, self._plan, batch)
+        if text and state.is_main and not self._has_warned_of_rows:
+            self._has_warned_of_rows = True
+            warn_user(text)
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
             check_hooks("step", self._plan)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors, num_samples
-from accel_fn.base.first_of_pass import check_same_place, number_of, place_of
+from accel_fn.base.given_batches import check_same_place, number_of, place_of
 from accel_fn.base.rng import exclusive_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState, step_name

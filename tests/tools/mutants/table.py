@@ -356,6 +356,14 @@ MUTANTS = [
         f"{LAWS}08_sharding.py",
     ),
     Mutant(
+        "rows that are not samples are passed over",
+        "step/checks/rows.py",
+        "if count is None or",
+        "if True or",
+        "tests/step/test_rows.py",
+        kind="data.time_first",
+    ),
+    Mutant(
         "each pass over a loader is the first",
         "data/loader.py",
         "else (self._progress.epoch + 1, 0)",

@@ -1,4 +1,4 @@
-"""The first batch that a loop gets of each pass over a loader, and which pass of the loader that is."""
+"""What a loader knows of the batches that it gives: its pass, if it is the first, and its samples."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Place = tuple[int, int]
 
 # An attribute of the tensor would be pickled, and copied, with it.
 _PLACES = WeakTensorKeyDictionary()
+_COUNTS = WeakTensorKeyDictionary()
 _NUM_BATCHES = 1 << 20
 _NUM_PASSES = 1 << 10
 
@@ -33,6 +34,18 @@ def place_of(batch: Any) -> Place | None:
         found: Place | None = _PLACES.get(tensor)  # type: ignore[no-untyped-call]
         return found
     return None
+
+
+def note_samples(batch: Any, count: int) -> None:
+    """Note of how many samples a batch was made."""
+    for tensor in tensors_of(batch):
+        _COUNTS[tensor] = count
+
+
+def samples_of(batch: Any) -> int | None:
+    """Return of how many samples a loader made a batch; None if the loop has made some of its tensors."""
+    counts = {_COUNTS.get(tensor) for tensor in tensors_of(batch)}  # type: ignore[no-untyped-call]
+    return counts.pop() if len(counts) == 1 else None
 
 
 def number_of(place: Place | None) -> int:
