@@ -28,8 +28,8 @@ recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(4), af.clip(1.0))
 state, step = af.build(af.init(), recipe(af.Plan(loss_fn, model, optimizer)))
 loader = af.shard_loader(loader, state)  # a batch is 64 samples over all ranks
 
-for epoch in loader.epochs(5):
-    for batch in epoch:
+for epoch in range(5):
+    for batch in loader:
         state, report = step(state, batch)
     if state.is_main:
-        print(f"epoch {epoch.index}  loss {report.loss:.4f}")
+        print(f"epoch {epoch}  loss {report.loss:.4f}")

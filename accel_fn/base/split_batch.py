@@ -130,10 +130,10 @@ class _RowSplit:
         """Refuse an object that may hold rows; arrays of NumPy are cut as tensors are."""
         if isinstance(leaf, nn.Module | type):
             return [leaf] * len(self.sizes)
-        num_rows = _length(leaf)
+        num_rows = length_of(leaf)
         if isinstance(leaf, np.ndarray) and leaf.ndim and num_rows == self.num_rows:
             return self._slices(leaf)
-        rows = [each for each in _held_tensors(leaf, _DEPTH) if each.ndim]
+        rows = held_rows(leaf)
         if rows or num_rows == self.num_rows or isinstance(leaf, np.ndarray):
             holds = "that holds tensors" if rows else f"of length {num_rows}"
             repair = (
@@ -148,15 +148,20 @@ class _RowSplit:
         raise BatchError(f"{self.function}: {name} must {rule}, got {got}; {repair}")
 
 
-def _length(leaf: Any) -> int | None:
+def length_of(leaf: Any) -> int | None:
+    """Return the length of an object; None without one."""
     try:
         return len(leaf)
     except TypeError:
         return None
 
 
+def held_rows(leaf: Any) -> list[Tensor]:
+    """Find the tensors with rows in the attributes and items of an object that pytree takes for a leaf."""
+    return [each for each in _held_tensors(leaf, _DEPTH) if each.ndim]
+
+
 def _held_tensors(leaf: Any, depth: int) -> list[Tensor]:
-    """Find the tensors in the attributes and items of an object that pytree takes for a leaf."""
     inside = [*getattr(leaf, "__dict__", {}).values()]
     inside += [getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())]
     inside += leaf if isinstance(leaf, tuple | list | set | frozenset) else []

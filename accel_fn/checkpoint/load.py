@@ -155,7 +155,7 @@ def load(
             all_or_none(loading.load_extras, state, "load")
             undo.pop_all()
         loaded = all_or_none(loading.finish, state, "load")
-    notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
+    notes_of(steps).update(run=Run(loading.manifest.step), frozen=here, is_loaded=True)
     seconds = perf_counter() - began
     for observer in observers(each.plan for each in steps.values()):
         observer.loaded(loaded, seconds, path)

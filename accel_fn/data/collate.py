@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.batch import ATOMS, columns_of, tensors_of
 from accel_fn.base.mappings import node_of
 from accel_fn.base.samples import Samples
+from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.part import rows_of_rank
 from accel_fn.data.random_generators import Generators
 from accel_fn.errors import BatchError
@@ -30,10 +31,24 @@ class Collate:
         """Places of lists whose items are fields, which no later batch checks again."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
-        """Return the batch of some samples; `count` is their number, if it is not their length."""
+        """Return the batch of a part; `count` is the number of samples, if it is not their length."""
+        if isinstance(samples, EmptyPart):
+            return self.empty([*samples], twice(samples))
         batch = self._collate_fn(samples)
         self._check(batch, samples, len(samples) if count is None else count)
         return batch
+
+    def empty(self, one: Any, two: Any) -> Any:
+        """Return the batch of no samples, by a sample and twice this sample; None if rows cannot be cut."""
+        return without_rows(self._collate_fn(one), self._twice(two))
+
+    def _twice(self, samples: Any) -> Any:
+        """Return a batch whose rows are counted and not used; None if the collate_fn raises."""
+        try:
+            with Generators(0):  # else the user's random numbers would go on from other states
+                return self._collate_fn(samples)
+        except Exception:  # such as a collate_fn that takes fields out of its samples
+            return None
 
     def _check(self, batch: Any, samples: Any, count: int) -> None:
         for place, items in _lists(batch):
@@ -50,12 +65,8 @@ class Collate:
         # A data set that reads many at once may give anything, which cannot be doubled.
         if not isinstance(samples, list):
             return True
-        try:
-            with Generators(0):  # else the user's random numbers would go on from other states
-                twice = self._collate_fn([*samples, *samples])
-        except Exception:  # such as a collate_fn that takes fields out of its samples
-            return True
-        return len(dict(_lists(twice)).get(place, ())) == 2 * count
+        doubled = self._twice([*samples, *samples])
+        return doubled is None or len(dict(_lists(doubled)).get(place, ())) == 2 * count
 
 
 @dataclass(frozen=True, slots=True)

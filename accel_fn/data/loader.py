@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
+from accel_fn.base.given_batches import note_place, note_samples
 from accel_fn.base.state import DistState
+from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 _LOG = logging.getLogger("accel_fn.checkpoint")  # the logger of resuming
 
+_PLACE = ("epoch", "batch")
+_NUM_COUNTED = 100  # the step looks at the rows of its first batches alone
 _NEW_RUN = "begin a new run with a state at step 0, such as init returns"
 _Value = TypeVar("_Value")
 Batch = TypeVar("Batch", covariant=True, default=Any)
@@ -33,10 +37,16 @@ class Source(Protocol[Batch]):
     def num_batches(self) -> int:
         """Number of batches of an epoch, the same on every rank; ArgumentTypeError if it is unknown."""
 
-    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Batch]:
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        """Number of samples of this rank in a batch that is being given; None if it is unknown."""
+
+    def batches(
+        self, epoch: int | None, first_batch: int, *, by_loop: bool = False
+    ) -> Iterator[Batch]:
         """This rank's part of every batch of an epoch, from `first_batch` on.
 
-        None is epoch 0, in which a map-style data set keeps the epoch that the loop has set.
+        None is epoch 0, in which a map-style data set keeps the epoch that it is in. With `by_loop`, data
+        sets and samplers keep an epoch that the loop has set since the last pass.
         Called in the thread of the loop, by all ranks in the same order. The
         iterator may be read in another thread, of a sampler as `SampledBatches`.
         """
@@ -71,6 +81,90 @@ class _Count:
         return passing
 
 
+@dataclass(slots=True)
+class Progress:
+    """What the loop has received of a pass, in batches of a view."""
+
+    epoch: int
+    count: int
+    num_each: int
+    """Batches of the loader in one of the view."""
+    num_batches: int | None
+    num_given: int
+    """Batches that the loader and its views have given, in all passes."""
+
+    def place(self) -> tuple[int, int]:
+        """Return the pass and the next batch of the loader in it; behind the last, the next pass."""
+        if self.count == self.num_batches:
+            return self.epoch + 1, 0
+        return self.epoch, self.count * self.num_each
+
+
+class Position:
+    """The place of the loop in a loader and in all its views: the pass, and the batches received of it."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(0, 0, 1, None, 0)
+        self._is_next = True
+        """Does the next pass begin at this place?"""
+
+    def place(self) -> tuple[int, int]:
+        """Return the number of the pass, and the batches of the loader that were received of it."""
+        return self._progress.place()
+
+    def start(self) -> tuple[int, int]:
+        """Return where the next pass begins."""
+        return self.place() if self._is_next else (self._progress.epoch + 1, 0)
+
+    def move_to(self, epoch: int, batch: int = 0) -> None:
+        """Let the next pass begin there."""
+        num_given = self._progress.num_given
+        self._progress, self._is_next = Progress(epoch, batch, 1, None, num_given), True
+
+    def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
+        """Begin a pass, which ends the one before."""
+        num_given = self._progress.num_given
+        self._progress = Progress(epoch, count, num_each, num_batches, num_given)
+        self._is_next = False
+        return self._progress
+
+
+class Received(Iterator[Batch]):
+    """The batches of a pass, which counts those that the loop receives."""
+
+    def __init__(self, source: Source[Batch], batches: Iterator[Batch], progress: Progress) -> None:
+        self._source = source
+        self._batches = batches
+        self._progress = progress
+        self._is_first = self._notes = True
+
+    def __next__(self) -> Batch:
+        progress = self._progress
+        try:
+            batch = next(self._batches)
+        except BaseException as error:
+            # Workers end with the iterator, also where somebody keeps the error.
+            self._batches = iter(())
+            if isinstance(error, StopIteration):
+                progress.num_batches = progress.count
+            raise
+        if self._notes:
+            self._note(batch, progress)
+        progress.count += 1
+        return batch
+
+    def _note(self, batch: object, progress: Progress) -> None:
+        """Note for the step what is known of a batch."""
+        if self._is_first:
+            note_place(batch, progress.place())
+            self._is_first = False
+        progress.num_given += 1
+        self._notes = progress.num_given < _NUM_COUNTED
+        count = self._source.num_samples(progress.epoch, progress.count)
+        if count is not None:
+            note_samples(batch, count)
+
+
 @dataclass(frozen=True, slots=True)
 class Epoch(Generic[Batch]):
     """One pass, or what is left of it, over this rank's batches.
@@ -93,7 +187,8 @@ class Epoch(Generic[Batch]):
         return left if self.max_batches is None else min(left, self.max_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._cut(self.loader._source.batches(self.index, self.first_batch))
+        batches = self.loader._source.batches(self.index, self.first_batch)
+        return self._cut(self.loader._received(batches, self.index, self.first_batch))
 
     def enumerate(self) -> Iterator[tuple[int, Batch]]:
         """Yield each batch after its number in the whole epoch: from `first_batch` on, not from 0."""
@@ -119,13 +214,27 @@ class Epoch(Generic[Batch]):
 class ShardedLoader(Generic[Batch]):
     """A rank's part of a `DataLoader`. Made by `shard_loader`.
 
-    Iterating changes nothing: `iter(loader)` is epoch 0 each time, and
-    `epochs` gives one shuffled pass after the other.
+    Each `iter(loader)` is the next pass, in another order if the loader shuffles, as in torch. One that
+    was broken off counts. The loader and its views, by `prefetch` and `window`, count together;
+    `evaluate` and `predict` count nothing and read epoch 0.
     """
 
-    def __init__(self, source: Source[Batch], loader: DataLoader[Any]) -> None:
+    def __init__(
+        self,
+        source: Source[Batch],
+        loader: DataLoader[Any],
+        position: Position | None = None,
+        num_each: int = 1,
+    ) -> None:
         self._source = source
         self._loader = loader
+        self._position = position or Position()
+        self._num_each = num_each
+        """Batches of the loader in one of this view."""
+
+    def view(self, source: Source[_Value], num_each: int = 1) -> ShardedLoader[_Value]:
+        """Make a loader at this position over another source; `num_each` batches of this one make one."""
+        return ShardedLoader(source, self._loader, self._position, self._num_each * num_each)
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -137,8 +246,46 @@ class ShardedLoader(Generic[Batch]):
         return self._source.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Epoch 0. `set_epoch` of a map-style data set is not called."""
-        return self._source.batches(None, 0)
+        """Begin the next pass, or go on in the middle of the one that `load_state_dict` has set.
+
+        `set_epoch` of data sets and samplers is called, but on those whose epoch the loop has set by it
+        since the last pass.
+        """
+        epoch, first = self._position.start()
+        if first % self._num_each:
+            rule = f"begin with a window of {self._num_each} batches"
+            raise ArgumentError(
+                message(
+                    "iter",
+                    "loader",
+                    rule,
+                    f"batch {first} of epoch {epoch}",
+                    "use the saved run's k",
+                )
+            )
+        first //= self._num_each
+        return self._received(self._source.batches(epoch, first, by_loop=True), epoch, first)
+
+    def _received(self, batches: Iterator[Batch], epoch: int, first_batch: int) -> Iterator[Batch]:
+        num_batches = self._num_batches()
+        progress = self._position.begin(epoch, first_batch, self._num_each, num_batches)
+        return sampled_with(batches, Received(self._source, batches, progress))
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next pass. A loop that may resume: `for epoch in range(loader.epoch, 10)`."""
+        return self._position.start()[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that of `epoch`, from its start.
+
+        Args:
+            epoch: >= 0.
+
+        Raises:
+            ValueError: `epoch` is no integer >= 0 (TypeError too where it is no integer).
+        """
+        self._position.move_to(check_count("set_epoch", "epoch", epoch, minimum=0))
 
     def epochs(
         self,
@@ -195,15 +342,23 @@ class ShardedLoader(Generic[Batch]):
         if has_finished and since.step and since.is_main:
             ended = "" if num_epochs is None else f"{num_epochs} epochs, "
             _LOG.warning("the run has finished: %s%d steps; %s", ended, since.step, _NEW_RUN)
+        self._position.move_to(start[0], start[1] * self._num_each)
         return Epochs(self, num_epochs, max_steps, since.step, start)
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return what must be the same when a run resumes; the position is `state.step`."""
+        """Return what must be the same when a run resumes, and the position: "epoch" and "batch"."""
+        epoch, batch = self._position.place()
+        return {**self._facts(), "epoch": epoch, "batch": batch}
+
+    def _facts(self) -> dict[str, int | None]:
+        return {"batches_per_epoch": self._num_batches(), **self._source.facts()}
+
+    def _num_batches(self) -> int | None:
+        """Return the batches of an epoch; None where they are unknown."""
         try:
-            num_batches = len(self)
+            return len(self)
         except ArgumentTypeError:
-            num_batches = None
-        return {"batches_per_epoch": num_batches, **self._source.facts()}
+            return None
 
     def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
         """List differences from the saved loader: a step would be another position, or other samples.
@@ -214,15 +369,18 @@ class ShardedLoader(Generic[Batch]):
         Returns:
             A line for each, with both values. `load` compares before it overwrites anything.
         """
-        here = self.state_dict()
+        here = self._facts()
         return [
             f"{name}: {value} saved, {here.get(name)} here"
             for name, value in saved.items()
-            if value != here.get(name)
+            if name not in _PLACE and value != here.get(name)
         ]
 
     def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
-        """Raise if the data differ, so that a step is another position, or other samples.
+        """Go on at the position of a saved run; raise if the data differ.
+
+        The next `iter(loader)` goes on in the middle of its pass; `epochs` takes the position of
+        its state in place of this one.
 
         Args:
             saved: what `state_dict` gave.
@@ -231,14 +389,14 @@ class ShardedLoader(Generic[Batch]):
             ValueError: data, batch size, seed or order differ.
         """
         if found := self.differences_from(saved):
-            repair = (
-                "give it the same data and batch size; and as many ranks, where an epoch's last samples are "
-                "fewer than the ranks, which then have one batch less"
-            )
+            repair = "give it the same data and batch size"
             rule = "be that of the run that was saved"
             raise ArgumentError(
                 f"load_state_dict: loader must {rule}, got {'; '.join(found)}; {repair}"
             )
+        epoch, batch = (saved.get(name) for name in _PLACE)
+        if epoch is not None and batch is not None:
+            self._position.move_to(epoch, batch)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The samples of this rank in a batch: [num_samples of the part], int64."""

@@ -99,8 +99,8 @@ def mix(value: int) -> int:
 class Cut:
     """Pure rules that split samples into global batches, and those into ranks' parts.
 
-    A tail smaller than the world joins the batch before it: every rank has a sample in every
-    batch, and none is padded or dropped. Only there do batches depend on the world size.
+    Batches do not depend on the world size. Of a batch with fewer samples than ranks, the last ranks
+    get an empty part.
     """
 
     batch_size: int  # samples in a global batch
@@ -110,26 +110,13 @@ class Cut:
     def count(self, num_samples: int) -> int:
         """Number of batches of so many samples, the same on every rank."""
         full, tail = divmod(num_samples, self.batch_size)
-        if self.drop_last or tail == 0:
-            return full
-        return full if full > 0 and tail < self.world_size else full + 1
+        return full + (tail > 0 and not self.drop_last)
 
-    @property
-    def num_ahead(self) -> int:
-        """Samples to read beyond a batch to know whether a tail joins it."""
-        return 0 if self.drop_last or self.world_size == 1 else self.world_size
-
-    def last(self, num_samples: int, *, is_first: bool) -> int:
-        """Samples of the batch that ends an epoch with fewer than `batch_size` left; 0 for no batch."""
-        if num_samples == 0 or self.drop_last:
-            return 0
-        if num_samples < self.world_size and is_first:
-            raise ArgumentError(
-                f"shard_loader: stream must have an item for every one of {self.world_size} ranks, "
-                f"got {num_samples}; use fewer ranks"
-            )
-        # A smaller tail has joined the batch before.
-        return num_samples if num_samples >= self.world_size else 0
+    def next_size(self, num_left: int) -> int:
+        """Samples of the next batch where so many are left; 0 at the end."""
+        if num_left >= self.batch_size:
+            return self.batch_size
+        return 0 if self.drop_last else num_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +136,12 @@ class Order(Cut):
         return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
     def bounds(self, batch: int) -> tuple[int, int]:
-        """Start and stop of a global batch in the epoch's order.
-
-        A tail of fewer samples than ranks has joined the last full batch.
-        """
-        last = batch == self.num_batches() - 1
+        """Start and stop of a global batch in the epoch's order."""
         start = batch * self.batch_size
-        stop = self.num_samples if last and not self.drop_last else start + self.batch_size
-        return start, stop
+        return start, min(start + self.batch_size, self.num_samples)
 
     def part(self, batch: int, rank: int) -> tuple[int, int]:
-        """Start and stop of a rank's part of a global batch: even to one sample, in rank order."""
+        """Start and stop of a rank's part of a global batch: even to one sample, in rank order, or empty."""
         start, stop = self.bounds(batch)
         first, last = part_bounds(stop - start, self.world_size, rank)
         return start + first, start + last
@@ -218,24 +200,10 @@ def find_by_counting(
     return epoch, 0
 
 
-def check_batch_size(function: str, batch_size: int, world_size: int) -> None:
-    """Refuse a batch that does not have a sample for every rank."""
-    if batch_size < world_size:
-        ready = ", or batch_size=None where an item is a whole batch" if batch_size == 1 else ""
-        raise ArgumentError(
-            f"{function}: batch_size={batch_size} must give every one of {world_size} ranks a sample; "
-            f"use batch_size >= {world_size}{ready if function == 'shard_loader' else ''}"
-        )
-
-
 def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set") -> None:
-    """Refuse such a batch, and an epoch of `what` that has no batch."""
-    check_batch_size(function, cut.batch_size, cut.world_size)
-    if num_samples < cut.world_size:
-        raise ArgumentError(
-            f"{function}: {what} must have a sample for every one of {cut.world_size} ranks, "
-            f"got {num_samples}; use fewer ranks"
-        )
+    """Refuse an epoch of `what` that has no batch."""
+    if num_samples == 0:
+        raise ArgumentError(message(function, what, "have a sample", num_samples))
     if cut.drop_last and num_samples < cut.batch_size:
         raise ArgumentError(
             f"{function}: drop_last=True must leave a batch, got {num_samples} samples for "

@@ -25,7 +25,7 @@ class BatchPlan:
         num_microbatches: into which each rank cuts its part, at most.
         num_batches: steps of an epoch.
         num_full: those of `batch_size` samples.
-        last_batch: samples in the last batch: fewer, or more where a tail smaller than the world joined it.
+        last_batch: samples in the last batch.
         rank_sizes: samples of each rank in a full batch.
         last_rank_sizes: the same in the last batch.
         microbatch_sizes: for each rank, samples in its micro-batches of a full batch.
@@ -89,8 +89,8 @@ def plan_batches(
     """Compute how `shard_loader` and `accumulate` will split an epoch, to print before training. Pure.
 
     Args:
-        num_samples: of the data set, >= `world_size`.
-        batch_size: the global batch, >= `world_size`: a sample at least for every rank.
+        num_samples: of the data set, >= 1.
+        batch_size: the global batch, >= 1.
         world_size: ranks that share it, >= 1.
         num_microbatches: what `accumulate` is given, >= 1.
         drop_last: leave out a last batch that is not full.
@@ -99,8 +99,8 @@ def plan_batches(
         Sizes of batches, parts and micro-batches, and the numbers of ranks that fit the batch size.
 
     Raises:
-        ValueError: a count is less than 1 (TypeError too where it is no integer), or
-            a batch or the data set is smaller than the world.
+        ValueError: a count is less than 1 (TypeError too where it is no integer), or `drop_last`
+            leaves no batch.
 
     Cost: none; no data is read.
 
@@ -142,7 +142,7 @@ def plan_batches(
 
 def _microbatches(ranks: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     """Return the sizes of each rank's micro-batches; there is at most one per sample."""
-    return tuple(tuple(part_sizes(size, min(num_microbatches, size))) for size in ranks)
+    return tuple(tuple(part_sizes(size, max(1, min(num_microbatches, size)))) for size in ranks)
 
 
 def _divisors(number: int) -> tuple[int, ...]:

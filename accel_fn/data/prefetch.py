@@ -81,7 +81,7 @@ def prefetch(
     check_state("prefetch", state)
     ahead = _Ahead(check_count("prefetch", "depth", depth), state.device, state.world_size > 1)
     if isinstance(loader, ShardedLoader):
-        return ShardedLoader(PrefetchedSource(loader._source, ahead), loader.loader)
+        return loader.view(PrefetchedSource(loader._source, ahead))
     if isinstance(loader, Epoch):
         return replace(loader, loader=prefetch(loader.loader, state, depth))
     if not isinstance(loader, Iterable):
@@ -128,11 +128,14 @@ class PrefetchedSource(Generic[Batch]):
         self.num_batches = source.num_batches
         self.facts = source.facts
         self.position = source.position
+        self.num_samples = source.num_samples
         self.indices = source.indices
         self.global_indices = source.global_indices
 
-    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Batch]:
-        return _Pass(self._source.batches(epoch, first_batch), self._ahead)
+    def batches(
+        self, epoch: int | None, first_batch: int, *, by_loop: bool = False
+    ) -> Iterator[Batch]:
+        return _Pass(self._source.batches(epoch, first_batch, by_loop=by_loop), self._ahead)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
         return _Pass(self._source.numbered(epoch, first_batch), self._ahead)

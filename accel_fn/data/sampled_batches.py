@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
-from accel_fn.data.loader import Batch
+Batch = TypeVar("Batch", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,23 @@
-"""Data sets and samplers that get the epoch by `set_epoch`, though several passes share them."""
+"""Data sets and samplers that get the epoch by `set_epoch`, though several passes share them.
+
+The loop may call it by hand: `LoopEpochs` notices that by the epoch that a reader shows.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+
+from accel_fn.data.loader import ShardedLoader
+
+_SEVERAL = 100  # a list of samples may be long, so only its first items are looked at
+_FIRST = (-1, 0)  # epochs that a reader shows which nobody has set
 
 
 class _Shared:
@@ -15,6 +27,8 @@ class _Shared:
         self.lock = threading.RLock()
         self.epoch: int | None = None
         """None where it is unknown."""
+        self.shown: list[int] = []
+        """What the object showed once a pass had set its epoch."""
 
 
 _LOCK = threading.Lock()
@@ -50,7 +64,7 @@ class InEpoch:
                     shared.epoch = None  # the loop may have set any epoch by hand
                 elif not self._is_set or shared.epoch != self.epoch:
                     reader.set_epoch(self.epoch)
-                    shared.epoch = self.epoch
+                    shared.epoch, shared.shown = self.epoch, _shown(reader)
             self._is_set = True
         except BaseException:
             self.__exit__()
@@ -64,3 +78,68 @@ class InEpoch:
 def _shared_of(key: int) -> _Shared:
     with _LOCK:
         return _SHARED.setdefault(key, _Shared())
+
+
+def reached_from(root: Any, may_follow: Callable[[Any], bool]) -> list[Any]:
+    """List an object and those that its attributes, and items of these, lead to, the outermost first."""
+    found = [root]
+    for each in found:  # the list grows
+        for value in getattr(each, "__dict__", {}).values():
+            items = value.values() if isinstance(value, Mapping) else value
+            is_list = isinstance(value, list | tuple | Mapping)
+            several = [value, *islice(items, _SEVERAL)] if is_list else [value]
+            found += [one for one in several if may_follow(one) and not _is_among(one, found)]
+    return found
+
+
+def _is_among(value: Any, found: list[Any]) -> bool:
+    return any(value is each for each in found)
+
+
+def may_sample(value: Any) -> bool:
+    """Is the object a sampler, which is iterated, and not a data set, which is indexed?"""
+    kind = type(value)
+    is_sampler = isinstance(value, Sampler)
+    return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
+
+
+def may_hold_samples(value: Any) -> bool:
+    """Is the object a data set, or one of a class of a user's that can be read as one?"""
+    kind = type(value)
+    if isinstance(value, Tensor | nn.Module | ShardedLoader | type):
+        return False
+    can_be_read = hasattr(kind, "__getitem__") or hasattr(kind, "__iter__")
+    return isinstance(value, Dataset) or (can_be_read and hasattr(value, "__dict__"))
+
+
+class LoopEpochs:
+    """Notices readers on which the loop has called `set_epoch` since the last pass.
+
+    A reader shows its epoch in an attribute with that word in its name. If it is neither what it
+    was at the last look nor what a pass has set, the loop has set it.
+    """
+
+    def __init__(self, root: Any, may_follow: Callable[[Any], bool]) -> None:
+        self._root, self._may_follow = root, may_follow
+        self._known: dict[int, tuple[Any, _Shared, list[int]]] = {}
+        """By the id of a reader: the reader, its shared epoch, and what it showed at the last look."""
+
+    def are_set(self) -> bool:
+        """Has the loop set one since the last call, or before the first?"""
+        found = False
+        for reader in reached_from(self._root, self._may_follow):
+            shown = _shown(reader)
+            if not (hasattr(reader, "set_epoch") and shown):
+                continue
+            _, shared, known = self._known.get(id(reader)) or (reader, _shared_of(id(reader)), None)
+            is_new = shown != known if known is not None else shown[0] not in _FIRST
+            found |= is_new and shown != shared.shown
+            self._known[id(reader)] = reader, shared, shown
+        return found
+
+
+def _shown(reader: Any) -> list[int]:
+    """Return the whole numbers in attributes of an object that are named after an epoch."""
+    values = [v for name, v in getattr(reader, "__dict__", {}).items() if "epoch" in name.lower()]
+    numbers = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in values]
+    return [each for each in numbers if type(each) is int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from accel_fn.comm.messages import open_channel
 from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.data.loader import ShardedLoader
-from accel_fn.data.order import Order
+from accel_fn.data.order import Cut, Order
 from accel_fn.data.samplers.read_loader import read_order, refuse_read_ahead
 from accel_fn.data.samplers.sampler_source import SamplerSource
 from accel_fn.data.streams.round_robin import RoundRobinSource
@@ -37,17 +38,19 @@ def shard_loader(
     rank gets a consecutive part of it, at most one sample longer than any
     other's. Every sample comes once an epoch, and all ranks get the same
     number of batches: nothing is padded, and nothing dropped without
-    `drop_last`. A last batch of fewer samples than ranks joins the
-    one before.
+    `drop_last`. Of a batch of fewer samples than ranks, the last ranks get an empty
+    part: the form of a batch of one sample, cut to no rows, so that `for x, y in loader`
+    unpacks; None where rows cannot be cut, such as the tokens of all samples in one row.
 
-    Law: the parts of the ranks are the global batch, which is the same for every world size.
+    Law: the parts of the ranks are the global batch, which is the same for every world size, as is
+    the number of batches.
 
     Args:
         loader: over any data set; its collate_fn, workers, pinning and so on are
-            kept. Rank 0 runs your own sampler or batch sampler, with its own random
-            numbers, and sends every rank its part: all ranks iterate such a loader
-            together. With `batch_size=None`, each item is a global batch, cut as by `part`, and each
-            list of indices that a sampler gives is cut before its rows are read.
+            kept. The collate_fn is called with the samples of a rank's part. Rank 0 runs your own sampler
+            or batch sampler, with its own random numbers, and sends every rank its part: all ranks iterate
+            such a loader together. With `batch_size=None`, each item is a global batch, cut as by `part`,
+            and each list of indices that a sampler gives is cut before its rows are read.
         state: of this rank; its `seed`, and the loader's generator's, decide the order. On a mesh the
             ranks along `dp` share each batch, and ranks along other axes get the same part.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
@@ -64,14 +67,18 @@ def shard_loader(
             does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
 
     Returns:
-        A loader: `len`, `iter` (epoch 0), `epochs(num_epochs, since=state)`. Torch's `DataLoader[T]`
-        names the type of a sample; annotate that of a batch: `loader: af.ShardedLoader[Batch] = ...`.
+        A loader: `len`, `iter` (the next pass), `epoch`, `epochs(num_epochs, since=state)`. Torch's
+        `DataLoader[T]` names the type of a sample; annotate that of a batch:
+        `loader: af.ShardedLoader[Batch] = ...`.
 
     Raises:
-        ValueError: on every rank: a global batch or a data set smaller
-            than the world, a loader without batches, or sharded already, or
+        ValueError: on every rank: a loader without batches, or sharded already, or
             that gives them out of order.
         RuntimeError: ranks gave loaders of different length, batch size or seed.
+
+    Warns:
+        UserWarning: on the main rank: the global batch or the data set is smaller than the world, so
+            some ranks idle.
 
     Cost: in a world of several, four small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
@@ -103,6 +110,7 @@ def _stream_source(
 ) -> RoundRobinSource | SplitSource:
     read = partial(read_stream_options, loader, over(state), batch=batch, split=split)
     options = same_on_all_ranks(read, loader, state)
+    _warn_of_idle_ranks(state, options.cut, options.num_items)
     state = over(state)
     if options.split is not None:
         return SplitSource(loader, options, options.split, open_channel(state))
@@ -117,7 +125,22 @@ def _indexed_source(
     data = over(state)
     read = partial(read_order, loader, data, batch=batch, split=split, read_ahead=read_ahead)
     order = same_on_all_ranks(read, loader, state)
+    cut = order if isinstance(order, Order) else order.cut
+    if cut is not None:
+        _warn_of_idle_ranks(state, cut, cut.num_samples)
     if isinstance(order, Order):
         return IndexedSource(loader, order, data.rank, data.world_size)
     channel = None if state.group is None else open_channel(state)
     return SamplerSource(loader, order, data, channel)
+
+
+def _warn_of_idle_ranks(state: DistState, cut: Cut, num_samples: int | None) -> None:
+    """Warn where some ranks have no sample in any batch."""
+    size = cut.batch_size if num_samples is None else min(cut.batch_size, num_samples)
+    if 0 < size < cut.world_size and state.is_main:
+        what = f"batch_size={size}" if size == cut.batch_size else f"a data set of {size} samples"
+        warnings.warn(
+            f"shard_loader: {what} leaves {cut.world_size - size} of {cut.world_size} ranks without samples: "
+            "they idle in every step; use larger batches or fewer ranks",
+            stacklevel=4,
+        )

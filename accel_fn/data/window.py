@@ -57,7 +57,7 @@ def window(
     """
     k = check_count("window", "k", k)
     if isinstance(loader, ShardedLoader):
-        return ShardedLoader(WindowedSource(loader._source, k), loader.loader)
+        return loader.view(WindowedSource(loader._source, k), num_each=k)
     if not isinstance(loader, Iterable):
         rule = "be a loader, or anything else that can be iterated"
         raise ArgumentTypeError(message("window", "loader", rule, type(loader).__name__))
@@ -89,12 +89,18 @@ class WindowedSource(Generic[Batch]):
     def num_batches(self) -> int:
         return -(-self._source.num_batches() // self._k)
 
-    def batches(self, epoch: int | None, first_batch: int) -> Iterator[list[Batch]]:
-        return _lists(self._source.batches(epoch, first_batch * self._k), self._k)
+    def batches(
+        self, epoch: int | None, first_batch: int, *, by_loop: bool = False
+    ) -> Iterator[list[Batch]]:
+        first = first_batch * self._k
+        return _lists(self._source.batches(epoch, first, by_loop=by_loop), self._k)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[list[Batch]]]:
         windows = _lists(self._source.numbered(epoch, first_batch * self._k), self._k)
         return sampled_with(windows, map(_numbered, windows))
+
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        """Return nothing: each batch of a window is a micro-batch."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return self._source.position(step, window * self._k)

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from accel_fn.base.given_batches import Place, check_same_place, number_of
 from accel_fn.base.state import DistState, LossScale, data_places, over, step_name
 from accel_fn.base.weights import Weight, shares, total_weight
 from accel_fn.comm import primitives
@@ -18,6 +19,9 @@ from accel_fn.errors import BatchError
 from accel_fn.step.loss_module import Metrics
 from accel_fn.step.metric_sums import Layout, MetricSums, differing_elsewhere
 from accel_fn.step.plan import Plan
+
+_PACK = 1 << 21
+"""More than twice the number of micro-batches of a rank."""
 
 
 class GlobalMean:
@@ -43,6 +47,7 @@ class GlobalMean:
         failure: Exception | None = None,
         *,
         stop: bool = False,
+        place: Place | None = None,
         layout: Layout,
         is_forward: bool = False,
     ) -> None:
@@ -81,8 +86,8 @@ class GlobalMean:
             self._num_ranks = state.data.world_size
             self._data = over(state)
             """The ranks that share the batch."""
-            # Two facts in one number, since a head has room for two numbers.
-            count = 2.0 * len(weights) + stop
+            # Three facts in one number, since a head has room for two numbers.
+            count = float(_PACK * number_of(place) + 2 * len(weights) + stop)
             self._totals = torch.tensor([*numbers, count, *more], dtype=torch.float64)
             self._weights = self._sum(self._totals, state, "weights")
             self._pending.append(self._weights)
@@ -115,7 +120,8 @@ class GlobalMean:
             whole = numbers if self.layout.terms else numbers[0]
             self._total = checked_total(whole, self._failure)
             ranks = [(any(each[:num]), int(each[num])) for each in every]
-            self.of_ranks = [(weighs, count // 2) for weighs, count in ranks]
+            check_same_place([count // _PACK for _, count in ranks])
+            self.of_ranks = [(weighs, count % _PACK // 2) for weighs, count in ranks]
             self.stop = any(count % 2 for _, count in ranks)
         return self._total
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_fn.base.given_batches import place_of
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.step.global_mean import GlobalMean, seed_of
@@ -50,7 +51,7 @@ def begin(
     parts, weights, failure = microbatches_or_failure(
         plan, batch, strategy.parameters.check, retries=strategy.retries
     )
-    mean = strategy.global_mean(state, weights, failed or failure, stop)
+    mean = strategy.global_mean(state, weights, failed or failure, stop, place_of(batch))
     parts, weights = strategy.pad(state, mean, parts, weights)
     if not (any(weights) or (parts and strategy.pads)):
         # A rank without items still joins every collective, with one micro-batch of weight 0.

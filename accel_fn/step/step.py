@@ -9,10 +9,12 @@ from typing import Any, Generic
 
 from torch import Tensor
 
+from accel_fn.base.given_batches import place_of
 from accel_fn.base.state import DistState, check_state, step_name
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
+from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.grads import Grads
 from accel_fn.step.observers import observers
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
@@ -116,9 +118,10 @@ class Step(Generic[Batch]):
 
         Warns:
             UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
-                same batch, or None ten times, the state is the same one a third time, BatchNorm trains on a
-                part of the batch, the forward writes buffers that depend on the cut of a
-                batch, the loss reaches tensors outside of the model, or is neither a mean nor a sum.
+                same batch, or None ten times, the state is the same one a third time, a loader begins anew
+                after `load`, BatchNorm trains on a part of the batch, the loss reaches tensors outside of the
+                model, dimension 0 of a loader's batch is not its samples, which the default weight counts;
+                the loss, its gradient, a metric, or what the forward writes depends on the cut of a batch.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
         small collectives in a world of several, where ranks hold the same rows also a read of the batch and
@@ -134,6 +137,7 @@ class Step(Generic[Batch]):
         before = state
         for before_step in self._before:
             before_step(state, batch)
+        self._check_place(state, batch)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
         self.checks.newest = before  # not of a step that failed, whose state a loop keeps
@@ -188,6 +192,7 @@ class Step(Generic[Batch]):
         self.strategy.check_offers("step.grads")
         for each in observers([self.plan]):
             each.before_step(state, batch)
+        self._check_place(state, batch)
         self.checks.begin(state, batch)
         try:
             state, grads, report = self.stages.gradients(state, batch)
@@ -255,6 +260,16 @@ class Step(Generic[Batch]):
             )
         if state.watchdog is not None:
             check_joined(state, "step")
+
+    def _check_place(self, state: DistState, batch: Any) -> None:
+        """Warn if `load` went on, and the loader begins with the first batch of all."""
+        is_first = self.notes.pop("is_loaded", False)
+        if is_first and state.step and place_of(batch) == (0, 0) and state.is_main:
+            warn_user(
+                f"step: loader should go on after step {state.step}, got batch 0 of pass 0; put the "
+                "loader into extras of save and load, and loop over range(loader.epoch, num_epochs), or "
+                "over loader.epochs(num_epochs, since=state)"
+            )
 
     def _check_outcome(self, grads: Grads, report: Report) -> None:
         """Refuse what is not what `grads` gave."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from accel_fn.base.given_batches import Place
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.comm.collectives import exchange_failures
@@ -148,13 +149,20 @@ class Strategy:
         weights: Weights,
         failure: Exception | None,
         stop: bool = False,
+        place: Place | None = None,
         *,
         is_forward: bool = False,
     ) -> GlobalMean:
         """Start the mean over the global batch; that of a forward alone has no metrics."""
         layout = self.layout.without_metrics() if is_forward else self.layout
         return self.mean_type(
-            state, weights, failure, stop=stop, layout=layout, is_forward=is_forward
+            state,
+            weights,
+            failure,
+            stop=stop,
+            place=place,
+            layout=layout,
+            is_forward=is_forward,
         )
 
     def pad(

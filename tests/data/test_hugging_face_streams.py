@@ -47,7 +47,7 @@ def items(data, epoch=0):
 def test_one_shard_is_read_in_turns_in_its_order(data, num_workers):
     epochs = passes(data, 2, num_epochs=2, num_workers=num_workers)
     for epoch, ranks in enumerate(epochs):
-        assert joined(ranks) == global_batches(items(data, epoch), 6, 2)
+        assert joined(ranks) == global_batches(items(data, epoch), 6)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -59,15 +60,34 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
     [
         (2, {}, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]),
         (2, {"drop_last": True}, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
-        (3, {}, [[[0, 1], [4, 5]], [[2], [6, 7]], [[3], [8, 9]]]),
+        (3, {}, [[[0, 1], [4, 5], [8]], [[2], [6], [9]], [[3], [7], []]]),
+        (5, {}, [[[0], [4], [8]], [[1], [5], [9]], [[2], [6], []], [[3], [7], []], [[], [], []]]),
     ],
-    ids=["part", "drop_last", "tail joins"],
+    ids=["part", "drop_last", "short tail", "small batches"],
 )
 def test_each_rank_takes_its_part_of_the_global_batch(kind, world_size, options, expected):
     for rank, part in enumerate(expected):
         given = DataLoader(**kind(10), batch_size=4, **options)
         state = af.DistState(rank=rank, world_size=world_size)
         assert ids(af.shard_loader(given, state)) == part
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "what"), [(12, 2, "batch_size=2"), (2, 4, "a data set of 2 samples")]
+)
+def test_the_main_rank_warns_once_that_ranks_idle(size, batch_size, what):
+    def run(state):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            af.shard_loader(of(size, batch_size), state)
+        return [str(each.message) for each in caught]
+
+    text = (
+        f"shard_loader: {what} leaves 1 of 3 ranks without samples: they idle in every step; use larger "
+        "batches or fewer ranks"
+    )
+    ranks = [run(af.DistState(rank=rank, world_size=3)) for rank in range(3)]
+    assert ranks == [[text], [], []]
 
 
 @kinds
@@ -257,13 +277,16 @@ def test_the_generators_seed_gives_another_order():
     assert order(1) != order(2)
 
 
-def test_iterating_changes_nothing():
+def test_each_pass_is_the_next_epoch_also_after_one_that_was_broken_off():
     loader = af.shard_loader(of(8, shuffle=True), af.DistState())
-    first = ids(loader)
+    orders = [ids(epoch) for epoch in loader.epochs(4)]
+    loader.set_epoch(0)
+    assert ids(loader) == orders[0]
     for _ in loader:
         break
-    assert ids(loader) == first
-    assert ids(next(iter(loader.epochs(1)))) == first
+    assert loader.epoch == 2
+    assert [ids(loader), ids(loader)] == orders[2:]
+    assert orders[0] != orders[1]
 
 
 def test_two_passes_at_once_do_not_meet():
@@ -295,12 +318,7 @@ DATA = Numbers(12)
 @pytest.mark.parametrize(
     ("loader", "text"),
     [
-        (
-            lambda: of(12, batch_size=1),
-            "use batch_size >= 2, or batch_size=None where",
-        ),
-        (lambda: of(1), "data set must have a sample for every one of 2 ranks, got 1"),
-        (lambda: of(0), "data set must have a sample for every one of 2 ranks, got 0"),
+        (lambda: of(0), "data set must have a sample, got 0"),
         (
             lambda: of(3, drop_last=True),
             "drop_last=True must leave a batch, got 3 samples for batch_size=4",
@@ -356,8 +374,8 @@ def test_ranks_must_give_the_same_loader(loader):
 
 def test_a_loader_that_fails_on_one_rank_fails_on_all():
     def run(state):
-        with pytest.raises(Exception, match="batch_size=1 must give every one of 2 ranks a sample"):
-            af.shard_loader(of(12, batch_size=4 - 3 * state.rank), state)
+        with pytest.raises(Exception, match="drop_last=True must leave a batch, got 12 samples"):
+            af.shard_loader(of(12, batch_size=4 + 9 * state.rank, drop_last=True), state)
 
     simulate(run, world_size=2)
 

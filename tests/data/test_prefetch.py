@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_reader_is_left")
 def test_a_sharded_loader_is_used_in_place_of_the_loader(depth, options):
     loader = of(11, shuffle=True, **options)
     ahead = af.prefetch(loader, HERE, depth)
-    assert ids(ahead) == ids(ahead) == ids(loader)
+    assert [ids(ahead), ids(loader), ids(ahead)] == [ids(epoch) for epoch in loader.epochs(3)]
     assert len(ahead) == len(loader) == 6
     assert [ids(epoch) for epoch in ahead.epochs(2)] == [ids(epoch) for epoch in loader.epochs(2)]
     for each in (ahead, loader):

@@ -162,7 +162,7 @@ class ExchangingSource:
     def num_batches(self):
         return self.size
 
-    def batches(self, epoch, first_batch):
+    def batches(self, epoch, first_batch, *, by_loop=False):
         for batch in range(first_batch, self.size):
             yield self.channel.exchange((epoch, batch, self.rank))
 
@@ -226,7 +226,7 @@ def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
         return found, [[a.tolist(), b.tolist()] for a, b in together]
 
     expected = simulate(lambda state: run(state, 0), world_size=3)
-    assert len(expected[0][0]) == 3 + 10
+    assert len(expected[0][0]) == 3 + 11
     assert simulate(lambda state: run(state, depth), world_size=3) == expected
 
 

@@ -192,9 +192,9 @@ def test_of_a_list_of_indices_each_rank_reads_its_rows_alone(name):
     assert [*zip(map(len, first), map(len, second), strict=True)] == sizes
 
 
-def test_a_last_list_that_is_smaller_than_the_world_joins_the_one_before():
+def test_of_a_last_list_that_is_smaller_than_the_world_a_rank_gets_no_rows():
     options = {"sampler": Own([[0, 1, 2, 3], [4, 5, 6], [7, 8]])}
-    whole = [[[each] for each in batch] for batch in ([0, 1, 2, 3], [4, 5, 6, 7, 8])]
+    whole = [[[each] for each in batch] for batch in ([0, 1, 2, 3], [4, 5, 6], [7, 8])]
     assert on_ranks(3, Rows, options) == 2 * whole
 
 

@@ -154,27 +154,11 @@ def test_prefetch_of_windows_reads_all_their_batches_further(world_size):
     assert seen == simulate(run, world_size=1)[0]
 
 
-def test_only_a_last_batch_that_is_smaller_than_the_world_is_read_with_the_one_before():
-    alone, together = on_ranks(1), on_ranks(3)
-    assert together[:4] == alone[:4]
-    assert len(together) == len(alone) - 1
-    assert together[4][0][:BATCH_SIZE] == alone[4][0]
-    assert together[4][1] == SIZE
-
-
-def test_of_a_batch_sampler_only_the_last_batch_is_read_with_the_one_before():
-    alone, together = on_ranks(1, Batches), on_ranks(3, Batches)
-    assert [num_read for _, num_read in alone] == [4, 8, 12, 16, SIZE, SIZE]
-    assert numbers_of(alone)[:5] == numbers_of(on_ranks(1))[:5]
-    assert together == [*alone[:4], (alone[4][0] + alone[5][0], SIZE)]
-
-
-@pytest.mark.parametrize("make", [Unsized, UnsizedBatches])
-def test_without_a_length_one_batch_more_is_read_in_every_world(make):
+@pytest.mark.parametrize("make", [Hardest, Batches, Unsized, UnsizedBatches])
+def test_no_batch_is_read_ahead_of_the_loop_in_any_world(make):
     alone = on_ranks(1, make)
-    assert [num_read for _, num_read in alone] == [8, 12, 16, 20, SIZE, SIZE]
-    assert on_ranks(2, make) == alone
-    assert on_ranks(3, make) == [*alone[:4], (alone[4][0] + alone[5][0], SIZE)]
+    assert [num_read for _, num_read in alone] == [4, 8, 12, 16, 20, SIZE]
+    assert on_ranks(3, make) == alone
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -186,10 +170,9 @@ def test_without_a_length_one_batch_more_is_read_in_every_world(make):
             Hardest,
             5,
             WORKERS,
-            "read_ahead must be >= 6, 6 for the workers and 0 for an unknown length, got 5; use fewer "
-            "workers or a smaller prefetch_factor, and give the sampler a __len__",
+            "read_ahead must be >= 6, as the workers read ahead, got 5; use fewer workers or a smaller "
+            "prefetch_factor",
         ),
-        (Unsized, 0, {}, "read_ahead must be >= 1, 0 for the workers and 1 for an unknown length"),
         (
             lambda: WeightedRandomSampler([1.0] * SIZE, SIZE),
             2,
@@ -198,7 +181,7 @@ def test_without_a_length_one_batch_more_is_read_in_every_world(make):
         ),
         (lambda: None, 2, {}, "read_ahead must be left out for a loader without a sampler"),
     ],
-    ids=["negative", "workers", "unsized", "torch's sampler", "in order"],
+    ids=["negative", "workers", "torch's sampler", "in order"],
 )
 def test_a_read_ahead_that_cannot_be_kept_is_refused(make, read_ahead, options, text, world_size):
     def run(state):

@@ -57,7 +57,7 @@ def test_streams_are_shared_and_trained_on_as_by_one_process(num_processes):
     assert Sharded(LENGTHS).items() == SelfSplitting(LENGTHS).items()
     for number, parts in enumerate(zip(*[read for read, _ in ranks], strict=True)):
         whole = list(range(45)) if number % 3 == 0 else Sharded(LENGTHS).items()
-        sizes = [len(batch) for batch in global_batches(whole, 7, num_processes)]
+        sizes = [len(batch) for batch in global_batches(whole, 7)]
         assert items_of(parts) == sorted(whole)
         assert [len(batch) for batch in joined(parts)] == sizes
         assert all(part for batches in parts for part in batches)

@@ -205,6 +205,7 @@ def test_a_loop_that_is_left_influences_nothing_later(ending, persistent):
                 1 / 0  # noqa: B018
     if not persistent:
         assert not processes()
+    loader.set_epoch(0)
     assert ids(loader) == whole
     assert [ids(epoch) for epoch in loader.epochs(1)] == [whole]
 
@@ -362,6 +363,8 @@ def test_two_loaders_over_one_data_set_do_not_meet(num_workers):
     data = TensorDataset(torch.arange(30))
     loaders = [loader_of(data, num_workers, shuffle=shuffle) for shuffle in (False, True)]
     apart = [[batch[0].tolist() for batch in loader] for loader in loaders]
+    for loader in loaders:
+        loader.set_epoch(0)
     together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*loaders, strict=True)]
     assert together == [list(pair) for pair in zip(*apart, strict=True)]
     assert apart[0] != apart[1]

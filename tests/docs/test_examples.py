@@ -168,7 +168,7 @@ def test_a_run_of_the_readme_continues_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run stops within an epoch, after its first checkpoint, and starts again."""
-    program = resumed(PROGRAM).replace("epochs(50", "epochs(8")
+    program = resumed(PROGRAM).replace("epoch, 50)", "epoch, 8)")
     stepping = "        state, report = step(state, batch)\n"
     assert program.count(stepping) == 1
     stopping = program.replace(

@@ -32,7 +32,6 @@ NUMBERS: dict[str, Sequence[Any]] = {
     "strategy": ("wrap_ddp", "wrap_fsdp"),
     "world_size": (1, 2, 3),
     "k": (1, 2, 3),
-    # the last batch has 3 samples or more: one of fewer samples than ranks would join its neighbour
     "batch_size": (6, 8, 9),
     "num_samples": (12, 15, 21, 23, 24),
     "seed": range(100),

@@ -47,6 +47,56 @@ def tuples(case: Case):
     return two_loops(case, network, mse, loader)
 
 
+@kind("equal", world_size=(1, 3, 4), num_samples=(6, 10, 14), batch_size=(4,))
+def short_tails(case: Case):
+    """A last batch of two samples, on more ranks; the loop unpacks its batches."""
+    loader = DataLoader([*zip(*samples(case), strict=True)], batch_size=case.batch_size)
+
+    def run(state):
+        batches = ((x, y) for x, y in af.shard_loader(loader, state))
+        return train(state, case, network(), mse, batches)
+
+    return lambda: train_by_hand(network(), mse, loader), run
+
+
+@kind("warned", "num_labels", world_size=(2, 3), k=(1,), num_samples=(24, 12), batch_size=(12,))
+def padding_free(case: Case):
+    """A collate_fn joins the texts of a rank into one row."""
+    generator = case.generator()
+    lengths = torch.randint(2, 9, (case.num_samples,), generator=generator).tolist()
+    texts = [torch.randint(0, 6, (length,), generator=generator) for length in lengths]
+
+    def joined(rows):
+        return torch.cat(rows)[None]
+
+    def loss_fn(model, tokens):
+        return F.cross_entropy(model(tokens)[0], tokens[0])
+
+    def language_model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6)).double()
+
+    loader = DataLoader(texts, batch_size=case.batch_size, collate_fn=joined)
+    repaired = two_loops(
+        case, language_model, loss_fn, loader, weight_fn=lambda tokens: tokens.numel()
+    )
+    return *two_loops(case, language_model, loss_fn, loader), repaired[1]
+
+
+@kind("warned", "samples first", world_size=(2, 3), k=(1,), num_samples=(24,), batch_size=(12,))
+def time_first(case: Case):
+    """Batches are [time, samples, features], as torch's recurrent layers take them."""
+    x = torch.randn(case.num_samples, 5, 4, generator=case.generator(), dtype=torch.float64)
+    rows = [(each, each.sum(1, keepdim=True)) for each in x]
+
+    def stacked(rows):
+        return tuple(torch.stack(each, 1) for each in zip(*rows, strict=True))
+
+    loader = DataLoader(rows, batch_size=case.batch_size, collate_fn=stacked)
+    repaired = two_loops(case, network, mse, DataLoader(rows, batch_size=case.batch_size))
+    return *two_loops(case, network, mse, loader), repaired[1]
+
+
 @kind("equal")
 def dicts(case: Case):
     """Samples are dicts with a text, as those of `datasets`."""

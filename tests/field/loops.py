@@ -297,6 +297,52 @@ def epochs(case: Case):
 
 
 @kind("equal")
+def epochs_by_range(case: Case):
+    """The loop of every tutorial, with prefetch that is made anew in each epoch."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size, shuffle=True)
+
+    def whole():
+        epochs = af.shard_loader(loader, af.DistState()).epochs(3)
+        return (batch for epoch in epochs for batch in epoch)
+
+    def batches(state):
+        sharded = af.shard_loader(loader, state)
+        for _ in range(3):
+            yield from af.prefetch(sharded, state)
+
+    return (
+        lambda: train_by_hand(network(), mse, whole()),
+        lambda state: train(state, case, network(), mse, batches(state)),
+    )
+
+
+@kind("equal")
+def resumed_by_range(case: Case):
+    """A loop by range is stopped in its second epoch, and goes on from its checkpoint."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size, shuffle=True)
+
+    def by_hand():
+        epochs = af.shard_loader(loader, af.DistState()).epochs(3)
+        model = network()
+        train_by_hand(model, mse, (batch for epoch in epochs for batch in epoch))
+        return figures(model)
+
+    def run(state, folder, stops_after):
+        model, sharded = network(), af.shard_loader(loader, state)
+        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state = af.resume(folder, state, step, {"loader": sharded})
+        for _ in range(sharded.epoch, 3):
+            for batch in sharded:
+                state, _ = step(state, batch)
+                if state.step == stops_after:
+                    af.save(folder, state, step, extras={"loader": sharded})
+                    return None
+        return figures(model)
+
+    return by_hand, lambda state: stopped_and_resumed(state, run, len(loader) + 1)
+
+
+@kind("equal")
 def evaluated(case: Case):
     """The figure of `evaluate` is the mean over all labels of a data set."""
     x, _ = samples(case)

@@ -21,8 +21,8 @@ def data(num_samples):
 
 
 @given(
-    num_samples=st.integers(3, 30),
-    batch_size=st.integers(3, 9),
+    num_samples=st.integers(1, 30),
+    batch_size=st.integers(1, 9),
     k=st.integers(1, 4),
     world_size=st.integers(1, 3),
     prefetched=st.booleans(),

@@ -11,8 +11,8 @@ NUM_EPOCHS = 2
 
 
 @given(
-    num_samples=st.integers(3, 30),
-    batch_size=st.integers(3, 8),
+    num_samples=st.integers(1, 30),
+    batch_size=st.integers(1, 8),
     world_size=st.integers(1, 3),
     depth=st.integers(1, 5),
     stops=st.lists(st.integers(1, 12), max_size=4),

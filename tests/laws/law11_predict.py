@@ -68,18 +68,18 @@ ORDERS = ("as they are", "shuffled", "sampler", "repeated", "batch sampler")
     strategy=st.sampled_from([*RECIPES]),
     order=st.sampled_from(ORDERS),
     world_size=st.integers(1, 4),
-    more_samples=st.integers(0, 20),
-    larger_batch=st.integers(0, 12),
+    num_samples=st.integers(3, 24),
+    batch_size=st.integers(1, 16),
     num_microbatches=st.integers(1, 3),
     read=st.sampled_from(["plain", "prefetch", "epoch"]),
 )
-@example("ddp", "sampler", 2, 5, 1, 2, "prefetch")
-@example("fsdp", "repeated", 3, 7, 1, 2, "plain")
+@example("ddp", "sampler", 2, 9, 3, 2, "prefetch")
+@example("fsdp", "repeated", 3, 12, 4, 2, "plain")
+@example("fsdp", "as they are", 4, 5, 4, 2, "plain")
 def test_rows_are_those_of_one_process_in_the_order_of_the_data_set(
-    strategy, order, world_size, more_samples, larger_batch, num_microbatches, read
+    strategy, order, world_size, num_samples, batch_size, num_microbatches, read
 ):
-    data = regression_data(world_size + 2 + more_samples)
-    batch_size = world_size + larger_batch
+    data = regression_data(num_samples)
 
     def run(state):
         recipe = af.compose(RECIPES[strategy], af.accumulate(num_microbatches))

@@ -83,6 +83,7 @@ def test_the_batches_are_the_same_with_a_bar_and_without(
     run = {"since": af.DistState(seed=5, step=step), "max_steps": max_steps}
     loader = of(num_samples, shuffle=shuffle)
     expected = plain(WAYS[way](loader, lambda loader: loader, run))
+    loader.set_epoch(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", Screen() if is_seen else io.StringIO())
         found = plain(WAYS[way](loader, lambda loader: af.progress(loader, HERE), run))

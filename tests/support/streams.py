@@ -83,19 +83,10 @@ class SelfSplitting(IterableDataset):
                 yield 1000 * part + i
 
 
-def global_batches(items, batch_size, world_size, drop_last=False):
-    """Return the batches of a stream; None if it has too few items for the ranks."""
-    full = len(items) // batch_size
-    found = [items[i * batch_size : (i + 1) * batch_size] for i in range(full)]
-    tail = items[full * batch_size :]
-    if tail and not drop_last:
-        if len(tail) >= world_size:
-            found.append(tail)
-        elif full:
-            found[-1] = found[-1] + tail
-        else:
-            return None
-    return found
+def global_batches(items, batch_size, drop_last=False):
+    """Return the batches of a stream."""
+    batches = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
+    return [each for each in batches if len(each) == batch_size or not drop_last]
 
 
 def ids(loader):

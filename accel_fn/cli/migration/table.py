@@ -65,7 +65,7 @@ TABLE: dict[str, Row] = {
     ),
     "loader.dataset": Row("{name}.loader.dataset"),
     "loader.sampler": Row("{name}.loader.sampler"),
-    "loader.set_epoch": Row(None, "The epochs of {name}.epochs(n) set it."),
+    "loader.set_epoch": Row(None, "Each pass over {name} sets it."),
     "optimizer.step": Row(None, "step(state, batch) updates."),
     "loss": Row(
         "return {value}", "In loss_fn(model, batch), below the lines that it needs from this loop."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    ConcatDataset,
     Dataset,
     StackDataset,
     Subset,
@@ -23,9 +23,10 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.base.origin import Origin
 from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import seed_process
-from accel_fn.data.seed_samples import SeededSamples, reading
-from accel_fn.data.set_epoch import InEpoch
+from accel_fn.data.seed_samples import reading
+from accel_fn.data.set_epoch import InEpoch, may_hold_samples, reached_from
 from accel_fn.data.workers import WorkerProgress
 
 _SHOWN = 8  # samples that an error lists
@@ -37,14 +38,15 @@ _KEPT = 8
 class Part:
     """The samples of a batch, and the epoch that they are read in."""
 
-    epoch: int | None
-    """None is epoch 0 without a call of `set_epoch`: the data set stays in the epoch that it is in."""
+    epoch: int
     batch: int
     """The number of the batch in the epoch."""
     numbers: Any
     """A tensor or list: samples of this rank. Anything else: the key of a whole batch."""
     seed: int | None = None
     """Seed of the global random generators; None: they are not seeded."""
+    keeps: bool = False
+    """Is `set_epoch` not called, so that the data set stays in the epoch that it is in?"""
 
     @property
     def is_split(self) -> bool:
@@ -95,25 +97,29 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, part: Part) -> Any:
         # No code of the user's runs to read rows, so none needs the epoch or a seed.
-        if self._reads_rows:
+        is_empty = type(part.numbers) is EmptyPart
+        if self._reads_rows and not is_empty:
             return self.fetch(part.numbers)
         if part.seed is not None:
             seed_process(part.seed)
-        if self._inside is None or self._inside.epoch != part.epoch:
+        epoch = None if part.keeps else part.epoch
+        if self._inside is None or self._inside.epoch != epoch:
             in_worker = self.progress is not None
-            self._inside = InEpoch(_nested(self.dataset), part.epoch, alone=in_worker)
-        with reading(part.epoch or 0), self._inside:
-            return self.fetch(part.numbers)
+            readers = reached_from(self.dataset, may_hold_samples)
+            self._inside = InEpoch(readers, epoch, alone=in_worker)
+        with reading(part.epoch), self._inside:
+            return self._empty(part.numbers) if is_empty else self.fetch(part.numbers)
 
     def origin(self, part: Part) -> Origin | None:
         """Return what makes the batch of a part of a few of its samples; None where rows are samples."""
-        if not part.is_split or not len(part.numbers) or _stacks_plainly(self.collate_fn):
+        is_empty = isinstance(part.numbers, EmptyPart) or not part.is_split
+        if is_empty or _stacks_plainly(self.collate_fn):
             return None
         return Origin(len(part.numbers), partial(self._some, part), self.collate_fn)
 
     def _some(self, part: Part) -> list[Any]:
         numbers = part.listed().numbers[:_KEPT]
-        with reading(part.epoch or 0):
+        with reading(part.epoch):
             return list(self._samples(numbers))
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:
@@ -133,6 +139,16 @@ class Fetcher(Dataset[Any]):
             numbers = numbers.tolist()
         return self._collated(self._samples(numbers), numbers)
 
+    def _empty(self, numbers: list[Any]) -> Any:
+        """Return the batch of no samples, in the form of that of one."""
+        samples = self._samples(numbers)
+        # A data set that reads many at once may give anything, which cannot be doubled.
+        two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)
+        with _noting(
+            f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
+        ):
+            return self._collate.empty(samples, two)
+
     def _samples(self, numbers: list[Any]) -> Any:
         number: Any = listed(numbers)
         try:
@@ -150,11 +166,8 @@ class Fetcher(Dataset[Any]):
             raise
 
     def _collated(self, samples: Any, numbers: list[Any]) -> Any:
-        try:
+        with _noting(f"collate_fn failed on samples {listed(numbers)}"):
             return self._collate(samples, len(numbers))
-        except Exception as error:
-            error.add_note(f"shard_loader: collate_fn failed on samples {listed(numbers)}")
-            raise
 
 
 class ReadyFetcher(Fetcher):
@@ -167,6 +180,9 @@ class ReadyFetcher(Fetcher):
         self._reads_rows = False
         self._ready = ReadyBatch(collate_fn, rank, world_size)
 
+    def _empty(self, numbers: list[Any]) -> Any:
+        return without_rows(self.fetch([*numbers]), self.fetch([*numbers] * 2))
+
     def origin(self, part: Part) -> Origin | None:
         """Return None: a data set that has batches ready has no samples."""
         return None
@@ -175,28 +191,18 @@ class ReadyFetcher(Fetcher):
         """Return this rank's rows of the batch; a list holds those of this rank alone."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
-        try:
+        with _noting(f"the data set failed to give batch {listed(numbers)}"):
             item = self.dataset[numbers]
-        except Exception as error:
-            error.add_note(f"shard_loader: the data set failed to give batch {listed(numbers)}")
-            raise
         return self._ready.collate_fn(item) if isinstance(numbers, list) else self._ready([item])
 
 
-def _nested(dataset: Any) -> Iterator[Any]:
-    """Yield a map-style data set and those that it reads, the outermost first."""
-    yield dataset
-    inner: Iterable[Any] = ()
-    if isinstance(dataset, Subset):
-        inner = [dataset.dataset]
-    elif isinstance(dataset, SeededSamples):
-        inner = [dataset.data]
-    elif isinstance(dataset, ConcatDataset):
-        inner = dataset.datasets
-    elif isinstance(dataset, StackDataset):
-        inner = _columns(dataset)
-    for each in inner:
-        yield from _nested(each)
+@contextmanager
+def _noting(note: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"shard_loader: {note}")
+        raise
 
 
 def _gives_many(dataset: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import ItemOrder, Order, no_numbers
@@ -29,8 +31,10 @@ class IndexedSource:
         self.num_batches = order.num_batches
         self.facts = order.facts
 
-    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
-        return self._read(self._reader.batches, epoch, first_batch)
+    def batches(
+        self, epoch: int | None, first_batch: int, *, by_loop: bool = False
+    ) -> Iterator[Any]:
+        return self._read(partial(self._reader.batches, by_loop=by_loop), epoch, first_batch)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
         return self._read(self._reader.numbered, epoch, first_batch)
@@ -42,6 +46,10 @@ class IndexedSource:
         if self._is_of_items:
             parts = map(int, parts)
         return load(parts, epoch=epoch, first_batch=first_batch, seed=self.order.seed)
+
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        start, stop = self.order.part(batch, self.rank)
+        return None if self._is_of_items else stop - start
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return divmod(step, -(-self.num_batches() // window))
@@ -61,15 +69,24 @@ class IndexedSource:
         return batch
 
 
-def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor]:
+def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor | EmptyPart]:
     """Yield a rank's samples, batch by batch; many batches are computed at once."""
     # The last batch may have another size, so it is computed alone.
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)
     at_once = max(1, _SAMPLES_AT_ONCE // max(1, stop - start))
     for first in range(first_batch, last, at_once):
-        batches = torch.arange(first, min(first + at_once, last)).unsqueeze(1)
+        several = range(first, min(first + at_once, last))
+        if start == stop:
+            yield from [_empty(order, epoch, batch) for batch in several]
+            continue
+        batches = torch.arange(several.start, several.stop).unsqueeze(1)
         places = batches * order.batch_size + torch.arange(start, stop)
         yield from order.samples(epoch, places.flatten()).view(places.shape).unbind()
     if first_batch <= last:
-        yield order.indices(epoch, last, rank)
+        part = order.indices(epoch, last, rank)
+        yield part if len(part) else _empty(order, epoch, last)
+
+
+def _empty(order: Order, epoch: int, batch: int) -> EmptyPart:
+    return EmptyPart(order.global_indices(epoch, batch)[:1].tolist())

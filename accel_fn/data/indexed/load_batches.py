@@ -16,9 +16,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.base.origin import mark
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
+from accel_fn.data.set_epoch import LoopEpochs, may_hold_samples
 from accel_fn.data.workers import (
     WORKER_OPTIONS,
     IdlePools,
@@ -40,6 +42,7 @@ class BatchReader:
         self._fetcher = Fetcher(loader.dataset, loader.collate_fn)
         if loader.batch_sampler is None:
             self._fetcher = ReadyFetcher(loader.dataset, loader.collate_fn, rank, world_size)
+        self._loop_epochs = LoopEpochs(loader.dataset, may_hold_samples)
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in WORKER_OPTIONS}
         self._options: dict[str, Any] = {**kept, "pin_memory": self._pins}
@@ -48,22 +51,35 @@ class BatchReader:
         )
 
     def batches(
-        self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
+        self,
+        parts: Iterable[Any],
+        *,
+        epoch: int | None,
+        first_batch: int,
+        seed: int,
+        by_loop: bool = False,
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first.
 
-        A part is [num_samples], int64, or a list of keys of the data set; where the data set has
+        With `by_loop`, the data set stays in an epoch that the loop has set since the last pass.
+
+        A part is [num_samples], int64, a list of keys of the data set, or empty; where the data set has
         batches ready, it may be the key of one, which all ranks read. Workers' random generators are
         seeded at each batch; with a `worker_init_fn`, at each pass only.
         """
-        seed = mix(mix(seed) + (epoch or 0))
-        of_epoch = (Part(epoch, batch, numbers) for batch, numbers in enumerate(parts, first_batch))
+        keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
+        epoch = epoch or 0
+        seed = mix(mix(seed) + epoch)
+        of_epoch = (
+            Part(epoch, batch, numbers, keeps=keeps)
+            for batch, numbers in enumerate(parts, first_batch)
+        )
         looked: dict[int, Part] = {}
         noted = map(partial(_note_looked, looked, first_batch), of_epoch)
         return self._marked(self._read(noted, epoch, first_batch, seed), looked, first_batch)
 
     def _read(
-        self, of_epoch: Iterator[Part], epoch: int | None, first_batch: int, seed: int
+        self, of_epoch: Iterator[Part], epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
         if self._options["num_workers"]:
             # A worker_init_fn may have seeded them itself.
@@ -101,9 +117,11 @@ class BatchReader:
             numbers = taken.popleft()
             if isinstance(numbers, Tensor):
                 numbers = numbers.tolist()
+            if isinstance(numbers, EmptyPart):
+                numbers = []
             yield [*numbers] if isinstance(numbers, list) else None, batch
 
-    def _here(self, parts: Iterable[Any], epoch: int | None, first_batch: int) -> Iterator[Any]:
+    def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
         batch = first_batch
         fetch, pins = self._fetcher.of_pass().__getitem__, self._pins
         try:
@@ -116,7 +134,7 @@ class BatchReader:
             raise
 
     def _by_workers(
-        self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int
+        self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
     ) -> Iterator[Any]:
         batch, failed = first_batch, False
         pool = self._pools.take()
@@ -142,8 +160,8 @@ def _note_looked(looked: dict[int, Part], first_batch: int, part: Part) -> Part:
     return part
 
 
-def _where(batch: int, epoch: int | None) -> str:
-    return f"batch {batch} of epoch {epoch or 0}"
+def _where(batch: int, epoch: int) -> str:
+    return f"batch {batch} of epoch {epoch}"
 
 
 def _can_pin() -> bool:
@@ -213,7 +231,7 @@ class _PartSampler(Sampler[Any]):
             return ""
         numbers: Any = part.numbers
         samples = f"sample {numbers[place]}" if place >= 0 else f"samples {listed(numbers)}"
-        return f" in {samples} of batch {number} of epoch {part.epoch or 0}"
+        return f" in {samples} of batch {number} of epoch {part.epoch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import (
     ItemOrder,
     Order,
-    check_batch_size,
     check_sizes,
     knows_ranks,
     length_of,
@@ -29,9 +27,8 @@ from accel_fn.data.order import (
     per_rank_error,
 )
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
+from accel_fn.data.set_epoch import may_sample, reached_from
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
-
-_SEVERAL = 100  # a sampler may hold a long list of samples, so only its first items are read
 
 
 def read_order(
@@ -43,7 +40,7 @@ def read_order(
         raise ArgumentError(message("shard_loader", "split", rule, split))
     order = _read_order(loader, state, batch)
     if isinstance(order, SamplerBatches) and order.is_own:
-        return replace(order, at_once=1 + _num_beyond(loader, order, read_ahead))
+        return replace(order, at_once=1 + _num_beyond(loader, read_ahead))
     refuse_read_ahead(read_ahead)
     return order
 
@@ -55,17 +52,14 @@ def refuse_read_ahead(read_ahead: int | None) -> None:
         raise ArgumentError(message("shard_loader", "read_ahead", rule, read_ahead))
 
 
-def _num_beyond(loader: DataLoader[Any], batches: SamplerBatches, read_ahead: int | None) -> int:
-    """Return how many batches to read ahead beyond those that workers and a tail need."""
-    for_workers = loader.num_workers * (loader.prefetch_factor or 0)
-    # A batch of a sampler without a length waits for the next one, which may be a tail that joins it.
-    for_tail = int(batches.cut is None and batches.length is None)
-    least = for_workers + for_tail
+def _num_beyond(loader: DataLoader[Any], read_ahead: int | None) -> int:
+    """Return how many batches to read ahead beyond those that workers need."""
+    least = loader.num_workers * (loader.prefetch_factor or 0)
     if read_ahead is None:
         return 0
     if check_count("shard_loader", "read_ahead", read_ahead, minimum=0) < least:
-        rule = f"be >= {least}, {for_workers} for the workers and {for_tail} for an unknown length"
-        repair = "use fewer workers or a smaller prefetch_factor, and give the sampler a __len__"
+        rule = f"be >= {least}, as the workers read ahead"
+        repair = "use fewer workers or a smaller prefetch_factor"
         raise ArgumentError(message("shard_loader", "read_ahead", rule, read_ahead, repair))
     return read_ahead - least
 
@@ -85,18 +79,14 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
         if batch == "per_rank":
             raise per_rank_error(type(batch_sampler).__name__, "a batch_sampler")
         length = length_of(batch_sampler)
-        return SamplerBatches(
-            batch_sampler, state.world_size, seed, length=length, gives_keys=is_ready
-        )
+        return SamplerBatches(batch_sampler, seed, length=length, gives_keys=is_ready)
     sampler, drop_last = batch_sampler.sampler, batch_sampler.drop_last
     batch_size = check_count("shard_loader", "batch_size", batch_sampler.batch_size)
     batch_size *= state.world_size if batch == "per_rank" else 1
     plain = _goes_through(sampler, loader.dataset)
     num_samples = length_of(loader.dataset if plain else sampler)
     cut = None
-    if num_samples is None:
-        check_batch_size("shard_loader", batch_size, state.world_size)
-    else:
+    if num_samples is not None:
         cut = Order(
             num_samples=num_samples,
             batch_size=batch_size,
@@ -109,7 +99,7 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
     if plain and cut is not None:
         return cut
     batches = BatchSampler(sampler, batch_size, drop_last)
-    return SamplerBatches(batches, state.world_size, seed, cut)
+    return SamplerBatches(batches, seed, cut)
 
 
 def _check(loader: Any) -> None:
@@ -140,23 +130,7 @@ def _outermost(loader: DataLoader[Any]) -> Any:
 
 def _held(sampler: Any) -> list[Sampler[Any]]:
     """Collect the samplers that a sampler holds, under any name and at any depth."""
-    found: list[Any] = [sampler]
-    for each in found:  # the list grows
-        for value in getattr(each, "__dict__", {}).values():
-            several = list(islice(value, _SEVERAL)) if isinstance(value, list | tuple) else [value]
-            found += [one for one in several if _may_sample(one) and not _is_among(one, found)]
-    return [each for each in found if isinstance(each, Sampler)]
-
-
-def _may_sample(value: Any) -> bool:
-    """Is the object a sampler, which is iterated, and not a data set, which is indexed?"""
-    kind = type(value)
-    is_sampler = isinstance(value, Sampler)
-    return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
-
-
-def _is_among(value: Any, found: list[Any]) -> bool:
-    return any(value is each for each in found)
+    return [each for each in reached_from(sampler, may_sample) if isinstance(each, Sampler)]
 
 
 def _is_of(sampler: Any, kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""The global batches of a user's sampler: a function of seed and epoch, each with a sample for every rank.
+"""The global batches of a user's sampler: a function of seed and epoch.
 
 A sampler of a data set that has batches ready may give the key of one in place of a list of samples.
 """
@@ -24,8 +24,8 @@ from torch.utils.data import (
 
 from accel_fn.data.order import Order, find_by_counting, mix
 from accel_fn.data.random_generators import Generators, generators_of
-from accel_fn.data.set_epoch import InEpoch
-from accel_fn.errors import ArgumentError
+from accel_fn.data.set_epoch import InEpoch, may_sample, reached_from
+from accel_fn.errors import ArgumentError, message
 
 _SAMPLES_AT_ONCE = 4096  # one message for so many samples costs little more than for one batch
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -37,13 +37,12 @@ Batch = Any
 
 @dataclass(frozen=True, slots=True)
 class SamplerBatches:
-    """The global batches of every epoch; a tail smaller than the world joins the batch before."""
+    """The global batches of every epoch."""
 
     batch_sampler: Iterable[Any]  # yields the samples of each batch, or its key
-    world_size: int
     seed: int  # seeds everything that the sampler draws
     cut: Order | None = None  # the cut into batches, if the number of samples is known before
-    length: int | None = None  # batches of a batch sampler, before its tail is joined
+    length: int | None = None  # batches of a batch sampler
     at_once: int | None = None  # batches that are read together; None: some thousand samples
     gives_keys: bool = False  # the data set has batches ready
 
@@ -57,20 +56,13 @@ class SamplerBatches:
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
     def num_batches(self) -> int | None:
-        """Return the batches of an epoch, None without a length; may run a batch sampler's epoch 0."""
-        if self.cut is not None:
-            return self.cut.num_batches()
-        # Without several ranks, no tail joins the batch before it.
-        if self.length is None or self.world_size == 1:
-            return self.length
-        # No further than the length: a sampler without an end may have one too.
-        some = [self._is_small(batch) for batch in islice(self._read(0), self.length + 1)]
-        return len(some) - (len(some) > 1 and some[-1])
+        """Return the batches of an epoch; None without a length."""
+        return self.length if self.cut is None else self.cut.num_batches()
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """Yield the global batches of an epoch, read `at_once`."""
-        joined = self._joined(self._read(epoch), epoch)
-        return joined if self.cut is None else self._counted(joined, epoch)
+    def batches(self, epoch: int, *, keeps: bool = False) -> Iterator[Batch]:
+        """Yield the global batches of an epoch, read `at_once`; the loop may have set that of the sampler."""
+        checked = self._checked(self._read(epoch, keeps=keeps), epoch)
+        return checked if self.cut is None else self._counted(checked, epoch)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Return the epoch and the window after `step` windows: computed, or found by running the sampler."""
@@ -78,12 +70,13 @@ class SamplerBatches:
             return divmod(step, -(-self.cut.num_batches() // window))
         return find_by_counting(step, self.batches, window)
 
-    def _read(self, epoch: int) -> Iterator[Batch]:
+    def _read(self, epoch: int, *, keeps: bool) -> Iterator[Batch]:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         # Entered anew for each read: between two reads the loop uses its own random numbers and epochs.
-        inside = [_generators(sampler, seed), InEpoch(nested_samplers(sampler), epoch)]
+        readers = reached_from(sampler, may_sample)
+        inside = [_generators(sampler, seed), InEpoch(readers, None if keeps else epoch)]
         batches: Iterator[Batch] | None = None
         while True:
             with ExitStack() as stack:
@@ -108,53 +101,17 @@ class SamplerBatches:
                 break
         return found
 
-    def _joined(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """Join a last batch that is smaller than the world to the batch before it, which waits for it."""
-        first_waiting = self._first_waiting()
-        # Only a batch that a tail may follow waits; any other one goes out before the next is read.
-        waiting: Batch | None = None
-        tail: Batch | None = None
-        num_given = 0
+    def _checked(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+        """Refuse an epoch without a batch, and a batch without a sample."""
+        number = -1
         for number, batch in enumerate(batches):
-            if tail is not None:
-                raise self._too_small(tail, number - 1, epoch)
-            if self._is_small(batch):
-                if num_given and waiting is None:
-                    if self.cut is not None:  # the sampler ends too early, which _counted refuses
-                        break
-                    raise self._too_small(batch, number, epoch)
-                tail = batch
-                continue
-            if waiting is not None:
-                yield waiting
-            num_given = number + 1
-            waiting = batch if number >= first_waiting and isinstance(batch, list) else None
-            if waiting is None:
-                yield batch
-        if num_given == 0:
-            raise ArgumentError(
-                f"shard_loader: the sampler must give every one of {self.world_size} ranks a sample, "
-                f"got {len(tail or [])} in the whole of epoch {epoch}"
-            )
-        if waiting is not None:
-            yield waiting + (tail or [])
-
-    def _is_small(self, batch: Batch) -> bool:
-        """Does the batch have fewer samples than there are ranks?"""
-        return isinstance(batch, list) and len(batch) < self.world_size
-
-    def _first_waiting(self) -> int:
-        """Return the number of the first batch that waits for the next one: no tail comes earlier."""
-        if self.cut is not None:
-            return self.cut.num_batches() - 1
-        return 0 if self.length is None else self.length - 2
-
-    def _too_small(self, batch: Batch, number: int, epoch: int) -> ArgumentError:
-        return ArgumentError(
-            f"shard_loader: every batch of the sampler but the last must have a sample for each of "
-            f"{self.world_size} ranks, got {len(batch)} in batch {number} of epoch {epoch}; let it make "
-            "larger batches, or use fewer ranks"
-        )
+            if isinstance(batch, list) and not batch:
+                where = f"none in batch {number} of epoch {epoch}"
+                raise ArgumentError(message("shard_loader", "sampler", "give samples", where))
+            yield batch
+        if number < 0:
+            where = f"none in epoch {epoch}"
+            raise ArgumentError(message("shard_loader", "sampler", "give samples", where))
 
     def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         """Refuse more or fewer batches than the length states: positions are computed from it."""

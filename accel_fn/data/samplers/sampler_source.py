@@ -15,12 +15,16 @@ from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.messages import Channel
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import no_numbers
 from accel_fn.data.sampled_batches import SampledBatches, SampledParts
 from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
+from accel_fn.data.set_epoch import LoopEpochs, may_sample
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, message
+
+_MOST_NOTED = 1000
 
 
 class SamplerSource:
@@ -42,37 +46,54 @@ class SamplerSource:
         self._world_size = state.world_size
         self._channel = channel
         self._num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self._num_batches: int | None = None
-        """Kept once it is known: counting may run a whole epoch of the sampler."""
+        self._sizes: dict[tuple[int, int], int] = {}
+        """Samples of batches that were taken from the sampler and are not given yet."""
+        self._loop_epochs = LoopEpochs(sampling.batch_sampler, may_sample)
         self.facts = sampling.facts
 
     def num_batches(self) -> int:
         """Return the batches of an epoch, if the sampler has a length."""
-        if self._num_batches is None:
-            self._num_batches = self._sampling.num_batches()
-        if self._num_batches is None:
+        num_batches = self._sampling.num_batches()
+        if num_batches is None:
             name = type(self._sampling.batch_sampler).__name__
             repair = "iterate without it, or give the sampler a __len__"
             rule = "have a length"
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
-        return self._num_batches
+        return num_batches
 
-    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
+    def batches(
+        self, epoch: int | None, first_batch: int, *, by_loop: bool = False
+    ) -> Iterator[Any]:
         """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
-        return self._read(self._reader.batches, epoch, first_batch)
+        keeps = by_loop and self._loop_epochs.are_set()
+
+        def load(parts: Iterator[Any], **settings: Any) -> Iterator[Any]:
+            noted = self._noted(parts, epoch or 0, first_batch)
+            return self._reader.batches(noted, by_loop=by_loop, **settings)
+
+        return self._read(load, epoch, first_batch, keeps=keeps)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
         return self._read(self._reader.numbered, epoch, first_batch)
 
     def _read(
-        self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int
+        self,
+        load: Callable[..., Iterator[Any]],
+        epoch: int | None,
+        first_batch: int,
+        *,
+        keeps: bool = False,
     ) -> Iterator[Any]:
         channel = None if self._channel is None else self._channel.another()
-        parts = self._parts(channel, epoch or 0, first_batch)
+        parts = self._parts(channel, epoch or 0, first_batch, keeps=keeps)
         seed = self._sampling.seed
         sampled = SampledParts(parts, self._num_ahead, None if channel is None else channel.fail)
         found = load(sampled, epoch=epoch, first_batch=first_batch, seed=seed)
         return SampledBatches(found, sampled)
+
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        """Return the samples of a batch that `batches` is giving, if it has noted them."""
+        return self._sizes.pop((epoch, batch), None)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position if the sampler has a length, else run it, which all ranks must do."""
@@ -84,7 +105,8 @@ class SamplerSource:
         return place
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        return _numbers(_part(self._batch(epoch, batch), self._rank, self._world_size))
+        part = _part(self._batch(epoch, batch), self._rank, self._world_size)
+        return _numbers([] if isinstance(part, EmptyPart) else part)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
         return _numbers(self._batch(epoch, batch))
@@ -100,9 +122,19 @@ class SamplerSource:
             raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
         return found
 
-    def _parts(self, channel: Channel | None, epoch: int, first_batch: int) -> Iterator[Batch]:
+    def _noted(self, parts: Iterator[Any], epoch: int, first_batch: int) -> Iterator[Any]:
+        """Yield parts, and note how many samples they have."""
+        for batch, part in enumerate(parts, first_batch):
+            # Nobody asks for all of them.
+            if isinstance(part, list) and len(self._sizes) < _MOST_NOTED:
+                self._sizes[epoch, batch] = 0 if isinstance(part, EmptyPart) else len(part)
+            yield part
+
+    def _parts(
+        self, channel: Channel | None, epoch: int, first_batch: int, *, keeps: bool
+    ) -> Iterator[Batch]:
         """Yield this rank's samples, batch by batch."""
-        batches = islice(self._sampling.batches(epoch), first_batch, None)
+        batches = islice(self._sampling.batches(epoch, keeps=keeps), first_batch, None)
         if channel is None:
             return (_part(batch, self._rank, self._world_size) for batch in batches)
         return _received(partial(self._sampling.take, batches), channel, (epoch, first_batch))
@@ -134,7 +166,7 @@ def _part(batch: Batch, rank: int, world_size: int) -> Batch:
     if not isinstance(batch, list):
         return batch
     start, stop = part_bounds(len(batch), world_size, rank)
-    return batch[start:stop]
+    return batch[start:stop] or EmptyPart(batch[:1])
 
 
 def _numbers(batch: Batch) -> Tensor:

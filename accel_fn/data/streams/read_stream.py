@@ -23,7 +23,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.data.random_generators import Generators
-from accel_fn.data.set_epoch import InEpoch
+from accel_fn.data.set_epoch import InEpoch, may_hold_samples, reached_from
 from accel_fn.data.workers import (
     WORKER_OPTIONS,
     IdlePools,
@@ -56,7 +56,7 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class WorkerStream(IterableDataset[Any]):
-    """The data set of a loader's workers: a user's stream from `place` [epoch, first batch] on.
+    """The data set of a loader's workers: a user's stream from `place` [epoch, first batch, keeps] on.
 
     A persistent worker is given its next place in shared memory.
     """
@@ -97,17 +97,19 @@ class Stream:
         epoch: int,
         *,
         seed: int,
+        keeps: bool = False,
         info: WorkerInfo | None = None,
         in_worker: bool = False,
     ) -> None:
+        """With `keeps`, the data set stays in the epoch that the loop has set."""
         self._data = data
         self._epoch = epoch
         self._info = info
         self._in_worker = in_worker
-        self._in_epoch = InEpoch([data], epoch, alone=in_worker)
+        readers = reached_from(data, may_hold_samples)
+        self._in_epoch = InEpoch(readers, None if keeps else epoch, alone=in_worker)
         self._generators = Generators(mix(mix(seed) + epoch))
         self._items: Iterator[Any] | None = None
-        self._ahead: list[Any] = []
         self.num_read = 0  # items so far
         self._ended = False
 
@@ -123,22 +125,13 @@ class Stream:
                 stack.enter_context(self._generators)
             yield
 
-    def take(self, count: int) -> list[Any]:
-        """Return the next items: fewer than `count` at the end, then none."""
-        found, self._ahead = self._ahead[:count], self._ahead[count:]
-        return found + self._read(count - len(found)) if len(found) < count else found
-
-    def peek(self, count: int) -> list[Any]:
-        """Return the next items, and keep them for the next `take`."""
-        self._ahead = self.take(count)
-        return self._ahead
-
     def drop(self, count: int) -> None:
         """Skip items."""
         while count > 0 and (items := self.take(min(_BLOCK, count))):
             count -= len(items)
 
-    def _read(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[Any]:
+        """Return the next items: fewer than `count` at the end, then none."""
         found: list[Any] = []
         # Some iterators begin again after their end.
         if self._ended:
@@ -191,7 +184,7 @@ class _StreamPool(WorkerPool):
     def __init__(
         self, stream_of: Callable[[Tensor], WorkerStream], options: dict[str, Any]
     ) -> None:
-        self.place = torch.zeros(2, dtype=torch.int64)
+        self.place = torch.zeros(3, dtype=torch.int64)
         if options["persistent_workers"]:
             self.place.share_memory_()  # type: ignore[no-untyped-call]
         stream = stream_of(self.place)
@@ -201,7 +194,7 @@ class _StreamPool(WorkerPool):
 
 
 class Passes:
-    """Passes over one of our streams, each from a place: [epoch, first batch], int64.
+    """Passes over one of our streams, each from a place: [epoch, first batch, keeps], int64.
 
     Every pass has workers of its own. Persistent workers serve one pass after the other, and get
     the place through shared memory. Where the user gave no generator, workers are seeded by seed
@@ -217,12 +210,12 @@ class Passes:
         make = partial(_StreamPool, stream_of, options)
         self.pools = IdlePools(make, options["persistent_workers"])
 
-    def start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+    def start(self, epoch: int, first_batch: int, *, keeps: bool = False) -> Iterator[Any]:
         """Yield what the stream gives from there on. Workers start here, not at the first item."""
         self._own.manual_seed(mix(mix(self._seed) + epoch))
         with _STARTING:
             pool = self.pools.take()
-            pool.place[0], pool.place[1] = epoch, first_batch
+            pool.place[:] = torch.tensor([epoch, first_batch, keeps])
             pool.start()
         return self._items(pool)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel_fn.base.split_batch import part_sizes
 from accel_fn.comm.messages import Channel
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.order import Cut
 from accel_fn.data.streams.pack import pack, unpack
 
@@ -47,6 +48,14 @@ class HeldItems:
         self._items, taken = self._items[:kept], self._items[kept:]
         return taken
 
+    def first_of_main(self, channel: Channel) -> list[Any]:
+        """Return the oldest item of rank 0, which has one where any rank has."""
+        return unpack(
+            channel.via_main(
+                None, lambda ranks: [pack(self._items[:1]).numpy().tobytes()] * len(ranks)
+            )
+        )
+
     def add(self, items: list[Any]) -> None:
         """Add items that other ranks sent."""
         self._items += items
@@ -64,7 +73,7 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
     """Yield a rank's part of every global batch of a stream whose shards the ranks read.
 
     Every item comes once, on some rank. All ranks get the same number of batches, each with a part
-    that is even to one item. While every rank can fill its part from its own shards, nothing moves,
+    that is even to one item, or empty. While every rank can fill its part from its own shards, nothing moves,
     and ranks exchange only how much they hold, every few batches.
 
     Raises on all ranks where one has come to `channel.fail`.
@@ -79,8 +88,9 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
         sizes = part_sizes(size, cut.world_size)
         moves, _ = plan_moves(counts, [num_batches * part for part in sizes])
         _move(held, moves, channel)
+        example = held.first_of_main(channel) if size < cut.world_size else []
         for _ in range(num_batches):
-            yield held.take(sizes[channel.state.rank])
+            yield held.take(sizes[channel.state.rank]) or EmptyPart(example)
         # Few ranks that still read for all must not hold more in memory than if all ranks read.
         limit = (_MOST + 1) * (num_reading or cut.world_size) // cut.world_size
         most = max(1, min(2 * most, _MOST, limit))
@@ -88,10 +98,8 @@ def rebalanced_parts(held: HeldItems, cut: Cut, channel: Channel) -> Iterator[li
 
 def _next_batches(count: int, cut: Cut, most: int) -> tuple[int, int]:
     """Return the number of global batches that come next (0 at the end), and the items in each."""
-    if count >= cut.batch_size + cut.num_ahead:
-        return min(most, (count - cut.num_ahead) // cut.batch_size), cut.batch_size
-    size = count if count >= cut.batch_size else cut.last(count, is_first=True)
-    return min(size, 1), size
+    size = cut.next_size(count)
+    return min(most, max(count // cut.batch_size, min(size, 1))), size
 
 
 def _agree(
@@ -99,7 +107,7 @@ def _agree(
 ) -> tuple[list[int], int]:
     """Read until ranks hold so many batches; return how much each holds, and how many read on."""
     size = part_sizes(cut.batch_size, cut.world_size)[channel.state.rank]
-    enough = num_batches * cut.batch_size + cut.num_ahead
+    enough = num_batches * cut.batch_size
     wanted = max((num_batches + 1) * size, -(-enough // max(1, num_reading)))
     while True:
         held.fill(wanted)

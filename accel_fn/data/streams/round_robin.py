@@ -15,6 +15,7 @@ from accel_fn.base.split_batch import part_bounds
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.messages import Channel
 from accel_fn.comm.primitives import exchange
+from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of
 from accel_fn.data.streams.stream_options import StreamOptions
@@ -44,8 +45,8 @@ class RoundRobinSource(StreamSource):
         once = {**kept, "persistent_workers": False}
         self._counting = Passes(partial(stream_of, collate_fn=_nothing), once, worker_seed)
 
-    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
-        items = self._passes.start(epoch, first_batch)
+    def _start(self, epoch: int, first_batch: int, *, keeps: bool) -> Iterator[Any]:
+        items = self._passes.start(epoch, first_batch, keeps=keeps)
         if self._channel is None:
             return until_end(items, None, first_batch)
         channel = self._channel.another()
@@ -84,53 +85,45 @@ def parts_of_stream(
     Items outside the part are let go as soon as that is known, so that a rank
     holds at most a part and about a quarter of a batch.
     """
-    batch, skipped = first_batch, first_batch
+    skipped = first_batch
     while True:
         with stream.reading():
             stream.drop(skipped * cut.batch_size)
-            part, is_last = _next_part(stream, cut, rank, is_first=batch == 0)
-        if part:
-            yield part
-        del part  # not held while the next one is read
-        if is_last:
+            held, start, num_read, example = _read_batch(stream, cut, rank)
+        size = cut.next_size(num_read)
+        if size == 0:
             return
-        batch, skipped = batch + stride, stride - 1
+        first, stop = part_bounds(size, cut.world_size, rank)
+        yield held[first - start : stop - start] or EmptyPart(example)
+        del held, example  # not held while the next one is read
+        if num_read < cut.batch_size:
+            return
+        skipped = stride - 1
 
 
-def _next_part(stream: Stream, cut: Cut, rank: int, *, is_first: bool) -> tuple[list[Any], bool]:
-    """Read a rank's part of the next global batch, empty at the end; and whether it is the last."""
-    held, start, count = _read_batch(stream, cut, rank)
-    is_last = count < cut.batch_size
-    if is_last:
-        count = cut.last(count, is_first=is_first)
-    else:
-        tail = stream.peek(cut.num_ahead)
-        if len(tail) < cut.num_ahead:
-            is_last = True
-            held += tail if start + len(held) == count else []
-            count += len(tail)
-    first, stop = part_bounds(count, cut.world_size, rank)
-    return held[first - start : stop - start], is_last
+def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
+    """Read a batch; return its items that are in a rank's part, the place of the first, and the count.
 
-
-def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int]:
-    """Read a batch; return its items that may be in a rank's part, the place of the first, and the count."""
+    Last is a list of one item of the batch.
+    """
     # The stream may end inside of the batch, and a rank's part depends on the number of items. So of
     # the items read so far, those stay that any number from here on may put into this part.
     held: list[Any] = []
+    example: list[Any] = []
     start, count = 0, 0
-    _, stop = part_bounds(cut.batch_size + cut.world_size - 1, cut.world_size, rank)
+    _, stop = part_bounds(cut.batch_size, cut.world_size, rank)
     block = max(_BLOCK, cut.batch_size // cut.world_size // 4)
     while count < cut.batch_size:
         wanted = min(block, cut.batch_size - count)
         items = stream.take(wanted)
         held += items[: max(0, stop - count)]
+        example = example or items[:1]
         count += len(items)
         first, _ = part_bounds(count, cut.world_size, rank)
         held, start = held[first - start :], first
         if len(items) < wanted:
             break
-    return held, start, count
+    return held, start, count, example
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +146,11 @@ class RoundRobinStream(WorkerStream):
     collate_fn: Callable[[list[Any]], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, first_batch = self.place.tolist()  # now: a persistent worker's place moves on
+        epoch, first_batch, keeps = self.place.tolist()  # now: a persistent worker's place moves on
         info = self.worker()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        stream = Stream(self.data, epoch, seed=self.seed, in_worker=info is not None)
+        in_worker = info is not None
+        stream = Stream(self.data, epoch, seed=self.seed, keeps=bool(keeps), in_worker=in_worker)
         first_batch += worker
         parts = parts_of_stream(
             stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers

@@ -53,9 +53,9 @@ class SplitSource(StreamSource):
         )
         self._passes = Passes(stream_of, kept, mix(options.seed) + self._rank)
 
-    def _start(self, epoch: int, first_batch: int) -> Iterator[Any]:
+    def _start(self, epoch: int, first_batch: int, *, keeps: bool) -> Iterator[Any]:
         channel = self._channel.another()
-        batches = _collated(self._parts(channel, epoch), first_batch, self._collate)
+        batches = _collated(self._parts(channel, epoch, keeps=keeps), first_batch, self._collate)
         if not self._pinning["pin_memory"]:
             return channel.sending_errors(batches)
         pinning: DataLoader[Any] = DataLoader(
@@ -71,9 +71,9 @@ class SplitSource(StreamSource):
         channel = self._channel.another()
         return channel.sending_errors(self._parts(channel, epoch))
 
-    def _parts(self, channel: Channel, epoch: int) -> Iterator[list[Any]]:
+    def _parts(self, channel: Channel, epoch: int, *, keeps: bool = False) -> Iterator[list[Any]]:
         # From the start of the epoch: how items moved before decides what a rank holds now.
-        return _parts(self._passes.start(epoch, 0), self._cut, channel)
+        return _parts(self._passes.start(epoch, 0, keeps=keeps), self._cut, channel)
 
 
 def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[Any]]:
@@ -111,13 +111,13 @@ class ShardStream(WorkerStream):
     block_size: int
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = int(self.place[0])  # now: a persistent worker's place moves on
+        epoch, _, keeps = self.place.tolist()  # now: a persistent worker's place moves on
         info = self.worker()
         reader = self.rank * self.split.readers_per_rank + (info.id if info else 0)
-        return self._blocks(epoch, reader, in_worker=info is not None)
+        stream = self._open(epoch, reader, keeps=bool(keeps), in_worker=info is not None)
+        return self._blocks(stream, in_worker=info is not None)
 
-    def _blocks(self, epoch: int, reader: int, *, in_worker: bool) -> Iterator[Any]:
-        stream = self._open(epoch, reader, in_worker=in_worker)
+    def _blocks(self, stream: Stream, *, in_worker: bool) -> Iterator[Any]:
         for num_read in count(step=self.block_size):
             if self.progress is not None and in_worker:
                 self.progress.begin(num_read)
@@ -127,7 +127,7 @@ class ShardStream(WorkerStream):
                 return
             yield pack(items) if in_worker else items
 
-    def _open(self, epoch: int, reader: int, *, in_worker: bool) -> Stream:
+    def _open(self, epoch: int, reader: int, *, keeps: bool, in_worker: bool) -> Stream:
         """Start one pass over a reader's shard."""
         data, split, info = self.data, self.split, None
         seed = mix(self.seed + reader + 1)
@@ -138,4 +138,4 @@ class ShardStream(WorkerStream):
             info = WorkerInfo(
                 id=reader, num_workers=split.num_readers, seed=worker_seed, dataset=data
             )
-        return Stream(data, epoch, seed=seed, info=info, in_worker=in_worker)
+        return Stream(data, epoch, seed=seed, keeps=keeps, info=info, in_worker=in_worker)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_fn.base.state import DistState
-from accel_fn.data.order import Cut, check_batch_size, knows_ranks, length_of, per_rank_error
+from accel_fn.data.order import Cut, knows_ranks, length_of, per_rank_error
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_count, message
 
 
@@ -66,7 +66,6 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size
-    check_batch_size("shard_loader", batch_size, state.world_size)
     return Cut(batch_size, state.world_size, loader.drop_last)
 
 

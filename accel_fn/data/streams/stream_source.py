@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from accel_fn.data.collate import Collate, ReadyBatch
 from accel_fn.data.loader import Numbered, unnumbered
 from accel_fn.data.order import find_by_counting
+from accel_fn.data.set_epoch import LoopEpochs, may_hold_samples
 from accel_fn.data.streams.stream_options import StreamOptions
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
@@ -28,8 +29,9 @@ class StreamSource:
         self._seed = options.seed
         self._rank = rank
         self._name = type(loader.dataset).__name__
+        self._loop_epochs = LoopEpochs(loader.dataset, may_hold_samples)
 
-    _start: Callable[[int, int], Iterator[Any]]
+    _start: Callable[..., Iterator[Any]]
     """Start a pass: this rank's batches of an epoch, from one on."""
     _count: Callable[[int], Iterator[Any]]
     """Yield something for each batch of an epoch, at less cost than the batches."""
@@ -50,13 +52,16 @@ class StreamSource:
             "seed": self._seed,
         }
 
-    def batches(self, epoch: int | None, first_batch: int) -> Iterator[Any]:
+    def batches(
+        self, epoch: int | None, first_batch: int, *, by_loop: bool = False
+    ) -> Iterator[Any]:
         """Yield an epoch's batches from one on; those before it are read and dropped.
 
         Errors get a note with their batch. The main rank warns of a length that is wrong.
         """
         epoch = epoch or 0
-        return self._checked(self._start(epoch, first_batch), epoch, first_batch)
+        keeps = by_loop and self._loop_epochs.are_set()
+        return self._checked(self._start(epoch, first_batch, keeps=keeps), epoch, first_batch)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
         return unnumbered(self.batches(epoch, first_batch))
@@ -80,6 +85,9 @@ class StreamSource:
                 f"but epoch {epoch} ended at batch {count}; a run that is resumed counts on the length",
                 stacklevel=2,
             )
+
+    def num_samples(self, epoch: int, batch: int) -> int | None:
+        """Return nothing: workers read the items, and give batches."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position, or find it by reading from the start."""

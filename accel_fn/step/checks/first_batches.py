@@ -17,6 +17,7 @@ from accel_fn.errors import BatchError
 from accel_fn.step.checks.batch_norm import BatchNormCheck
 from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
+from accel_fn.step.checks.rows import check_rows
 from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -51,6 +52,7 @@ class FirstBatches:
         self._num_repeats, self._repeated_at = 0, 0
         """How often in a row the step was called with that state again, and after which batch it last was."""
         self._has_warned_of_state = False
+        self._has_warned_of_rows = False
 
     def begin(self, state: DistState, batch: Any) -> None:
         """Check the model's mode; in a batch where a look is due, everything else too, before it runs."""
@@ -95,7 +97,7 @@ class FirstBatches:
 
     def _look(self, state: DistState, batch: Any) -> None:
         # A library that watches gradients is often called on the main rank alone.
-        all_or_none(partial(self._check_hooks, state), state, "step")
+        all_or_none(partial(self._check_hooks, state, batch), state, "step")
         has_copies = state.data.world_size < state.world_size
         if has_copies or (self._num_batches == 1 and state.world_size > 1):
             every = primitives.exchange(looks_of(batch), state, "step")
@@ -106,7 +108,11 @@ class FirstBatches:
         self._strategy.checks.is_due = True
         self._batch_norm.begin()
 
-    def _check_hooks(self, state: DistState) -> None:
+    def _check_hooks(self, state: DistState, batch: Any) -> None:
+        text = check_rows(state, self._plan, batch)
+        if text and state.is_main and not self._has_warned_of_rows:
+            self._has_warned_of_rows = True
+            warn_user(text)
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
             check_hooks("step", self._plan)
 

@@ -49,7 +49,8 @@ def accumulate(
 
     Raises:
         ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
-            From the step, on all ranks, with `split=None`: a batch is no list, or too long.
+            From the step, on all ranks, with `split=None`: a batch is no list, or too long. Else: a
+            loader's batch has its samples in dimension 1, and the default weight counts dimension 0.
             In `build`, with "auto": beside `wrap_fsdp` in a world of several, or `reproducible`.
         MemoryError: from the step, on all ranks, with "auto": one sample does not fit.
         TypeError: `split` is none of these.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.base.batch import map_tensors, num_samples
+from accel_fn.base.given_batches import check_same_place, number_of, place_of
 from accel_fn.base.rng import exclusive_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
 from accel_fn.base.state import DistState, step_name
@@ -197,12 +198,14 @@ class VirtualRanks(Strategy):
             failure = error
         weights = [float("nan")] if failure else [total_weight(each) for _, each in slices]
         name = step_name(state.step + 1, state.call)
-        ranks = primitives.exchange((rows, weights, stop, name), state, "step")
-        check_same_step([each for _, _, _, each in ranks])
-        whole = total_weight([each for _, of_slices, _, _ in ranks for each in of_slices])
+        place = number_of(place_of(batch))
+        ranks = primitives.exchange((rows, weights, stop, name, place), state, "step")
+        check_same_step([each for _, _, _, each, _ in ranks])
+        check_same_place([each for *_, each in ranks])
+        whole = total_weight([each for _, of_slices, *_ in ranks for each in of_slices])
         total = checked_total(whole, failure)
-        self._check_rows([each for each, _, _, _ in ranks])
-        return slices, total, any(each for _, _, each, _ in ranks)
+        self._check_rows([each for each, *_ in ranks])
+        return slices, total, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
         """Return the number of samples of this rank, and its slices: none if the number does not divide."""

@@ -1,0 +1,71 @@
+"""What a loader knows of the batches that it gives: its pass, if it is the first, and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from accel_fn.base.batch import tensors_of
+from accel_fn.errors import BatchError
+
+Place = tuple[int, int]
+"""The number of a pass, and that of the batch in it."""
+
+# An attribute of the tensor would be pickled, and copied, with it.
+_PLACES = WeakTensorKeyDictionary()
+_COUNTS = WeakTensorKeyDictionary()
+_NUM_BATCHES = 1 << 20
+_NUM_PASSES = 1 << 10
+
+
+def note_place(batch: Any, place: Place) -> None:
+    """Note that a batch is the first that the loop gets of a pass."""
+    for tensor in tensors_of(batch)[:1]:
+        _PLACES[tensor] = place
+
+
+def place_of(batch: Any) -> Place | None:
+    """Return the place of a batch if it is the first of its pass and of the tensors that the loader gave."""
+    if not len(_PLACES):  # most batches
+        return None
+    for tensor in tensors_of(batch)[:1]:
+        found: Place | None = _PLACES.get(tensor)  # type: ignore[no-untyped-call]
+        return found
+    return None
+
+
+def note_samples(batch: Any, count: int) -> None:
+    """Note of how many samples a batch was made."""
+    for tensor in tensors_of(batch):
+        _COUNTS[tensor] = count
+
+
+def samples_of(batch: Any) -> int | None:
+    """Return of how many samples a loader made a batch; None if the loop has made some of its tensors."""
+    counts = {_COUNTS.get(tensor) for tensor in tensors_of(batch)}  # type: ignore[no-untyped-call]
+    return counts.pop() if len(counts) == 1 else None
+
+
+def number_of(place: Place | None) -> int:
+    """Write a place as a whole number below 2**31, of large ones the rest; 0 for None."""
+    if place is None:
+        return 0
+    epoch, batch = place
+    return 1 + epoch % _NUM_PASSES * _NUM_BATCHES + batch % _NUM_BATCHES
+
+
+def check_same_place(numbers: Sequence[int]) -> None:
+    """Raise on all ranks if two of them begin other passes; 0 is a rank that begins none."""
+    if len({*numbers} - {0}) > 1:
+        pairs = [divmod(each - 1, _NUM_BATCHES) for each in numbers]
+        got = ", ".join(
+            f"batch {batch} of pass {epoch} on rank {rank}"
+            for rank, (epoch, batch) in enumerate(pairs)
+            if epoch >= 0
+        )
+        raise BatchError(
+            f"step: ranks must go through the same passes of a loader together, got {got}; each iter(loader) "
+            "is the next pass, so take a look at a batch on every rank, or at loader.loader"
+        )
