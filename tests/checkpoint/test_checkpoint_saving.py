@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import accel_fn as af
@@ -21,6 +22,7 @@ from tests.checkpoint.test_checkpoint_files import (
     steps_of,
     with_manifest,
 )
+from tests.support import strategies as ours
 from tests.support.forked_ranks import run_worlds
 from tests.support.processes import launch
 
@@ -80,6 +82,13 @@ def test_every_folder_that_is_made_is_on_the_disk_before_what_is_in_it(tmp_path,
     """A power cut could otherwise take a folder further up, and all checkpoints with it."""
     write(tmp_path / "runs" / "a" / "checkpoints")
     assert done[:3] == [f"sync {tmp_path.name}", "sync runs", "sync a"]
+
+
+def test_a_manifest_has_few_bytes_for_each_of_many_small_tensors(tmp_path):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(500)])
+    plan = af.Plan(lambda model, batch: sum(each.sum() for each in model), model, ours.sgd(model))
+    path = af.save(tmp_path, *af.build(af.DistState(), plan))
+    assert (path / "manifest.json").stat().st_size < 180 * 500
 
 
 # -- checkpoints of a newer version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -84,8 +84,14 @@ class Manifest:
         return sum(mark.size for mark in self.files.values())
 
     def to_bytes(self) -> bytes:
-        body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
+        # Without indents, which Python's encoder in C does not write: a model may have many small tensors.
+        body = json.dumps({"format": FORMAT, **_values(self)}, default=_values).encode()
         return b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n"
+
+
+def _values(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass, as they are: `asdict` copies them, and all that they hold."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Chunk, Entry
+from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.primitives import exchange
 
 
@@ -32,8 +33,10 @@ class Part:
 def plan_parts(tensors: Mapping[str, Any], state: DistState) -> list[Part]:
     """Choose this rank's share of the tensors that all ranks hold, as shards or as replicas.
 
-    Cost: two small collectives.
+    Cost: two small collectives; none in a world of one, whose rank writes all.
     """
+    if state.world_size == 1 and not any(map(is_sharded, tensors.values())):
+        return [Part(name, (), tensor.detach()) for name, tensor in tensors.items()]
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False)
