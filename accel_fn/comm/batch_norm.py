@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
-from accel_fn.errors import LossError, check_equal
+from accel_fn.errors import BatchError, LossError, check_equal
 
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -110,7 +110,7 @@ class _Call:
         self.count = counts.sum()
         if self.count.is_cpu and self.count == 1:
             # As torch does for one process; the number is the same on all ranks.
-            raise ValueError(
+            raise BatchError(
                 "Expected more than 1 value per channel when training, got 1 on all ranks"
             )
         # Relative to a mean of one rank: squares of means that are far from 0 would cancel each other.

@@ -112,7 +112,7 @@ def test_a_batch_that_cannot_be_compared_is_followed_by_others():
         assert "could not be compared" in step.checks.comparison.verdict
         assert "ValueError: too short" in step.checks.comparison.verdict
         with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-            step(state, BATCH)
+            step(state, tuple(torch.cat([each, each[:1]]) for each in BATCH))  # 9 rows: 3, 3 and 3
 
     simulate(run, world_size=2)
 

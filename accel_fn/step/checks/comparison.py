@@ -79,16 +79,19 @@ class Comparison:
         """The result, for `explain`."""
         return self.verdicts.text
 
-    def look(self, state: DistState, batch: Any, number: int) -> None:
-        """Compare a batch with its parts, with one result on all ranks: refuse, or warn once."""
+    def look(self, state: DistState, batch: Any, number: int, *, leaves_out: bool = False) -> None:
+        """Compare a batch with its parts, with one result on all ranks: refuse, or warn once.
+
+        `leaves_out`: this rank has found already that rows of the batch are no samples, which any cut shows.
+        """
         self.is_due = False
         if self._is_on and self.verdicts.sums:
             self._check_sums(state)
         if not (self._is_on and self.verdicts.is_open):
             return
-        samples = collated_samples(self._plan, state, batch)
+        samples = collated_samples(self._plan, state, None if leaves_out else batch)
         of_samples = "" if samples is None else self._compared(state, samples)
-        every = self._by_rows(state, batch, of_samples)
+        every = self._by_rows(state, batch, of_samples, leaves_out=leaves_out)
         if isinstance(every, str) and isinstance(of_samples, str):
             self._num_failures += 1
             self.is_due = self._num_failures < _MOST_FAILURES
@@ -100,13 +103,18 @@ class Comparison:
         self.is_due = False
 
     def _by_rows(
-        self, state: DistState, batch: Any, of_samples: Sequence[Found] | str
+        self,
+        state: DistState,
+        batch: Any,
+        of_samples: Sequence[Found] | str,
+        *,
+        leaves_out: bool,
     ) -> Sequence[Found] | str:
         """What ranks find in parts of the rows of a batch; or why they find nothing."""
         if self._plan.having("takes_windows") and not isinstance(of_samples, str):
             return "micro-batches that a loader has collated are not cut"
         try:
-            rows = _few_rows(self._plan, self._strategy, state, batch)
+            rows = _few_rows(self._plan, self._strategy, state, batch, leaves_out=leaves_out)
         except AccelError as error:  # the same on all ranks
             return f"its rows cannot be joined: {error}"
         return _TOO_FEW if rows is None else self._compared(state, rows)
@@ -175,7 +183,9 @@ def _on_all_ranks(
         mine = f"{what} in a forward or backward of a few rows"
     every = primitives.exchange((mine, lost is not None), state, "step")
     if any(is_lost for _, is_lost in every):
-        raise lost or StateError(next(str(each) for each, is_lost in every if is_lost))
+        if lost is not None:
+            raise lost
+        raise StateError(next(str(each) for each, is_lost in every if is_lost))
     failures = [each for each, _ in every if isinstance(each, str)]
     return failures[0] if failures else [each for each, _ in every if isinstance(each, Found)]
 
@@ -193,9 +203,12 @@ class Rows(NamedTuple):
     """Makes the batch of some of them, where they are samples of a loader."""
 
 
-def _few_rows(plan: Plan, strategy: Strategy, state: DistState, batch: Any) -> Rows | None:
+def _few_rows(
+    plan: Plan, strategy: Strategy, state: DistState, batch: Any, *, leaves_out: bool
+) -> Rows | None:
     """A few rows for this rank; None on all ranks where there are no two, or where the step will raise."""
     whole, part, num = _counted(plan, strategy, batch)
+    num = -1 if leaves_out else num
     # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
     counts = primitives.exchange(num, state, "step")
     if min(counts) < 0:
