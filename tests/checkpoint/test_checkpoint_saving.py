@@ -48,6 +48,7 @@ def done(monkeypatch):
     return seen
 
 
+@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("wait", [True, False])
 def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, world_size, wait):

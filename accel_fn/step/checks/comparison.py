@@ -111,6 +111,8 @@ class Comparison:
         leaves_out: bool,
     ) -> Sequence[Found] | str:
         """What ranks find in parts of the rows of a batch; or why they find nothing."""
+        is_window = bool(self._plan.having("takes_windows")) and type(batch) is list
+        self.verdicts.has_rows = not (is_window and any(type(each) is list for each in batch))
         if self._plan.having("takes_windows") and not isinstance(of_samples, str):
             return "micro-batches that a loader has collated are not cut"
         try:
@@ -425,6 +427,10 @@ class _Looks:
         tolerance = loss_tolerance(first.dtype, trial.dtypes())
         twice = _cut_of(self._plan, first.losses, [last], [self._rows.batch])
         by_row, unseen = self._by_row()
+        if trial.is_half() and self._rows.fewest > 2:
+            rounding = self._of_two_rows()
+            gradients = gradients and gradients.beside(rounding)
+            by_row = by_row and (by_row[0], by_row[1] and by_row[1].beside(rounding))
         return Found(
             cuts,
             twice,
@@ -438,6 +444,18 @@ class _Looks:
             denominators=self._rows.collate is not None
             and _differ_in_numbers(self._rows, self._cuts),
         )
+
+    def _of_two_rows(self) -> list[float]:
+        """The norms of the gradient of two rows alone: those of many may cancel, rounding does not."""
+        trial, rows = self._trial, self._rows
+        two = (
+            rows.collate(range(2)) if rows.collate else split_rows(rows.batch, [2, rows.num - 2])[0]
+        )
+        (weight,) = weigh(self._plan.weight_fn, [two])
+        weight = weight or (1,) * len(self._plan.terms) or 1
+        trial.forget()
+        trial.run(two, weight, self._measure.taken(weight, weight))
+        return trial.norms()
 
     def _with_same_draws(self) -> Ran:
         """Record what a part draws, and run the batch again with draws that are the same for every row."""

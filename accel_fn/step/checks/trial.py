@@ -107,6 +107,10 @@ class Trial:
             for each in self._trained
         ]
 
+    def is_half(self) -> bool:
+        """Is anything computed in half precision or less?"""
+        return not self._dtypes.isdisjoint(_LOW)
+
     def norms(self) -> list[float]:
         """The norm of what is added up for each trained parameter, of this rank's shard of it; 0 if none."""
         found = [_norm(each) for each in self._trained]

@@ -27,6 +27,8 @@ class Verdicts:
         self._is_in_microbatches = in_microbatches(plan)
         self._cuts_rows = all(map(_cuts_rows, plan.split))
         """Are batches cut along rows? A function of the user's may cut them so that its own parts agree."""
+        self.has_rows = True
+        """Has the batch rows? A micro-batch that is a list may be one of graphs, with a tensor each."""
         names = {id(each): name for name, each in plan.model.named_parameters()}
         self._names = [names[id(each)] for each in plan.trained()]
         self._batches: list[int] = []
@@ -330,7 +332,7 @@ class Verdicts:
         )
 
     def _warn(self, text: str) -> None:
-        if self._is_main and self._cuts_rows:
+        if self._is_main and self._cuts_rows and self.has_rows:
             warn_user(text)
 
 
