@@ -48,6 +48,9 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
     version, key, gauss_next = state["python"]
     random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
+    position = (
+        None if isinstance(position, bool) else position
+    )  # NumPy takes True for 1, and refuses None
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and "device" in state:

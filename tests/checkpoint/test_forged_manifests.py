@@ -168,7 +168,7 @@ def saved():
         found = []
         for world_size in (1, 2):
             home = Path(folder, str(world_size))
-            recipe = af.compose() if world_size == 1 else af.wrap_fsdp()
+            recipe = af.compose() if world_size == 1 else af.wrap_fsdp(sync_batchnorm=True)
             simulate(
                 lambda state, home=home, recipe=recipe: (
                     run(home, 1, saver=make(state=state, recipe=recipe)) and None

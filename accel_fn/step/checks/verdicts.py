@@ -128,6 +128,7 @@ class Verdicts:
                 self._warn_of_neither(every, number, [each.cuts for each in every])
             return
         self._agreed(number, every, precisions)
+        # A gradient that differs by what is written is repaired there.
         if self._judge_writes(every):
             return
         by_row = [each.by_row for each in every if each.by_row is not None]
