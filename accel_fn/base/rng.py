@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, cast
 
 import numpy as np
@@ -47,11 +48,10 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
     """Restore the states of all of them."""
     version, key, gauss_next = state["python"]
     random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    position = (
-        None if isinstance(position, bool) else position
-    )  # NumPy takes True for 1, and refuses None
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    name, keys, *numbers = state["numpy"]
+    # NumPy takes True for 1, and a number that is not finite; it refuses None.
+    numbers = [each if type(each) in (int, float) and isfinite(each) else None for each in numbers]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
