@@ -14,7 +14,7 @@ Place = tuple[int, int]
 """The number of a pass, and that of the batch in it."""
 
 # An attribute of the tensor would be pickled, and copied, with it.
-_PLACES = WeakTensorKeyDictionary()
+PLACES = WeakTensorKeyDictionary()
 _COUNTS = WeakTensorKeyDictionary()
 _NUM_BATCHES = 1 << 20
 _NUM_PASSES = 1 << 10
@@ -23,15 +23,15 @@ _NUM_PASSES = 1 << 10
 def note_place(batch: Any, place: Place) -> None:
     """Note that a batch is the first that the loop gets of a pass."""
     for tensor in tensors_of(batch)[:1]:
-        _PLACES[tensor] = place
+        PLACES[tensor] = place
 
 
 def place_of(batch: Any) -> Place | None:
     """Return the place of a batch if it is the first of its pass and of the tensors that the loader gave."""
-    if not len(_PLACES):  # most batches
+    if not PLACES.data:  # most batches
         return None
     for tensor in tensors_of(batch)[:1]:
-        found: Place | None = _PLACES.get(tensor)  # type: ignore[no-untyped-call]
+        found: Place | None = PLACES.get(tensor)  # type: ignore[no-untyped-call]
         return found
     return None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_fn.base.given_batches import place_of
+from accel_fn.base.given_batches import PLACES, place_of
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.step.global_mean import GlobalMean, seed_of
@@ -51,7 +51,8 @@ def begin(
     parts, weights, failure = microbatches_or_failure(
         plan, batch, strategy.parameters.check, retries=strategy.retries
     )
-    mean = strategy.global_mean(state, weights, failed or failure, stop, place_of(batch))
+    place = place_of(batch) if PLACES.data else None  # of few batches, so most steps call nothing
+    mean = strategy.global_mean(state, weights, failed or failure, stop, place)
     parts, weights = strategy.pad(state, mean, parts, weights)
     if not (any(weights) or (parts and strategy.pads)):
         # A rank without items still joins every collective, with one micro-batch of weight 0.

@@ -137,7 +137,8 @@ class Step(Generic[Batch]):
         before = state
         for before_step in self._before:
             before_step(state, batch)
-        self._check_place(state, batch)
+        if "is_loaded" in self.notes:
+            self._check_place(state, batch)
         self.checks.begin(state, batch)
         state, report = self._run(state, batch)
         self.checks.newest = before  # not of a step that failed, whose state a loop keeps
@@ -192,7 +193,8 @@ class Step(Generic[Batch]):
         self.strategy.check_offers("step.grads")
         for each in observers([self.plan]):
             each.before_step(state, batch)
-        self._check_place(state, batch)
+        if "is_loaded" in self.notes:
+            self._check_place(state, batch)
         self.checks.begin(state, batch)
         try:
             state, grads, report = self.stages.gradients(state, batch)
@@ -263,8 +265,8 @@ class Step(Generic[Batch]):
 
     def _check_place(self, state: DistState, batch: Any) -> None:
         """Warn if `load` went on, and the loader begins with the first batch of all."""
-        is_first = self.notes.pop("is_loaded", False)
-        if is_first and state.step and place_of(batch) == (0, 0) and state.is_main:
+        is_loaded = self.notes.pop("is_loaded")
+        if is_loaded and state.step and place_of(batch) == (0, 0) and state.is_main:
             warn_user(
                 f"step: loader should go on after step {state.step}, got batch 0 of pass 0; put the "
                 "loader into extras of save and load, and loop over range(loader.epoch, num_epochs), or "

@@ -202,7 +202,7 @@ KEPT = {
     "comm/primitives.py _calls": "a count of a thread, of which only differences are read",
     "comm/thread_groups.py _device": "what all simulated groups send by",
     "base/host_copies.py _SOURCES": "what a tensor that lives was copied from, on the host",
-    "base/given_batches.py _PLACES": "where in its loader a batch that lives stands",
+    "base/given_batches.py PLACES": "where in its loader a batch that lives stands",
     "base/given_batches.py _COUNTS": "how many samples a batch that lives has",
     "step/synced_batch_norm.py _SPARE": "a number",
     "transforms/schedule/rival_check.py _CHECKS": "the checks of schedulers that live",

@@ -97,26 +97,29 @@ class FirstBatches:
 
     def _look(self, state: DistState, batch: Any) -> None:
         # A library that watches gradients is often called on the main rank alone.
-        has_samples = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
+        text = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
+        if state.world_size > 1:
+            # A rank may have one row because the others were left out, but not every rank.
+            every = primitives.exchange(text, state, "step")
+            text = "" if "" in every else next((each for each in every if each), "")
+        if text and state.is_main and not self._has_warned_of_rows:
+            self._has_warned_of_rows = True
+            warn_user(text)
         has_copies = state.data.world_size < state.world_size
         if has_copies or (self._num_batches == 1 and state.world_size > 1):
             every = primitives.exchange(looks_of(batch), state, "step")
             check_copies("step", state, every)
             if self._num_batches == 1:
                 warn_of_equal_batches("step", state, every)
-        self.comparison.look(state, batch, self._num_batches, leaves_out=not has_samples)
+        self.comparison.look(state, batch, self._num_batches, leaves_out=bool(text))
         self._strategy.checks.is_due = True
         self._batch_norm.begin()
 
-    def _check_rows_and_hooks(self, state: DistState, batch: Any) -> bool:
-        """Refuse hooks of parameters; return whether the rows of a batch may be its samples."""
-        text = check_rows(state, self._plan, batch)
-        if text and state.is_main and not self._has_warned_of_rows:
-            self._has_warned_of_rows = True
-            warn_user(text)
+    def _check_rows_and_hooks(self, state: DistState, batch: Any) -> str | None:
+        """Refuse hooks of parameters; return what is wrong with rows, None if the loader is not known."""
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
             check_hooks("step", self._plan)
-        return not text
+        return check_rows(state, self._plan, batch)
 
 
 def _warn_of_nothing(report: Report) -> None:

@@ -15,15 +15,17 @@ from accel_fn.step.plan import Plan
 _REPAIR = "put the samples first in each tensor, or give Plan a weight_fn, such as num_labels"
 
 
-def check_rows(state: DistState, plan: Plan, batch: Any) -> str:
+def check_rows(state: DistState, plan: Plan, batch: Any) -> str | None:
     """Return a warning of a batch whose rows are not its samples, empty if there is none; refuse its cut.
+
+    None if it is not known of how many samples, two or more, it was made.
 
     The loader knows of how many samples it made the batch. Several rows a sample are right, such as two
     views of each, and so are fewer rows, where some were left out.
     """
     count = samples_of(batch)
     if count is None or count < 2 or plan.weight_fn is not num_samples or not is_cut(state, plan):
-        return ""
+        return None
     shapes = shapes_of(batch)
     rows = {shape[0] for shape in shapes}
     if len(rows) != 1 or not all(len(shape) > 1 for shape in shapes):
