@@ -313,7 +313,9 @@ def _cut(rows: Rows, how: str) -> Parts:
 def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
     """These cuts, of which all ranks have as many."""
     least = {"halves": 2, "in turn": 3, "thirds": 6, "unequal": 4}
-    found = [name for name in names if rows.fewest >= least[name]] or ["halves"]
+    found = [name for name in names if rows.fewest >= least[name]]
+    # Of few rows, each second one may be right where halves are not.
+    found = [*dict.fromkeys([*found, "halves"])]
     return [_cut(rows, name) for name in found[:most]]
 
 
@@ -331,9 +333,15 @@ class _Measure:
         """Run all rows; with `adds`, add their gradient."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
         weight = weight or (1,) * len(self._plan.terms) or 1
-        factor = shares(weight, weight) if adds and self._has_gradients else None
+        # A forward alone may leave shards gathered.
+        factor = self.nothing(weight) if not adds else shares(weight, weight)
+        factor = factor if self._has_gradients else None
         drawn = (range(rows.num), rows.num) if by_row else None
         return self._trial.run(rows.batch, weight, factor, drawn=drawn)
+
+    def nothing(self, weight: Weight) -> Weight | None:
+        """The factor of a run that adds no gradient: of zeros, where ranks meet in forwards."""
+        return _times(weight, 0.0) if self.couples and self._has_gradients else None
 
     def parts(self, cut: Parts, *, num: int = 0) -> tuple[list[Ran], list[Weight]]:
         """Run parts that weigh something, and take their shares of the gradient off.
@@ -350,7 +358,7 @@ class _Measure:
                 self._note_scale()
             elif self.couples:
                 part, weight = self._spare(cut, weights)
-                self._trial.run(part, weight, _times(weight, 0.0))  # other ranks run theirs
+                self._trial.run(part, weight, self.nothing(weight))  # other ranks run theirs
         return ran, [each for each in weights if each]
 
     def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
@@ -485,8 +493,7 @@ class _Looks:
                 of_parts.extend(ran if cut is self._cuts[0] else ())
                 found.extend(_cut_of(plan, first.losses, ran, cut.parts))
                 metrics.update(metrics_of(first, ran, weights))
-            if not measure.couples:  # a forward alone may leave shards gathered
-                last = measure.whole(self._rows, adds=len(self._cuts) > 1)
+            last = measure.whole(self._rows, adds=len(self._cuts) > 1)
 
         gradients = measure.gradients(run)
         return _finite(found), metrics, gradients, of_parts, last
@@ -552,13 +559,10 @@ class _Looks:
         *others, last = self._weighing()
         for each in others:
             self._keep(*each)
-        return self._trial.run(
-            *last, _times(last[1], 0.0) if self._measure.couples else None
-        ).written
+        return self._trial.run(*last, self._measure.nothing(last[1])).written
 
     def _keep(self, rows: Any, weight: Weight) -> None:
-        nothing = _times(weight, 0.0) if self._measure.couples else None
-        self._trial.run(rows, weight, nothing, keeps_writes=True)
+        self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
 
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
         """Does a part give something else after another part: than alone, and than after the batch?"""
