@@ -39,7 +39,7 @@ from accel_fn.step.checks.findings import (
     agree,
     loss_tolerance,
 )
-from accel_fn.step.checks.trial import Ran, Trial
+from accel_fn.step.checks.trial import Ran, Trial, couples
 from accel_fn.step.checks.verdicts import Verdicts
 from accel_fn.step.checks.writes import Written, are_close
 from accel_fn.step.microbatches import in_microbatches
@@ -160,11 +160,6 @@ class Comparison:
 def is_cut(state: DistState, plan: Plan) -> bool:
     """Is a batch computed in parts, over ranks or one after another?"""
     return state.world_size > 1 or in_microbatches(plan)
-
-
-def couples(plan: Plan, strategy: Strategy) -> bool:
-    """Do ranks meet in each forward, so that all must run as many, and each costs collectives?"""
-    return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
 
 
 def _on_all_ranks(

@@ -41,6 +41,11 @@ Outputs = Callable[[Any, Weight], Outcome]
 _LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
+def couples(plan: Plan, strategy: Strategy) -> bool:
+    """Do ranks meet in each forward, so that all must run as many, and each costs collectives?"""
+    return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
+
+
 class Ran(NamedTuple):
     """What one run gave, beside gradients."""
 
@@ -66,7 +71,7 @@ class Trial:
         self._outputs: Outputs = outputs or partial(strategy.outputs, plan, state)
         """Default: those of the plan's loss."""
         self._has_gradients = strategy.leaves_gradients and torch.is_grad_enabled()
-        self._snapshot = Snapshot(plan.model, state)
+        self._snapshot = Snapshot(plan.model, state, parameters=not couples(plan, strategy))
         self.draws = Draws(seed=state.step)
         self._statistics = _BatchStatistics()
         self._dtypes: set[torch.dtype] = set()

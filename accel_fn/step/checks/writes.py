@@ -46,7 +46,7 @@ class Snapshot:
     writes to them, which `before_write` must be told.
     """
 
-    def __init__(self, model: nn.Module, state: DistState) -> None:
+    def __init__(self, model: nn.Module, state: DistState, *, parameters: bool) -> None:
         # No lock of `exclusive_random` here: simulated ranks would wait for each other's collectives.
         self._random = _Random(state.device)
         self._model = model
@@ -69,7 +69,7 @@ class Snapshot:
         self._versions: list[tuple[Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}
-        for parameter in model.parameters():
+        for parameter in model.parameters() if parameters else ():  # else a strategy writes them
             self._own(parameter)
         for name, module in self._modules:
             for key, value in _attributes(module):
