@@ -403,7 +403,7 @@ def _compare(
         raise CannotReplayError(failure)
     trial = Trial(plan, strategy, state)
     try:
-        return _Looks(plan, strategy, trial, rows, cuts).found()
+        return _Looks(plan, strategy, state, trial, rows, cuts).found()
     finally:
         trial.close()
 
@@ -412,10 +412,24 @@ class _Looks:
     """What one rank finds in a few rows and their cuts."""
 
     def __init__(
-        self, plan: Plan, strategy: Strategy, trial: Trial, rows: Rows, cuts: Sequence[Parts]
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        state: DistState,
+        trial: Trial,
+        rows: Rows,
+        cuts: Sequence[Parts],
     ) -> None:
         self._plan, self._trial, self._rows, self._cuts = plan, trial, rows, cuts
+        self._state = state
+        self._owns_gradients = strategy.leaves_gradients
         self._measure = _Measure(plan, strategy, trial)
+
+    def _agreed(self, flag: bool) -> bool:
+        """Is it so on this rank? On any, where ranks meet in forwards, of which all must run as many."""
+        if not self._measure.couples:
+            return flag
+        return any(primitives.exchange(flag, self._state, "step"))
 
     def found(self) -> Found:
         """Run everything."""
@@ -424,13 +438,13 @@ class _Looks:
         first = measure.whole(self._rows)
         if trial.calls_collectives:
             return Found(calls_collectives=True, writes=self._writes_of_all(first))
-        if trial.draws.has_any:
+        if self._agreed(trial.draws.has_any):
             first = self._with_same_draws()
         cuts, metrics, gradients, of_parts, last = self._against(first)
         tolerance = loss_tolerance(first.dtype, trial.dtypes())
         twice = _cut_of(self._plan, first.losses, [last], [self._rows.batch])
         by_row, unseen = self._by_row()
-        if trial.is_half() and self._rows.fewest > 2:
+        if self._agreed(trial.is_half()) and self._rows.fewest > 2:
             rounding = self._of_two_rows()
             gradients = gradients and gradients.beside(rounding)
             by_row = by_row and (by_row[0], by_row[1] and by_row[1].beside(rounding))
@@ -496,9 +510,10 @@ class _Looks:
     def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
         """The first cut again, where each row has random numbers of its own; or why it is not."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
-        if not trial.draws.has_any:
+        by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
+        if not self._agreed(trial.draws.has_any):
             return None, "terms of training mode, under wrap_tp" if self._plan.shard_model else ""
-        if not trial.draws.are_by_row(rows.num, len(cut.rows[0])):
+        if self._agreed(not by_row):
             return None, "weights that are drawn"
         trial.forget()
         whole = self._measure.whole(rows, by_row=True)
@@ -515,7 +530,9 @@ class _Looks:
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
     ) -> dict[str, Write]:
         """What the forward writes: by its rows, by their number of parts, and read by later forwards."""
-        if not any(each.written for each in (whole, *of_parts)):
+        # An engine that owns gradients writes attributes of its own.
+        has_any = any(each.written for each in (whole, *of_parts)) and self._owns_gradients
+        if not self._agreed(has_any):
             return {}
         runs = [whole.written, of_parts[0].written, self._after_all_parts()]
         reads = self._reads(tolerance)
