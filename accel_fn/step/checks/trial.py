@@ -71,7 +71,12 @@ class Trial:
         self._outputs: Outputs = outputs or partial(strategy.outputs, plan, state)
         """Default: those of the plan's loss."""
         self._has_gradients = strategy.leaves_gradients and torch.is_grad_enabled()
-        self._snapshot = Snapshot(plan.model, state, parameters=not couples(plan, strategy))
+        self._snapshot = Snapshot(
+            plan.model,
+            state,
+            parameters=not couples(plan, strategy),
+            attributes=strategy.leaves_gradients,
+        )
         self.draws = Draws(seed=state.step)
         self._statistics = _BatchStatistics()
         self._dtypes: set[torch.dtype] = set()

@@ -42,14 +42,18 @@ class Written(NamedTuple):
 class Snapshot:
     """A model, its gradients and the random generators as they are now.
 
+    Parameters, and tensors and containers among the attributes, are left alone where a strategy writes them.
+
     Buffers are copied. Parameters and tensors among the attributes are copied only before an operation
     writes to them, which `before_write` must be told.
     """
 
-    def __init__(self, model: nn.Module, state: DistState, *, parameters: bool) -> None:
+    def __init__(
+        self, model: nn.Module, state: DistState, *, parameters: bool, attributes: bool
+    ) -> None:
         # No lock of `exclusive_random` here: simulated ranks would wait for each other's collectives.
         self._random = _Random(state.device)
-        self._model = model
+        self._model, self._looks_at_attributes = model, attributes
         self._modules = list(model.named_modules())
         self._dicts = [
             (found, dict(found))
@@ -71,7 +75,7 @@ class Snapshot:
         self._before: dict[tuple[str, str], Any] = {}
         for parameter in model.parameters() if parameters else ():  # else a strategy writes them
             self._own(parameter)
-        for name, module in self._modules:
+        for name, module in self._modules if attributes else ():
             for key, value in _attributes(module):
                 self._before[name, key] = self._noted(value, [_MOST_ENTRIES])
 
@@ -112,7 +116,7 @@ class Snapshot:
         """Return copies of what differs from this snapshot, by name."""
         found = {}
         for name, module in self._modules:
-            for key, value in _attributes(module):
+            for key, value in _attributes(module) if self._looks_at_attributes else ():
                 before = self._before.get((name, key), None)
                 if not self._is_same(before, value):
                     found[_joined(name, key)] = Written("attribute", _copied(value))
