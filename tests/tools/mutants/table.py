@@ -31,6 +31,7 @@ LOOK, VERDICTS, TRIAL = (
     "step/checks/trial.py",
 )
 BATCH_NORM = "comm/batch_norm.py"
+FROZEN = "step/frozen_models.py"
 DDP, FSDP = "transforms/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
@@ -799,6 +800,37 @@ MUTANTS = [
         "        if fn is not F.batch_norm:\n",
         "        if True:\n",
         "tests/step/test_comparison.py",
+    ),
+    Mutant(
+        "frozen models stay in training mode",
+        FROZEN,
+        "model.eval().requires_grad_(False)",
+        "model.requires_grad_(False)",
+        f"{LAWS}03_frozen_models.py",
+        kind="losses.text_to_image",
+    ),
+    Mutant(
+        "each rank keeps its own frozen models",
+        FROZEN,
+        "    if state.world_size > 1:\n        for _, tensor",
+        "    if state.world_size > 99:\n        for _, tensor",
+        f"{LAWS}03_frozen_models.py",
+        kind="losses.text_to_image",
+    ),
+    Mutant(
+        "a frozen model that the loop moves is passed over",
+        "step/checks/frozen.py",
+        "if changed and not self._has_warned_of_change:",
+        "if False:",
+        "tests/step/test_frozen_models.py",
+        kind="losses.moving_teacher",
+    ),
+    Mutant(
+        "a run resumes with other frozen models",
+        "checkpoint/compare.py",
+        "if (is_model(name) or is_frozen(name)) and _fits",
+        "if is_model(name) and _fits",
+        "tests/step/test_frozen_models.py",
     ),
     Mutant(
         "a schedule of epochs is one batch late",
