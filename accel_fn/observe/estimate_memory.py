@@ -23,6 +23,7 @@ from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.base.split_batch import split_batch, take_part
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 from accel_fn.step.frozen_models import given_frozen
+from accel_fn.step.wide_sums import half_of
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FUNCTION = "estimate_memory"
@@ -37,7 +38,8 @@ class MemoryEstimate:
         num_microbatches: parts in which each rank computes its share.
         parameters: of the model, each storage once.
         buffers: likewise.
-        gradients: of the parameters that require one.
+        gradients: of the parameters that require one, and with micro-batches their sums in float32 where
+            parameters are in half precision.
         optimizer: the optimizer's state after a step.
         batch: the micro-batch; None without a batch.
         activations: alive between forward and backward besides all of the above; None
@@ -299,6 +301,8 @@ class _Run:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         state = [each for held in self.optimizer.state.values() for each in tensors_of(held)]
         gradients = [torch.zeros_like(parameter) for parameter in trained]
+        sums = [torch.zeros_like(each, dtype=torch.float32) for each in half_of(trained)]
+        gradients_held = [*gradients, *(sums if num_microbatches > 1 else ())]
         part = None
         if batch is not None:
             part = _microbatch(batch, num_parts, num_microbatches)
@@ -306,14 +310,14 @@ class _Run:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient if kept else None
         held = [*parameters, *buffers, *self.frozen, *state, *tensors_of(part)]
-        held += gradients if kept else []
+        held += gradients_held if kept else []
         alive, peak = (None, None) if batch is None else self._step(part, held)
         return MemoryEstimate(
             world_size=world_size,
             num_microbatches=num_microbatches,
             parameters=_bytes(parameters),
             buffers=_bytes(buffers),
-            gradients=_bytes(gradients),
+            gradients=_bytes(gradients_held),
             optimizer=_bytes(state),
             batch=None if batch is None else _bytes(tensors_of(part)),
             activations=None if alive is None else alive - _bytes(held),

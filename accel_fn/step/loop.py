@@ -16,6 +16,7 @@ from accel_fn.step.grads import Grads
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
+from accel_fn.step.wide_sums import WideBackward
 
 if TYPE_CHECKING:
     from accel_fn.step.strategy import Strategy
@@ -72,13 +73,19 @@ def run(
     every = [*zip(parts, weights, strict=True)]
     # If a rank may run out of memory, gradients stay on the ranks until all have voted.
     num_local = len(every) if strategy.retries else len(every) - 1
+    sums_wide = strategy.halves and len(every) > 1
+    backward = (
+        WideBackward(strategy.backward, strategy.halves, len(every))
+        if sums_wide
+        else strategy.backward
+    )
 
     def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
         loss, metrics = outputs(part, weight)
         mean.add(loss.detach(), metrics, weight)
         if sends:
             mean.send()
-        strategy.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
+        backward(loss, seed_of(loss, mean.share(weight), state.scaler))
 
     if num_local:
         # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.

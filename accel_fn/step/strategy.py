@@ -29,6 +29,7 @@ from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same_gradients
 from accel_fn.step.torch_internals import run_backward
 from accel_fn.step.update import Prepared, apply, prepare
+from accel_fn.step.wide_sums import half_of
 
 _NOTHING = nullcontext()
 
@@ -68,6 +69,8 @@ class Strategy:
         """May a rank fail before gradients are averaged, and all do the batch again?"""
         self.reachable = self.trainable()
         """The parameters that a backward may reach."""
+        self.halves = half_of(self.reachable)
+        """Those in half precision, whose gradients are added up over micro-batches in float32."""
         self._is_split = any(map(is_sharded, self.reachable))
         """Does a rank hold parts of parameters, which it computes with?"""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]

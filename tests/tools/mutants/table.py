@@ -802,6 +802,14 @@ MUTANTS = [
         "tests/step/test_comparison.py",
     ),
     Mutant(
+        "gradients of half-precision parameters are summed in half precision",
+        "step/wide_sums.py",
+        "grad.float() if wide is None",
+        "grad if wide is None",
+        f"{LAWS}02_half_precision.py",
+        kind="cuts.parameters_in_half_precision",
+    ),
+    Mutant(
         "frozen models stay in training mode",
         FROZEN,
         "model.eval().requires_grad_(False)",
