@@ -124,7 +124,8 @@ def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grad
     for parameter in strategy.reachable:
         parameter.grad = None
     if state.scaler is None:
-        return Grads(tensors, norm_fn=strategy.norm)
+        return Grads(tensors, norm_fn=strategy.norm, owners=strategy.owners)
     is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
     dtype = torch.float64 if is_double else torch.float32
-    return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=strategy.norm)
+    factor = state.scaler.scale.to(dtype).reciprocal()
+    return Grads(tensors, factor, norm_fn=strategy.norm, owners=strategy.owners)

@@ -76,6 +76,9 @@ class Strategy:
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self.trained = plan.trained()
         """The optimizers' parameters that require a gradient, in their order."""
+        names = {id(each): name for name, each in plan.model.named_parameters()}
+        self.owners = tuple([(names.get(id(each), ""), each) for each in self.trained])
+        """Name and parameter of each of these."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1

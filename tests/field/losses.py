@@ -529,6 +529,46 @@ def moving_teacher(case: Case):
     return by_hand, run, lambda state: run(state, is_frozen=False)
 
 
+@kind("equal")
+def rule_by_parameter(case: Case):
+    """Adaptive clipping: the gradient of a matrix is at most a share of the norm of the matrix."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def rule(name, parameter, grad):
+        if not name.endswith("weight"):
+            return grad
+        return grad * (0.01 * parameter.norm() / grad.norm()).clamp(max=1)
+
+    def by_hand():
+        model = network()
+        optimizer, losses = sgd(model), []
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            for name, each in model.named_parameters():
+                each.grad = rule(name, each.detach(), each.grad)
+            optimizer.step()
+            losses.append(loss.detach())
+        return figures(model, losses)
+
+    def clipped(state, grads):
+        values = iter([rule(name, p.detach(), g) for name, p, g in grads.named()])
+        return grads.map(lambda _: next(values))
+
+    def run(state):
+        model = network()
+        plan = replace(af.Plan(mse, model, sgd(model)), gradients=(clipped,))
+        state, step = af.build(state, recipe(case)(plan))
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return by_hand, run
+
+
 @kind("equal", strategy=("wrap_ddp",))
 def slope(case: Case):
     """A physics-informed loss, which takes derivatives with respect to its inputs."""

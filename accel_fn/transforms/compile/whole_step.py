@@ -169,6 +169,7 @@ def _graph_function(
         scaler = state.scaler
         sums = MetricSums()
         parameters = [module.get_parameter(name) for name in trained]
+        owners = [*zip(trained, parameters, strict=True)]
         tensors: list[Tensor | None] = []
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
@@ -189,7 +190,7 @@ def _graph_function(
         if sums.wrong or (sums.found and sums.differ_from(layout)):
             raise LossError("loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
-            grads = Grads(tuple(tensors), _factor(tensors, scaler))
+            grads = Grads(tuple(tensors), _factor(tensors, scaler), owners=owners)
             ok = None if scaler is None else torch.isfinite(grads.norm())
             for transform in plan.gradients:
                 grads = transform(state, grads)

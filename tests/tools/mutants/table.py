@@ -810,6 +810,14 @@ MUTANTS = [
         kind="cuts.parameters_in_half_precision",
     ),
     Mutant(
+        "gradients have the names of other parameters",
+        STRATEGY,
+        'names.get(id(each), "")',
+        'next(reversed(names.values()), "")',
+        "tests/step/test_grads.py",
+        kind="losses.rule_by_parameter",
+    ),
+    Mutant(
         "frozen models stay in training mode",
         FROZEN,
         "model.eval().requires_grad_(False)",
