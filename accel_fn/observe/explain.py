@@ -58,6 +58,9 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     if isinstance(plan, Step):
         described["backward"] = plan.strategy.describe(state, plan.plan)
         described["check"] = f"the loss {plan.checks.comparison.verdict}"
+        unused = plan.strategy.checks.unused
+        if unused:
+            described["unused"] = f"{', '.join(unused)}, which wrap_ddp refuses on several ranks"
     lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
     mesh = f" ({mesh_name(mesh_of(state))})" if state.axes else ""
     return "\n".join([f"one step on {_ranks(state.world_size)}{mesh}, {state.device}", *lines])

@@ -244,7 +244,8 @@ class SlotFunction(partial[Any]):
 
     Attributes:
         traits: names that other transforms find by `plan.having(trait)`. In use are
-            "needs_equal_replicas", "local_gradients" (ranks keep their own gradients), "retries"
+            "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
+            trained), "local_gradients" (ranks keep their own gradients), "retries"
             (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
             "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
             forward), "clips_norm" (it clips by the norm

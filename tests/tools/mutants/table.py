@@ -818,6 +818,14 @@ MUTANTS = [
         kind="losses.rule_by_parameter",
     ),
     Mutant(
+        "unused parameters on one process are passed over",
+        "step/checks/graph.py",
+        "if self._looks_for_unused and not self.unused:",
+        "if False:",
+        "tests/step/test_habits.py",
+        kind="models.heads_on_one_process",
+    ),
+    Mutant(
         "frozen models stay in training mode",
         FROZEN,
         "model.eval().requires_grad_(False)",
