@@ -122,6 +122,9 @@ class Grads:
         Parameters without a gradient are left out: those that are frozen or that the loss does not
         reach. Under `wrap_fsdp`, parameters and gradients are shards.
 
+        Yields:
+            The name in the model, the parameter, and `factor * tensor`.
+
         Raises:
             ValueError: no step has made these gradients, so their parameters are not known.
 
