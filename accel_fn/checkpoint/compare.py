@@ -15,6 +15,7 @@ from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, prefix
 
 _NOTHING, _LONGEST = "nothing", 10_000
 _MODEL = ("model/", "model@")
+_FROZEN = ("frozen/", "frozen@")
 Rests = Mapping[str, Mapping[str, Any]]
 """`RunState.rest`: by step name, the non-tensor state."""
 
@@ -32,9 +33,9 @@ def differences(
         }
         for each in (manifest.plans, contents.plans)
     ]
-    compared = (*_MODEL, *misfits(manifest, contents))
+    compared = (*_MODEL, *_FROZEN, *misfits(manifest, contents))
     saved: dict[str, Entry | FrozenEntry] = {**manifest.entries, **manifest.frozen}
-    here = to_entries(contents.tensors)
+    here = to_entries({**contents.tensors, **contents.frozen})
     facts = [
         _facts(manifest.seed, plans[0], manifest.tied, saved, rests, compared),
         _facts(state.seed, plans[1], contents.tied, here, contents.rest, compared),
@@ -89,8 +90,8 @@ def fitting_extras(saved: Mapping[str, Any], extras: Mapping[str, Any]) -> list[
 def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> dict[str, Tensor]:
     return {
         name: tensor
-        for name, tensor in contents.tensors.items()
-        if is_model(name) and _fits(entries.get(name), tensor)
+        for name, tensor in (*contents.tensors.items(), *contents.frozen.items())
+        if (is_model(name) or is_frozen(name)) and _fits(entries.get(name), tensor)
     }
 
 
@@ -126,6 +127,11 @@ def listed(lines: list[str]) -> str:
 def is_model(name: str) -> bool:
     """Return whether an entry is the model's, and so a tensor that must exist before it is loaded."""
     return name.startswith(_MODEL)
+
+
+def is_frozen(name: str) -> bool:
+    """Return whether an entry is of a frozen model of a plan, which a checkpoint knows by its hash."""
+    return name.startswith(_FROZEN)
 
 
 def _fits(entry: Entry | FrozenEntry | None, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Frozen parameters, which a checkpoint may leave out: which they are, and their hashes."""
+"""Frozen parameters and models, which a checkpoint leaves out: which they are, and their hashes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel_fn.base.state import DistState
 from accel_fn.base.unwrap import unwrapped
+from accel_fn.checkpoint.compare import is_frozen
 from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.format.manifest import FrozenEntry
 from accel_fn.checkpoint.run_state import RunState, Steps, prefix_of
@@ -59,6 +60,13 @@ def hashed(
 def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -> None:
     """Refuse parameters that are frozen, and which the loop itself moves, as a teacher's."""
     changed = [n for n in found if n in before and found[n].hash != before[n].hash]
+    models = [name for name in changed if is_frozen(name)]
+    if models:
+        raise ArgumentError(
+            "save: frozen models must stay as they are, since a checkpoint does not hold them, got a change "
+            f"since they were last saved or loaded in {_listed(models)}; make a model that moves a part of "
+            "Plan's model, or leave it out of frozen and put it into extras"
+        )
     if changed:
         raise ArgumentError(
             'save: only="trained" must leave out parameters that stay as they are, got a change since '
@@ -72,7 +80,7 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
     if changed:
         raise CheckpointError(
             f"load: {path} leaves out frozen parameters, which the program must have as they were saved, "
-            f"got other values in {_listed(changed)}; give the model the weights that training began with, "
+            f"got other values in {_listed(changed)}; give each model the weights that training began with, "
             "then load"
         )
 

@@ -77,7 +77,8 @@ def load(
     Build the program as for a new run; `load` fills its model, optimizer, transforms, extras
     and random generators in place. Everything is checked before anything is
     overwritten: each file against its hash, and the checkpoint against the program. Parameters that
-    `save(only="trained")` left out stay as the program has them, and must be those that were left out.
+    `save(only="trained")` left out, and frozen models, stay as the program has them, and must be those
+    that were left out.
 
     Args:
         folder: that was given to `save`.

@@ -72,16 +72,20 @@ class RunState:
     plans: dict[str, dict[str, Any]]
     stateful: dict[str, str]
     """Prefix of the entries of a function in the plan -> its name in messages."""
+    frozen: dict[str, Tensor]
+    """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
 
 
 def run_state_of(steps: Steps) -> RunState:
     """Collect what is to be saved, or compared with what was. Tensors are not copied."""
-    found = RunState({}, {}, {}, {}, {}, [])
+    found = RunState({}, {}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
         extra_state = _add_model(found, prefix_of("model", name), unwrapped(plan.model))
+        for each, model in plan.frozen.items():
+            _add_frozen(found, f"{prefix_of('frozen', name)}{each}/", model)
         transforms = {}
         for place, where, function in stateful_functions(plan, name):
             # Before the optimizer: a schedule may notice here that its learning rate was changed.
@@ -241,6 +245,13 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
     # running statistics differ in between. Rank 0's are saved, and another rank's if they differ.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
+
+
+def _add_frozen(found: RunState, prefix: str, model: nn.Module) -> None:
+    """Add the tensors of a frozen model, those that are tied too."""
+    saved = model.state_dict()
+    tensors = {key: each for key, each in saved.items() if isinstance(each, Tensor)}
+    found.frozen.update({f"{prefix}{key}": each for key, each in tensors.items()})
 
 
 def _put_back_model(

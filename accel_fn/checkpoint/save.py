@@ -75,11 +75,11 @@ def save(
 ) -> Path:
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
 
-    It holds parameters and buffers, the optimizer, the loss scale, the state of
-    transforms, `state.step`, `call` and seed, every rank's random generators, and the extras. The
-    checkpoint gets its name once all of it is on the disk. So if the run is killed, a
-    checkpoint is complete or not there. An optimizer with train and eval modes is saved in
-    eval mode, and is back in train mode when `save` returns.
+    It holds parameters and buffers of the model, the optimizer, the loss scale, the state of
+    transforms, `state.step`, `call` and seed, every rank's random generators, and the extras. Of
+    frozen models it holds names, shapes and a hash of each tensor. The checkpoint gets its name once all
+    of it is on the disk. So if the run is killed, a checkpoint is complete or not there. An optimizer
+    with train and eval modes is saved in eval mode, and is back in train mode when `save` returns.
 
     Args:
         folder: of this run's checkpoints, on a file system that all machines share; made if missing;
@@ -109,8 +109,8 @@ def save(
     Raises:
         ValueError: on every rank: an argument breaks its rule or differs between ranks, `keep_best`
             is given without `keep`, extras hold more than tensors and plain data, the model has a
-            tensor that was expanded, or of which ranks hold parts that are no DTensors, or, with `only`, what
-            is left out has changed since it was last saved or loaded.
+            tensor that was expanded, or of which ranks hold parts that are no DTensors, or what
+            is left out, by `only` or as a frozen model, has changed since it was last saved or loaded.
         Exception: raised by `beside` on the main rank; a `RuntimeError` on the others.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
             checkpoints that are there stay as they are. A failure in the background is
@@ -120,8 +120,9 @@ def save(
     Cost: writes the state once, each rank its share; a few small collectives; it waits for an accelerator
         once for each 256 MiB of the share. With `wait=False`,
         one copy of the share, into host memory that is kept for the next time (pinned for an
-        accelerator); no collective in the background. With `only`, the first `save` or `load` reads each
-        frozen parameter on one rank, gathers those in shards, and hashes it; a later one reads 64 elements
+        accelerator); no collective in the background. The first `save` or `load` reads each
+        tensor of a frozen model, and with `only` each frozen parameter, on one rank, gathers those in
+        shards, and hashes it; a later one reads 64 elements
         of each, and the whole again if torch has counted a write.
 
     >>> import tempfile, accel_fn as af
@@ -167,7 +168,7 @@ def save(
     optimizers = chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
     with in_eval_mode(optimizers), in_whole(steps, writes=False):
         contents = all_or_none(lambda: _contents(steps), state, "save")
-        left_out = frozen.take_frozen(contents, steps) if only else {}
+        left_out = {**contents.frozen, **(frozen.take_frozen(contents, steps) if only else {})}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)

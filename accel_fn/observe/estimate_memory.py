@@ -22,6 +22,8 @@ from accel_fn.base.batch import map_tensors, num_samples, tensors_of
 from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.base.split_batch import split_batch, take_part
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
+from accel_fn.step.frozen_models import given_frozen
+from accel_fn.step.wide_sums import half_of
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FUNCTION = "estimate_memory"
@@ -36,12 +38,14 @@ class MemoryEstimate:
         num_microbatches: parts in which each rank computes its share.
         parameters: of the model, each storage once.
         buffers: likewise.
-        gradients: of the parameters that require one.
+        gradients: of the parameters that require one, and with micro-batches their sums in float32 where
+            parameters are in half precision.
         optimizer: the optimizer's state after a step.
         batch: the micro-batch; None without a batch.
         activations: alive between forward and backward besides all of the above; None
             without a batch.
         peak: the most that is alive at once in a step; None without a batch.
+        frozen: parameters and buffers of frozen models, which every rank holds.
     """
 
     world_size: int
@@ -53,6 +57,7 @@ class MemoryEstimate:
     batch: int | None
     activations: int | None
     peak: int | None
+    frozen: int = 0
 
 
 def estimate_memory(
@@ -66,6 +71,8 @@ def estimate_memory(
     num_microbatches: Iterable[int] = (1,),
     mesh: Mapping[str, int] | None = None,
     device: torch.device | str | None = None,
+    make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
+    frozen_dtype: torch.dtype | None = None,
 ) -> list[MemoryEstimate]:
     """Estimate the memory of one training step, without using it: tensors have shapes and no data.
 
@@ -91,6 +98,9 @@ def estimate_memory(
             the batch.
         device: which device's kernels to run; default: the accelerator of this
             machine, or the CPU.
+        make_frozen: returns the frozen models by name, as for `Plan`; `loss_fn` gets them by a parameter
+            named `frozen`. They are whole on every rank, as without `wrap_fsdp(frozen=True)`.
+        frozen_dtype: their dtype, as for `place`.
 
     Returns:
         One estimate for each number of ranks and of micro-batches.
@@ -117,6 +127,8 @@ def estimate_memory(
             num_microbatches=num_microbatches,
             mesh=mesh,
             device=device,
+            make_frozen=make_frozen,
+            frozen_dtype=frozen_dtype,
         )
     ]
 
@@ -132,6 +144,8 @@ def estimates(
     num_microbatches: Iterable[int],
     mesh: Mapping[str, int] | None,
     device: torch.device | str | None,
+    make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
+    frozen_dtype: torch.dtype | None = None,
 ) -> Iterator[MemoryEstimate]:
     """Yield what `estimate_memory` returns, each as soon as it is known."""
     if precision not in _AUTOCAST:
@@ -148,7 +162,10 @@ def estimates(
     mode = _NoData(allow_non_fake_inputs=True)
     with mode, place:
         model, batch = _made(make_model, make_batch, place)
-        run = _Run(model, _stepped(model, kind), loss_fn or _loss_of, place, _AUTOCAST[precision])
+        frozen = _made_frozen(make_frozen, place, frozen_dtype)
+        loss_of = given_frozen(loss_fn or _loss_of, frozen)
+        held = [each for one in frozen.values() for each in (*one.parameters(), *one.buffers())]
+        run = _Run(model, _stepped(model, kind), loss_of, place, _AUTOCAST[precision], held)
     for size, count in product(sizes, counts):
         try:
             with mode, place:
@@ -196,21 +213,41 @@ def _made(
     return model.train(), batch
 
 
-def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Replace tensors on the meta device by empty ones on another; shared ones stay shared."""
+def _made_frozen(
+    make_frozen: Callable[[], Mapping[str, nn.Module]] | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Mapping[str, nn.Module]:
+    """Make the frozen models, as `build` leaves them."""
+    made = {} if make_frozen is None else make_frozen()
+    are_models = isinstance(made, Mapping) and all(isinstance(m, nn.Module) for m in made.values())
+    if not are_models:
+        rule = "give a mapping of names to models"
+        raise ArgumentTypeError(message(_FUNCTION, "make_frozen", rule, type(made).__name__))
+    for model in made.values():
+        _leave_meta(model, device, dtype)
+        model.eval().requires_grad_(False)
+    return made
+
+
+def _leave_meta(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Replace tensors on the meta device, or of another floating dtype, by empty ones; ties stay."""
     moved: dict[Tensor, Tensor] = {}
     slots: list[dict[str, Any]] = []
     for module in model.modules():
         slots += [module._parameters, module._buffers]
     for held in slots:
         for name, tensor in held.items():
-            if tensor is not None and tensor.is_meta:
-                moved.setdefault(tensor, _emptied(tensor, device))
+            if tensor is None:
+                continue
+            is_cast = dtype not in (None, tensor.dtype) and tensor.is_floating_point()
+            if tensor.is_meta or is_cast:
+                moved.setdefault(tensor, _emptied(tensor, device, dtype if is_cast else None))
                 held[name] = moved[tensor]
 
 
-def _emptied(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+def _emptied(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    empty = torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
@@ -254,6 +291,8 @@ class _Run:
     loss_fn: Callable[[Any, Any], Any]
     device: torch.device
     autocast: torch.dtype | None
+    frozen: Sequence[Tensor]
+    """Parameters and buffers of frozen models."""
 
     def estimate(
         self, batch: Any, world_size: int, num_parts: int, num_microbatches: int
@@ -262,24 +301,28 @@ class _Run:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         state = [each for held in self.optimizer.state.values() for each in tensors_of(held)]
         gradients = [torch.zeros_like(parameter) for parameter in trained]
+        sums = [torch.zeros_like(each, dtype=torch.float32) for each in half_of(trained)]
+        gradients_held = [*gradients, *(sums if num_microbatches > 1 else ())]
         part = None
         if batch is not None:
             part = _microbatch(batch, num_parts, num_microbatches)
         kept = world_size > 1 or num_microbatches > 1
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient if kept else None
-        held = [*parameters, *buffers, *state, *(gradients if kept else ()), *tensors_of(part)]
+        held = [*parameters, *buffers, *self.frozen, *state, *tensors_of(part)]
+        held += gradients_held if kept else []
         alive, peak = (None, None) if batch is None else self._step(part, held)
         return MemoryEstimate(
             world_size=world_size,
             num_microbatches=num_microbatches,
             parameters=_bytes(parameters),
             buffers=_bytes(buffers),
-            gradients=_bytes(gradients),
+            gradients=_bytes(gradients_held),
             optimizer=_bytes(state),
             batch=None if batch is None else _bytes(tensors_of(part)),
             activations=None if alive is None else alive - _bytes(held),
             peak=peak,
+            frozen=_bytes(self.frozen),
         )
 
     def _step(self, part: Any, held: Sequence[Tensor]) -> tuple[int, int]:

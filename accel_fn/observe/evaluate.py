@@ -27,6 +27,7 @@ from accel_fn.observe.over_loader import (
 from accel_fn.step.checks.first_batches import Looks
 from accel_fn.step.checks.metrics import MetricsLook
 from accel_fn.step.checks.trial import Outputs
+from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.loss_module import Outcome, checked_metrics, run_placed
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
 from accel_fn.step.microbatches import Parts, Weights, microbatches
@@ -34,7 +35,7 @@ from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
-MetricFn = Callable[[Any, Any], Mapping[str, Metric] | tuple[Any, Mapping[str, Metric] | None]]
+MetricFn = Callable[..., Mapping[str, Metric] | tuple[Any, Mapping[str, Metric] | None]]
 
 
 def evaluate(
@@ -69,6 +70,7 @@ def evaluate(
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
             and shapes are the same for every batch. Or `(model, batch) -> (loss, metrics)`, another
             `loss_fn`, without label smoothing for instance, whose means are over the plan's `weight_fn`.
+            With a parameter named `frozen`, it gets the frozen models of the plan.
             Default: the plan's loss over its weights, as "loss"
             (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
             each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
@@ -116,7 +118,8 @@ def evaluate(
         if metric_fn is not None and not callable(metric_fn):
             rule = "be a function (model, batch) -> {name: values} or (loss, metrics)"
             raise ArgumentTypeError(message("evaluate", "metric_fn", rule, metric_fn))
-        own = _RankTotals(step, state, metric_fn)
+        given = metric_fn and given_frozen(metric_fn, step.plan.frozen)
+        own = _RankTotals(step, state, given)
         looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
         totals = {name: total.to_host() for name, total in own.totals.items()}
         return (totals, own.has_losses), looks

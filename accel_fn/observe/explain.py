@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_fn.base.mesh_axes import mesh_name
 from accel_fn.base.state import DistState, check_state, mesh_of
 from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.step.frozen_models import takes_frozen
 from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
 from accel_fn.step.step import Step
 from accel_fn.step.strategy import describe_backward
@@ -57,6 +58,9 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     if isinstance(plan, Step):
         described["backward"] = plan.strategy.describe(state, plan.plan)
         described["check"] = f"the loss {plan.checks.comparison.verdict}"
+        unused = plan.strategy.checks.unused
+        if unused:
+            described["unused"] = f"{', '.join(unused)}, which wrap_ddp refuses on several ranks"
     lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
     mesh = f" ({mesh_name(mesh_of(state))})" if state.axes else ""
     return "\n".join([f"one step on {_ranks(state.world_size)}{mesh}, {state.device}", *lines])
@@ -69,6 +73,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "model": _listed(
             [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
         ),
+        "frozen": _frozen(plan),
         "data": _data(state),
         "split": _split(plan),
         "weigh": describe(plan.weight_fn) + _summed(state),
@@ -123,8 +128,24 @@ def _listed(functions: Sequence[Any]) -> str:
 
 
 def _forward(plan: Plan) -> str:
-    call = f"{describe(plan.loss_fn)}({type(plan.model).__name__}, batch)"
+    gets_frozen = plan.frozen and takes_frozen(plan.loss_fn)
+    given = f"{type(plan.model).__name__}, batch{', frozen' if gets_frozen else ''}"
+    call = f"{describe(plan.loss_fn)}({given})"
     return f"{call} under {_listed(plan.forward_contexts)}" if plan.forward_contexts else call
+
+
+def _frozen(plan: Plan) -> str:
+    """The frozen models, with their sizes and dtypes, and what places them."""
+    models = "; ".join(f"{name}: {_model(each)}" for name, each in plan.frozen.items())
+    placed = _listed(plan.place_frozen)
+    return f"{models}, by {placed}" if models and placed else models
+
+
+def _model(model: nn.Module) -> str:
+    parameters = [*model.parameters()]
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in parameters})
+    numbers = sum(each.numel() for each in parameters)
+    return ", ".join([type(model).__name__, f"{numbers:,} numbers", *dtypes])
 
 
 def _update(plan: Plan) -> str:

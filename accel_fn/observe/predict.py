@@ -26,6 +26,7 @@ from accel_fn.observe.over_loader import (
     read_on_all_ranks,
 )
 from accel_fn.step.checks.first_batches import Looks
+from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -36,7 +37,7 @@ def predict(
     step: Step,
     loader: Iterable[Any],
     state: DistState,
-    fn: Callable[[Any, Any], T],
+    fn: Callable[..., T],
     *,
     progress: bool | None = None,
 ) -> T:
@@ -62,7 +63,8 @@ def predict(
         fn: `(model, batch) -> tree`, called on every micro-batch that has rows, which is on the device. The
             tree has tensors [num_rows, ...] and lists of num_rows items, of any kind that can be
             pickled, in tuples, mappings and what torch's pytree knows. Structure, dtypes and trailing
-            dimensions are the same for every batch; rows of several lengths are items of a list.
+            dimensions are the same for every batch; rows of several lengths are items of a list. With a
+            parameter named `frozen`, it gets the frozen models of the plan.
         progress: a bar on the main rank. Default: in a terminal or a notebook.
 
     Returns:
@@ -101,9 +103,10 @@ def predict(
         if not callable(fn):
             rule = "be a function (model, batch) -> tree of rows"
             raise ArgumentTypeError(message("predict", "fn", rule, fn))
+        given = given_frozen(fn, step.plan.frozen)
 
         def use(each: CutBatch) -> None:
-            over_parts(step, state, fn, each.parts, rows.add)
+            over_parts(step, state, given, each.parts, rows.add)
             rows.end_batch(each.numbers, _window(step.plan, each.batch))
 
         looks = over_loader(

@@ -15,6 +15,7 @@ from accel_fn.comm.backends import current_world
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
+from accel_fn.step.frozen_models import freeze_models, share_frozen
 from accel_fn.step.loss_module import LossModule
 from accel_fn.step.observers import observers
 from accel_fn.step.plan import Batch, Plan, SlotFunction, Stateful, slot_names
@@ -34,7 +35,8 @@ def build(
     its parameters may move to the device, and take rank 0's values. Building
     twice, also from one plan, gives two steps that work independently. `build` fixes which
     parameters are trained: a step refuses those that are added later, to the optimizer
-    or by `requires_grad`; build again.
+    or by `requires_grad`; build again. Frozen models are placed, put into evaluation mode and kept from
+    requiring a gradient; they take rank 0's values, too.
 
     On a mesh, ranks that differ in other axes than `dp` hold the same rows, so they must draw the same random
     numbers: each gets the states of Python's, NumPy's and torch's generators of the first of them.
@@ -54,13 +56,15 @@ def build(
 
     Raises:
         ValueError: on every rank, transforms that cannot be combined, an optimizer
-            over other parameters than the model's, nothing to train, a model on the CPU where the
+            over other parameters than the model's, a frozen model without values or with a parameter of
+            the model, nothing to train, a model on the CPU where the
             state has an accelerator and nothing places it there, or several ranks and no strategy
             that shares the step among them.
         RuntimeError: ranks build different plans.
 
     Cost: in a world of several, four small collectives, on a mesh two more for each other axis than `dp`, and
-    what transforms do: those that train on several ranks broadcast the parameters. `check_loss` costs six
+    what transforms do: those that train on several ranks broadcast the parameters; frozen models are
+    broadcast. `check_loss` costs six
     or seven forwards and backwards of 8 to 15 samples, not compiled, in each of those four steps, up to twice
     as many where the program draws or writes, and three small collectives in a world of several; everything
     is put back. It takes no more memory than a step.
@@ -77,7 +81,8 @@ def build(
     plan = all_or_none(partial(_validated, state, plan), state, "build")
     check_same_plan(state, plan)
     built, model = all_or_none(partial(_placed, state, plan), state, "build")
-    module: nn.Module = LossModule(plan.loss_fn, model, plan.terms)
+    share_frozen(built, plan)
+    module: nn.Module = LossModule(plan.loss_fn, model, plan.terms, plan.frozen)
     for compile_loss in plan.compile_loss:
         module = compile_loss(built, module)
     make_strategy = plan.strategy[0] if plan.strategy else Strategy
@@ -131,6 +136,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
             follow_shards(optimizer, placed, plan.model)
             follow_parameters(optimizer)
         check_parameters(plan)
+    freeze_models(state, plan)
     return state, model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class Grads:
         norm_read: the norm as it was first read, before what was done with it; None if it never was.
         norm_fn: how the norm of the tensors is computed: the strategy's, which knows what other
             ranks hold of them; default: of these tensors alone, and of all shards of a DTensor.
+        owners: name and parameter of each tensor; None for gradients that no step has made.
 
     >>> import torch, accel_fn as af
     >>> grads = af.Grads((torch.tensor([3.0, 4.0]), None))
@@ -46,6 +47,7 @@ class Grads:
     _raw_norm: Tensor | None = field(default=None, repr=False)
     norm_read: Tensor | None = field(default=None, repr=False)
     norm_fn: Callable[[Sequence[Tensor]], Tensor] | None = field(default=None, repr=False)
+    owners: Sequence[tuple[str, Tensor]] | None = field(default=None, repr=False)
 
     def present(self) -> list[Tensor]:
         """The tensors that are there."""
@@ -89,7 +91,7 @@ class Grads:
             got = f"{factor.dtype} {list(factor.shape)}"
             raise ArgumentError(f"Grads.scaled: factor must be a real 0-dim tensor, got {got}")
         total = factor if self.factor is None else self.factor * factor
-        return Grads(self.tensors, total, self._raw_norm, self.norm_read, self.norm_fn)
+        return Grads(self.tensors, total, self._raw_norm, self.norm_read, self.norm_fn, self.owners)
 
     def _as_tensor(self, factor: object) -> Tensor:
         """A number, where and as wide as the gradients are."""
@@ -112,7 +114,27 @@ class Grads:
         """
         values = self.values()
         mapped = tuple([None if value is None else fn(value) for value in values])
-        return Grads(mapped, None, None, self.norm_read, self.norm_fn)
+        return Grads(mapped, None, None, self.norm_read, self.norm_fn, self.owners)
+
+    def named(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield name, parameter and the value of the gradient, in the order in which `map` goes.
+
+        Parameters without a gradient are left out: those that are frozen or that the loss does not
+        reach. Under `wrap_fsdp`, parameters and gradients are shards.
+
+        Yields:
+            The name in the model, the parameter, and `factor * tensor`.
+
+        Raises:
+            ValueError: no step has made these gradients, so their parameters are not known.
+
+        Cost: one read and write of the gradients where a factor is open.
+        """
+        if self.owners is None:
+            raise ArgumentError("Grads.named: gradients must be of a step, got Grads made by hand")
+        for (name, parameter), value in zip(self.owners, self.values(), strict=True):
+            if value is not None:
+                yield name, parameter, value
 
     def values(self) -> tuple[Tensor | None, ...]:
         """Return `factor * tensors`, as new tensors unless the factor is None."""

@@ -16,6 +16,7 @@ from accel_fn.step.grads import Grads
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
+from accel_fn.step.wide_sums import WideBackward
 
 if TYPE_CHECKING:
     from accel_fn.step.strategy import Strategy
@@ -73,13 +74,19 @@ def run(
     every = [*zip(parts, weights, strict=True)]
     # If a rank may run out of memory, gradients stay on the ranks until all have voted.
     num_local = len(every) if strategy.retries else len(every) - 1
+    sums_wide = strategy.halves and len(every) > 1
+    backward = (
+        WideBackward(strategy.backward, strategy.halves, len(every))
+        if sums_wide
+        else strategy.backward
+    )
 
     def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
         loss, metrics = outputs(part, weight)
         mean.add(loss.detach(), metrics, weight)
         if sends:
             mean.send()
-        strategy.backward(loss, seed_of(loss, mean.share(weight), state.scaler))
+        backward(loss, seed_of(loss, mean.share(weight), state.scaler))
 
     if num_local:
         # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
@@ -118,7 +125,8 @@ def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grad
     for parameter in strategy.reachable:
         parameter.grad = None
     if state.scaler is None:
-        return Grads(tensors, norm_fn=strategy.norm)
+        return Grads(tensors, norm_fn=strategy.norm, owners=strategy.owners)
     is_double = any(each is not None and each.dtype == torch.float64 for each in tensors)
     dtype = torch.float64 if is_double else torch.float32
-    return Grads(tensors, state.scaler.scale.to(dtype).reciprocal(), norm_fn=strategy.norm)
+    factor = state.scaler.scale.to(dtype).reciprocal()
+    return Grads(tensors, factor, norm_fn=strategy.norm, owners=strategy.owners)

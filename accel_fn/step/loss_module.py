@@ -16,6 +16,7 @@ from accel_fn.base.torch_compile import uncompiled
 from accel_fn.base.weights import Weight
 from accel_fn.comm.dtensor import is_sharded, whole
 from accel_fn.errors import BatchError, LossError
+from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, leave_out, stacked
 from accel_fn.step.plan import ContextFn, LossFn, Plan, describe
 
@@ -33,11 +34,20 @@ class LossModule(nn.Module):
     it. The price: gradients must come from the one backward that the step runs.
     """
 
-    def __init__(self, loss_fn: LossFn, model: nn.Module, terms: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        model: nn.Module,
+        terms: Sequence[str] = (),
+        frozen: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.terms = terms
         self.model = model
         self.loss_fn = loss_fn
+        self.loss_of: Callable[..., Any]
+        # No child of this module, also where loss_fn is a module.
+        self.__dict__["loss_of"] = given_frozen(loss_fn, frozen or {})
         # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
         # find the model's parameters unused there.
         self.idle: nn.Parameter | None = None
@@ -53,7 +63,7 @@ class LossModule(nn.Module):
         """
         if batch is None:
             return self._zero(), {}
-        found: Any = self.loss_fn(self.model, batch)
+        found: Any = self.loss_of(self.model, batch)
         loss, metrics = found if type(found) is tuple and len(found) == 2 else (found, None)
         if self.terms:
             return self._of_terms(loss, metrics, left_out)

@@ -24,8 +24,10 @@ def check_optimizers(given: object) -> None:
         if not isinstance(name, str) or not name or {*"/@"} & {*name}:
             rule = 'be named by strings without "/" and "@"'
             raise ArgumentError(message("Plan", "optimizer", rule, name))
-        if name in ("model", "transforms"):
-            rule = 'not be named "model" or "transforms", as other parts of a checkpoint are'
+        if name in ("model", "transforms", "frozen"):
+            rule = (
+                'not be named "model", "transforms" or "frozen", as other parts of a checkpoint are'
+            )
             raise ArgumentError(message("Plan", "optimizer", rule, name))
     if len({id(each) for each in named.values()}) < len(named):
         rule = "hold each optimizer once"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Literal, Protocol, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,7 +26,19 @@ Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
 """A mean over the batch's items, or a sum and its count."""
 Loss = Tensor | Mapping[str, Tensor]
 """A mean, or several by the names of `weight_fn`."""
-LossFn = Callable[[Any, Batch], Loss | tuple[Loss, Mapping[str, Metric]]]
+
+
+class FrozenLossFn(Protocol[Batch]):
+    """A loss that is given the frozen models of the plan, by name."""
+
+    def __call__(
+        self, model: Any, batch: Batch, /, *, frozen: Any
+    ) -> Loss | tuple[Loss, Mapping[str, Metric]]:
+        """Return the loss of a batch, or the loss and metrics."""
+        ...
+
+
+LossFn = Callable[[Any, Batch], Loss | tuple[Loss, Mapping[str, Metric]]] | FrozenLossFn[Batch]
 StepFn = Callable[[DistState, Any], tuple[DistState, Report]]
 GradFn = Callable[[DistState, Any], tuple[DistState, Grads, Report]]
 InitFn = Callable[[DistState], DistState]
@@ -55,7 +67,8 @@ class Plan(Generic[Batch]):
         loss_fn: `(model, batch) -> loss` or `(loss, metrics)`: the *mean* loss over the batch's
             items, [], floating-point, and a dict of what to report beside it: by name, the same
             names for every batch, a real number or tensor [], which is a mean over the same items,
-            or a pair `(sum, count)`. The report has them over the global batch.
+            or a pair `(sum, count)`. The report has them over the global batch. A function with a
+            parameter named `frozen` also gets the frozen models by it.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
         optimizer: any `torch.optim.Optimizer` over parameters of `model`, or several by name, over
             different ones: `{"matrices": muon, "rest": adamw}`. They make one update: one verdict,
@@ -68,8 +81,13 @@ class Plan(Generic[Batch]):
         reduction: "mean", or "sum" for a loss that is a sum over the batch's items: losses and
             gradients of ranks and micro-batches are then added, and `weight_fn`, which is no mapping,
             only counts.
+        frozen: by name, models that the loss uses and the step does not train, such as a text encoder,
+            a teacher or a reference: `{"vae": vae, "text": encoder}`. `build` places them, puts them into
+            evaluation mode and calls `requires_grad_(False)`; every rank gets rank 0's values. `place` can
+            cast them. A checkpoint holds a hash of each tensor, and no values.
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
+        place_frozen: `(state, model) -> model` for each frozen model, in place; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
         shard_model: `(state, model) -> model`, before the strategy; at most one. The optimizers get the
             parameters that it puts in place of others, by name.
@@ -90,8 +108,9 @@ class Plan(Generic[Batch]):
             any rank returns True, `report.extras["stop"]` is True on all.
 
     Raises:
-        TypeError: one of the four is not what it must be.
-        ValueError: `weight_fn` is an empty mapping, has a term "loss", or stands beside `reduction="sum"`.
+        TypeError: one of the four, or a frozen model, is not what it must be.
+        ValueError: `weight_fn` is an empty mapping, has a term "loss", or stands beside `reduction="sum"`; a
+            frozen model has an empty name, or one with "/" or "@".
 
     >>> import accel_fn as af
     >>> af.Plan(loss_fn, model, optimizer)
@@ -103,8 +122,10 @@ class Plan(Generic[Batch]):
     optimizer: Optimizer | Mapping[str, Optimizer]
     weight_fn: WeightFn | Mapping[str, WeightFn] = num_samples
     reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict, kw_only=True)
     init_state: tuple[InitFn, ...] = field(default=(), kw_only=True)
     place_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
+    place_frozen: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     place_batch: tuple[BatchFn, ...] = field(default=(), kw_only=True)
     shard_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     compile_loss: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
@@ -137,6 +158,8 @@ class Plan(Generic[Batch]):
         if isinstance(self.weight_fn, Mapping):
             self._check_terms(self.weight_fn)
             object.__setattr__(self, "weight_fn", dict(self.weight_fn))
+        self._check_frozen()
+        object.__setattr__(self, "frozen", dict(self.frozen))
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
@@ -165,6 +188,20 @@ class Plan(Generic[Batch]):
             rule, repair = 'be "mean" where weight_fn is a mapping', "return the mean of each term"
             raise ArgumentError(message("Plan", "reduction", rule, "sum", repair))
 
+    def _check_frozen(self) -> None:
+        rule = "be a mapping of names to models"
+        if not isinstance(self.frozen, Mapping):
+            raise ArgumentTypeError(message("Plan", "frozen", rule, type(self.frozen).__name__))
+        for name, model in self.frozen.items():
+            if not isinstance(name, str) or not isinstance(model, nn.Module):
+                got = f"{name!r}: {type(model).__name__}"
+                raise ArgumentTypeError(
+                    message("Plan", "frozen", f"{rule}, each an nn.Module", got)
+                )
+            if not name or {*"/@"} & {*name}:
+                named = 'be named by strings without "/" and "@"'
+                raise ArgumentError(message("Plan", "frozen", named, name))
+
     def trained(self) -> list[nn.Parameter]:
         """The optimizers' parameters that require a gradient, in the order of their groups."""
         return [p for each in self.optimizers.values() for p in trained_by(each)]
@@ -189,6 +226,8 @@ class Plan(Generic[Batch]):
             f"weight_fn={describe(self.weight_fn)}",
         ]
         parts += [] if self.reduction == "mean" else [f"reduction={self.reduction!r}"]
+        kinds = [f"{name!r}: {type(each).__name__}" for name, each in self.frozen.items()]
+        parts += [f"frozen={{{', '.join(kinds)}}}"] if kinds else []
         parts += [
             f"{name}=[{', '.join(map(describe, getattr(self, name)))}]"
             for name in slot_names()
@@ -205,7 +244,8 @@ class SlotFunction(partial[Any]):
 
     Attributes:
         traits: names that other transforms find by `plan.having(trait)`. In use are
-            "needs_equal_replicas", "local_gradients" (ranks keep their own gradients), "retries"
+            "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
+            trained), "local_gradients" (ranks keep their own gradients), "retries"
             (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
             "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
             forward), "clips_norm" (it clips by the norm
@@ -293,7 +333,7 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def slot_names() -> list[str]:
     """The slots of a plan, in the order of its fields."""
-    return [each.name for each in fields(Plan)[5:]]
+    return [each.name for each in fields(Plan)[6:]]
 
 
 def describe(fn: Any) -> str:

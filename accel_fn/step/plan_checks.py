@@ -18,10 +18,19 @@ from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.zero import is_born_sharded, is_copied
 from accel_fn.errors import PlanError
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
+from accel_fn.step.frozen_models import check_frozen
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan, SlotFunction, describe
 
-_SINGLE = ("place_model", "shard_model", "compile_loss", "compile_step", "strategy", "split")
+_SINGLE = (
+    "place_model",
+    "place_frozen",
+    "shard_model",
+    "compile_loss",
+    "compile_step",
+    "strategy",
+    "split",
+)
 
 _WITHOUT_MESH = ("local_gradients", "virtual_ranks", "collectives_in_apply")
 """Traits of transforms that know no axes."""
@@ -32,6 +41,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
     _check_slots(state, plan)
     _check_model(plan)
     check_parameters(plan)
+    check_frozen(state, plan)
     _check_optimizers(plan)
     _check_world(state, plan)
     _check_frequencies(state, plan)

@@ -13,6 +13,7 @@ from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
 from accel_fn.comm.dtensor import local
 from accel_fn.errors import ReplicaError, check_equal
+from accel_fn.step.frozen_models import tensors_of_frozen
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan, describe, slot_names
 from accel_fn.step.report import Report
@@ -51,8 +52,11 @@ def _summary(plan: Plan) -> list[str]:
         f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in plan.model.named_parameters()
     ]
+    frozen = [
+        f"frozen {name} {list(each.shape)} {each.dtype}" for name, each in tensors_of_frozen(plan)
+    ]
     loss = f"reduction={plan.reduction} terms={list(plan.terms)}"
-    return [*slots, loss, *optimizers, *parameters]
+    return [*slots, loss, *optimizers, *parameters, *frozen]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,8 @@ class Step(Generic[Batch]):
                 same batch, or None ten times, the state is the same one a third time, a loader begins anew
                 after `load`, BatchNorm trains on a part of the batch, the loss reaches tensors outside of the
                 model, dimension 0 of a loader's batch is not its samples, which the default weight counts;
+                a frozen model has changed or is in training mode; on one process, the loss misses
+                parameters that `wrap_ddp` waits for on several;
                 the loss, its gradient, a metric, or what the forward writes depends on the cut of a batch.
 
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two

@@ -29,6 +29,7 @@ from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same_gradients
 from accel_fn.step.torch_internals import run_backward
 from accel_fn.step.update import Prepared, apply, prepare
+from accel_fn.step.wide_sums import half_of
 
 _NOTHING = nullcontext()
 
@@ -68,11 +69,16 @@ class Strategy:
         """May a rank fail before gradients are averaged, and all do the batch again?"""
         self.reachable = self.trainable()
         """The parameters that a backward may reach."""
+        self.halves = half_of(self.reachable)
+        """Those in half precision, whose gradients are added up over micro-batches in float32."""
         self._is_split = any(map(is_sharded, self.reachable))
         """Does a rank hold parts of parameters, which it computes with?"""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self.trained = plan.trained()
         """The optimizers' parameters that require a gradient, in their order."""
+        names = {id(each): name for name, each in plan.model.named_parameters()}
+        self.owners = tuple([(names.get(id(each), ""), each) for each in self.trained])
+        """Name and parameter of each of these."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._compares = state.world_size > 1

@@ -21,6 +21,7 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError
 from accel_fn.observe.log_to import LogSlot
 from accel_fn.observe.profile import ProfileSlot
 from accel_fn.step.build import build
+from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.testing.operations import Operation, first_difference, recorded
@@ -54,8 +55,8 @@ def assert_equivalent(
 ) -> None:
     """Train both plans on the same global batches, and raise unless they stay equal.
 
-    Each plan gets a copy of its model and optimizer, leaves out `log_to` and `profile`, and trains on as
-    many simulated ranks as given: each rank takes its consecutive part of every
+    Each plan gets a copy of its model, optimizer and frozen models, leaves out `log_to` and `profile`,
+    and trains on as many simulated ranks as given: each rank takes its consecutive part of every
     batch, empty where there are fewer samples than ranks, and starts from parameters of its
     own, which `build` must replace by those of rank 0. After every batch, parameters, buffers
     and reports are compared, on every rank: loss, weight, verdict, and the norm if both report it.
@@ -126,7 +127,8 @@ def train(
     """
     plans = [copied(plan) for _ in range(world_size)]
     for rank, each in enumerate(plans):
-        _move(each.model, rank)
+        for model in (each.model, *each.frozen.values()):
+            _move(model, rank)
 
     def run(state: DistState) -> Trace:
         own = plans[state.rank]
@@ -155,8 +157,8 @@ def _move(model: torch.nn.Module, rank: int) -> None:
 
 
 def copied(plan: Plan) -> Plan:
-    """Copy model and optimizer of a plan together, with the hooks of parameters."""
-    model, optimizer = copy.deepcopy((plan.model, plan.optimizer))
+    """Copy model, optimizer and frozen models of a plan together, with the hooks of parameters."""
+    model, optimizer, frozen = copy.deepcopy((plan.model, plan.optimizer, plan.frozen))
     for old, new in zip(plan.model.parameters(), model.parameters(), strict=True):
         # A deep copy of a parameter leaves out its hooks.
         for hook in (old._backward_hooks or {}).values():
@@ -165,7 +167,7 @@ def copied(plan: Plan) -> Plan:
             new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     # Logs and profiles are files of the user's run.
     kept = [each for each in plan.after_update if not isinstance(each, LogSlot | ProfileSlot)]
-    return replace(plan, model=model, optimizer=optimizer, after_update=tuple(kept))
+    return replace(plan, model=model, optimizer=optimizer, frozen=frozen, after_update=tuple(kept))
 
 
 def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:
@@ -213,7 +215,7 @@ def _weights(report: Report) -> dict[str, float]:
 
 def _loss(plan: Plan, batch: Any) -> Tensor:
     with torch.random.fork_rng(devices=[]):
-        found = plan.loss_fn(plan.model, batch)
+        found = given_frozen(plan.loss_fn, plan.frozen)(plan.model, batch)
     loss = found[0] if isinstance(found, tuple) else found
     terms = [loss] if isinstance(loss, Tensor) else [*loss.values()]
     return torch.stack(terms).detach()

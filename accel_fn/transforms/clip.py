@@ -96,4 +96,4 @@ def clamp_values(state: DistState, grads: Grads, *, max_value: float) -> Grads:
     torch._foreach_clamp_max_(clamped, max_value)
     of_each = iter(clamped)
     tensors = tuple([None if value is None else next(of_each) for value in values])
-    return Grads(tensors, None, None, grads.norm_read, grads.norm_fn)
+    return Grads(tensors, None, None, grads.norm_read, grads.norm_fn, grads.owners)

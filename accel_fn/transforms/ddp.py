@@ -99,6 +99,12 @@ def wrap_ddp(
 class DDPSlot(SlotFunction):
     """`make_ddp` with its settings."""
 
+    @property
+    def traits(self) -> frozenset[str]:  # type: ignore[override]
+        """Return the traits: without an option of its own, DDP waits for every parameter."""
+        finds = self.keywords.get("find_unused_parameters")
+        return frozenset() if finds else frozenset({"needs_every_parameter"})
+
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse what DDP would not see."""
         given = [name for name, value in self.keywords.items() if value not in (None, False)]

@@ -103,7 +103,8 @@ class Frozen:
             tensors = [
                 None if place in self._places else each for place, each in enumerate(grads.tensors)
             ]
-            return state, Grads(tensors, grads.factor, norm_fn=grads.norm_fn), report
+            kept = Grads(tensors, grads.factor, norm_fn=grads.norm_fn, owners=grads.owners)
+            return state, kept, report
 
         return dropped
 

@@ -4,36 +4,59 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel_fn.base.batch import to_device
 from accel_fn.base.state import DistState
+from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.plan import SlotFunction
 from accel_fn.step.transform import Transform, fill, transform
 
 
 @transform
-def place() -> Transform:
-    """Move the model to `state.device` in `build`, and every micro-batch just before its forward.
+def place(*, frozen_dtype: torch.dtype | None = None) -> Transform:
+    """Move models to `state.device` in `build`, and every micro-batch just before its forward.
 
-    Law: the identity if everything is on the device already.
+    Law: the identity if everything is on the device already, and no `frozen_dtype` is given.
+
+    Args:
+        frozen_dtype: of the floating-point tensors of frozen models, such as `torch.bfloat16`; default:
+            unchanged. Outside of `with_amp`, the loss must give them inputs of this dtype.
 
     Returns:
         A transform.
+
+    Raises:
+        TypeError: `frozen_dtype` is neither None nor a floating-point dtype.
 
     Cost: one copy per micro-batch, none for tensors on the device. From pinned memory, the
     copy overlaps with the device's work.
 
     >>> import accel_fn as af
     >>> af.place()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, place_model=[place()], place_batch=[place()])
+    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, place_model=[place()], place_frozen=[place()], \
+place_batch=[place()])
     """
-    return fill(place_model=SlotFunction(move_to_device), place_batch=SlotFunction(move_batch))
+    is_float = isinstance(frozen_dtype, torch.dtype) and frozen_dtype.is_floating_point
+    if frozen_dtype is not None and not is_float:
+        rule = "be a floating-point torch.dtype or None"
+        raise ArgumentTypeError(message("place", "frozen_dtype", rule, frozen_dtype))
+    return fill(
+        place_model=SlotFunction(move_to_device),
+        place_frozen=SlotFunction(move_frozen, dtype=frozen_dtype),
+        place_batch=SlotFunction(move_batch),
+    )
 
 
 def move_to_device(state: DistState, model: nn.Module) -> nn.Module:
     """The model on the state's device: the same parameters, moved in place."""
     return model.to(state.device)
+
+
+def move_frozen(state: DistState, model: nn.Module, *, dtype: torch.dtype | None) -> nn.Module:
+    """A frozen model on the state's device, and in this dtype: the same parameters, in place."""
+    return model.to(device=state.device, dtype=dtype)
 
 
 def move_batch(state: DistState, batch: Any) -> Any:

@@ -141,7 +141,7 @@ def test_adapters_of_another_base_are_refused_on_every_rank(tmp_path, world_size
 
     assert set(simulate(run, world_size=world_size)) == {
         f"load: {tmp_path / 'step_00000002'} leaves out frozen parameters, which the program must have "
-        "as they were saved, got other values in model/base.weight, model/base.bias; give the model the "
+        "as they were saved, got other values in model/base.weight, model/base.bias; give each model the "
         "weights that training began with, then load"
     }
 

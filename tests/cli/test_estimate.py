@@ -77,6 +77,7 @@ def test_the_command_gives_bytes_to_programs(launchers, script):
         "batch": None,
         "activations": None,
         "peak": None,
+        "frozen": 0,
     }
 
 

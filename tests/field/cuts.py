@@ -416,3 +416,33 @@ def buffer_that_takes_its_shape(case: Case):
         },
         run,
     )
+
+
+@kind("equal", k=(256, 512), num_samples=(512,), batch_size=(512,))
+def parameters_in_half_precision(case: Case):
+    """A model in bfloat16, whose gradients of many micro-batches point in one direction."""
+    draw = case.generator()
+    x, y = (torch.rand(case.num_samples, n, generator=draw).add(5 / n).bfloat16() for n in (4, 1))
+
+    def figures_of(gradients):
+        found = torch.cat([each.double().flatten() for each in gradients])
+        whole = network().bfloat16().double()
+        mse(whole, (x.double(), y.double())).backward()
+        right = torch.cat([each.grad.flatten() for each in whole.parameters()])
+        # Rounded a few times, whatever k is: 2 % is 5 units.
+        return {"off by 2 %": ((found - right).norm() / right.norm() > 0.02).double()}
+
+    def by_hand():
+        return {"off by 2 %": torch.zeros(()).double()}
+
+    def run(state):
+        model = network().bfloat16()
+        plan = recipe(case)(af.Plan(mse, model, sgd(model)))
+        state, step = af.build(state, plan, check_loss=False)
+        _, grads, _ = step.grads(state, af.part((x, y), state))
+        values = grads.values()
+        return figures_of(
+            [each.full_tensor() if hasattr(each, "full_tensor") else each for each in values]
+        )
+
+    return by_hand, run

@@ -415,6 +415,160 @@ def frozen_teacher(case: Case):
     return two_loops(case, lambda: network(3), loss_fn, loader)
 
 
+@kind("equal")
+def text_to_image(case: Case):
+    """Noise on the latents of a frozen autoencoder, predicted from those of a frozen text encoder."""
+    x, _ = samples(case)
+    texts, noise = labels(case, 7), x.flip(1).cos()
+    loader = DataLoader(TensorDataset(x, texts, noise), batch_size=case.batch_size)
+
+    def frozen(rank=0):
+        torch.manual_seed(1 + rank)  # each rank has weights of its own, which the plan makes equal
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2)]
+        text = nn.Sequential(nn.Embedding(7, 3), nn.Dropout(0.5), nn.Linear(3, 4)).double()
+        return {"vae": nn.Sequential(*layers).double(), "text": text}
+
+    def loss_fn(model, batch, frozen):
+        image, text, noise = batch
+        with torch.no_grad():
+            latents, condition = frozen["vae"](image), frozen["text"](text)
+        return F.mse_loss(model(latents + 0.5 * noise + condition), noise)
+
+    def by_hand():
+        models = {name: each.eval() for name, each in frozen().items()}
+        return train_by_hand(network(4), lambda *given: loss_fn(*given, models), loader)
+
+    def run(state):
+        models, model = frozen(state.rank), network(4)
+        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), frozen=models))
+        state, step = af.build(state, plan)
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return by_hand, run
+
+
+@kind("equal", strategy=("wrap_fsdp",), world_size=(2, 3))
+def reference_in_shards(case: Case):
+    """Preferences (DPO) over chosen and rejected rows; the reference is in shards as the model is."""
+    x, _ = samples(case)
+    chosen, rejected = x, x.roll(1, 1).sin()
+    picks = labels(case)
+    loader = DataLoader(TensorDataset(chosen, rejected, picks), batch_size=case.batch_size)
+
+    def log_odds(model, batch):
+        chosen, rejected, picks = batch
+        odds = model(chosen).log_softmax(1) - model(rejected).log_softmax(1)
+        return odds.gather(1, picks[:, None])
+
+    def loss_fn(model, batch, *, frozen):
+        with torch.no_grad():
+            wanted = log_odds(frozen["reference"], batch)
+        return -F.logsigmoid(log_odds(model, batch) - wanted).mean()
+
+    def by_hand():
+        frozen = {"reference": network(3).requires_grad_(False)}
+        return train_by_hand(
+            network(3), lambda model, batch: loss_fn(model, batch, frozen=frozen), loader
+        )
+
+    def run(state):
+        model = network(3)
+        plan = af.Plan(loss_fn, model, sgd(model), frozen={"reference": network(3)})
+        wraps = af.compose(af.wrap_fsdp(frozen=True), af.accumulate(case.k))
+        state, step = af.build(state, wraps(plan))
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return by_hand, run
+
+
+@kind("warned", "average|extras", num_samples=(24,))
+def moving_teacher(case: Case):
+    """The loop moves a teacher that stands among the frozen models, whose values no checkpoint has."""
+    x, _ = samples(case)
+    loader = DataLoader(TensorDataset(x), batch_size=case.batch_size)
+
+    def distil(model, batch, teacher):
+        return F.mse_loss(model(batch[0]).log_softmax(1), 2 * teacher(batch[0]))
+
+    def follow(teacher, model):
+        for old, new in zip(teacher.parameters(), figures(model).values(), strict=True):
+            old.data.lerp_(new, 0.1)
+
+    def by_hand():
+        model, teacher = network(3), network(3).requires_grad_(False)
+        optimizer, losses = sgd(model), []
+        for batch in loader:
+            losses.append(update(model, distil(model, batch, teacher), optimizer))
+            follow(teacher, model)
+        return figures(model, losses)
+
+    def run(state, is_frozen=True):
+        model, teacher = network(3), network(3).requires_grad_(False)
+        plan = af.Plan(
+            lambda model, batch: distil(model, batch, teacher),
+            model,
+            sgd(model),
+            frozen={"teacher": teacher} if is_frozen else {},
+        )
+        state, step = af.build(state, recipe(case)(plan), check_loss=False)
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+            follow(teacher, model)
+        return figures(model, losses)
+
+    return by_hand, run, lambda state: run(state, is_frozen=False)
+
+
+@kind("equal")
+def rule_by_parameter(case: Case):
+    """Adaptive clipping: the gradient of a matrix is at most a share of the norm of the matrix."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def rule(name, parameter, grad):
+        if not name.endswith("weight"):
+            return grad
+        return grad * (0.01 * parameter.norm() / grad.norm()).clamp(max=1)
+
+    def by_hand():
+        model = network()
+        optimizer, losses = sgd(model), []
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            for name, each in model.named_parameters():
+                each.grad = rule(name, each.detach(), each.grad)
+            optimizer.step()
+            losses.append(loss.detach())
+        return figures(model, losses)
+
+    def clipped(state, grads):
+        values = iter([rule(name, p.detach(), g) for name, p, g in grads.named()])
+        return grads.map(lambda _: next(values))
+
+    def run(state):
+        model = network()
+        plan = replace(af.Plan(mse, model, sgd(model)), gradients=(clipped,))
+        state, step = af.build(state, recipe(case)(plan))
+        losses = []
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return by_hand, run
+
+
 @kind("equal", strategy=("wrap_ddp",))
 def slope(case: Case):
     """A physics-informed loss, which takes derivatives with respect to its inputs."""

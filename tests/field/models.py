@@ -170,6 +170,12 @@ def heads_in_turn(case: Case):
     )
 
 
+@kind("warned", "find_unused_parameters=True", world_size=(1,), k=(2, 3), strategy=("wrap_ddp",))
+def heads_on_one_process(case: Case):
+    """Heads in turn, on one process, which trains what several ranks refuse."""
+    return heads_in_turn(case)
+
+
 @kind("equal")
 def tied_weights(case: Case):
     """A language model whose embedding and head are one parameter."""

@@ -226,3 +226,13 @@ class Reads(nn.Linear):
 def test_what_cannot_be_estimated_is_refused(arguments, text):
     with pytest.raises(ValueError, match=f"estimate_memory: {text}"):
         af.estimate_memory(**{"make_model": make_mlp, "device": "cpu"} | arguments)
+
+
+def test_gradients_of_half_precision_have_sums_in_float32():
+    def make():
+        dtype = torch.bfloat16
+        return nn.Linear(10, 10, bias=False, dtype=dtype), torch.zeros(4, 10, dtype=dtype)
+
+    one, several = af.estimate_memory(make, num_microbatches=[1, 2])
+    assert (one.gradients, several.gradients) == (100 * 2, 100 * (2 + 4))
+    assert several.peak >= one.peak + 100 * 4 - 100 * 2

@@ -73,13 +73,14 @@ def test_a_public_function_takes_what_it_is_documented_to_take(function):
     assert parameters_of(function) == SIGNATURES[function]
 
 
-def test_a_plan_is_four_things_a_reduction_and_slots_by_name():
+def test_a_plan_is_four_things_a_reduction_frozen_models_and_slots_by_name():
     given = list(inspect.signature(af.Plan).parameters.values())
-    first, (reduction, *slots) = given[:4], given[4:]
+    first, (reduction, frozen, *slots) = given[:4], given[4:]
     assert [each.name for each in first] == ["loss_fn", "model", "optimizer", "weight_fn"]
     assert first[3].default is af.num_samples
     assert (reduction.name, reduction.default) == ("reduction", "mean")
-    assert {each.kind for each in (reduction, *slots)} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {each.kind for each in (reduction, frozen, *slots)} == {inspect.Parameter.KEYWORD_ONLY}
+    assert frozen.name == "frozen"
     assert {each.default for each in slots} == {()}
 
 

@@ -354,3 +354,27 @@ def test_no_element_is_beyond_the_bound_and_those_within_stay(tensors, factor, m
     expected = flat(grads).clamp(-max_value, max_value)
     clamped = clamp_values(STATE, grads, max_value=max_value)
     torch.testing.assert_close(flat(clamped), expected, rtol=0, atol=0)
+
+
+def test_named_gives_the_parameters_that_have_a_gradient():
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(3, 1) for n in ("used", "frozen", "unused")})
+    model.double()["frozen"].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters()][::-1], lr=0.1)
+
+    def loss_fn(model, batch):
+        return (model["used"](batch) + model["frozen"](batch)).square().mean()
+
+    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    _, grads, _ = step.grads(state, torch.ones(4, 3).double())
+    expected = [("used.bias", model["used"].bias), ("used.weight", model["used"].weight)]
+    for each in (grads, grads.scaled(2.0), grads.scaled(2.0).map(torch.neg)):
+        found = [*each.named()]
+        assert [name for name, _, _ in found] == [name for name, _ in expected]
+        assert all(p is q for (_, p, _), (_, q) in zip(found, expected, strict=True))
+        values = [value for value in each.values() if value is not None]
+        assert all(map(torch.equal, (value for _, _, value in found), values))
+
+
+def test_named_refuses_gradients_that_no_step_has_made():
+    with pytest.raises(ValueError, match=r"Grads.named: gradients must be of a step"):
+        next(af.Grads((torch.ones(2),)).named())

@@ -177,3 +177,26 @@ def test_a_resumed_schedule_is_not_warned_of(tmp_path):
             step(new, BATCH)
 
     assert warned(run) == []
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_parameters_that_ranks_would_wait_for_are_warned_of_once_on_one_process(finds):
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 1), "unused": torch.nn.Linear(3, 1)})
+    plan = af.Plan(
+        lambda model, batch: model["used"](batch).square().mean(),
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    wrap = af.wrap_ddp(find_unused_parameters=True) if finds else af.wrap_ddp()
+    state, step = af.build(af.DistState(), wrap(plan))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            state, _ = step(state, torch.ones(4, 3))
+    texts = [
+        str(each.message) for each in found if "should reach all parameters" in str(each.message)
+    ]
+    assert len(texts) == (0 if finds else 1)
+    assert all("unused.weight, unused.bias, which wrap_ddp refuses" in text for text in texts)
+    listed = "unused     unused.weight, unused.bias, which wrap_ddp refuses on several ranks"
+    assert (listed in af.explain(step, state)) != finds

@@ -124,7 +124,7 @@ def wrong_plans():
         "slash": ({"a/b": sgd}, 'be named by strings without "/" and "@", got \'a/b\''),
         "number": ({1: sgd}, "be named by strings"),
         "model": ({"model": sgd}, 'not be named "model"'),
-        "transforms": ({"transforms": sgd}, 'not be named "model" or "transforms"'),
+        "transforms": ({"transforms": sgd}, 'not be named "model", "transforms" or "frozen"'),
         "twice": ({"a": sgd, "b": sgd}, "hold each optimizer once"),
     }
 

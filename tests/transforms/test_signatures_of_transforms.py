@@ -9,12 +9,12 @@ import pytest
 import accel_fn as af
 
 SIGNATURES = {
-    "place": "()",
+    "place": "(*, frozen_dtype=None)",
     "wrap": "()",
     "wrap_ddp": "(*, comm_hook=None, sync_batchnorm=False, **ddp_options)",
     "wrap_fsdp": (
         "(*, blocks=None, ignore=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
-        "reduce_dtype=torch.float32, offload=False, sync_batchnorm=False)"
+        "reduce_dtype=torch.float32, offload=False, sync_batchnorm=False, frozen=False)"
     ),
     "wrap_tp": "(styles='auto', *, axis='tp')",
     "wrap_deepspeed": "(config=None, *, stage=None, offload=None, nvme_path=None, **settings)",

@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FrozenEntry:
-    """A parameter that the checkpoint leaves out, with a hash of its bytes."""
+    """A frozen parameter, or a tensor of a frozen model, that is left out, with a hash of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -153,7 +153,7 @@ TABLE: dict[str, Row] = {
     "accelerator.prepare(models)": Row(
         "",
         "Each further model that trains, with its optimizer, is a plan of its own; a frozen one "
-        "stands beside the first in one nn.ModuleDict.",
+        "stands in the plan of the first: af.Plan(..., frozen=dict(teacher=teacher)).",
         (21,),
     ),
     "accelerator.prepare(loader)": Row("{loader} = af.shard_loader({loader}, state)", "", (2, 13)),
@@ -170,8 +170,9 @@ TABLE: dict[str, Row] = {
         transform="af.schedule({scheduler}, every={loader})",
     ),
     "accelerator.prepare_model": Row(
-        "one nn.ModuleDict for both models",
-        "A frozen second model stands beside the trained one in the plan.",
+        "af.Plan(loss_fn, model, optimizer, frozen=dict({model}={model}))",
+        "A frozen model stands beside the trained one in the plan, and loss_fn has a parameter frozen; "
+        "af.place(frozen_dtype=torch.bfloat16) moves and casts it.",
         arguments="model",
     ),
     "accelerator.prepare_data_loader": Row(

@@ -16,6 +16,7 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
 from accel_fn.step.checks.batch_norm import BatchNormCheck
 from accel_fn.step.checks.comparison import Comparison
+from accel_fn.step.checks.frozen import FrozenCheck
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.rows import check_rows
 from accel_fn.step.checks.warn import warn_user
@@ -39,6 +40,7 @@ class FirstBatches:
     ) -> None:
         self.comparison = Comparison(state, plan, strategy, check_loss=check_loss)
         self._batch_norm = BatchNormCheck(state, plan, strategy)
+        self._frozen = FrozenCheck(plan) if plan.frozen and state.is_main else None
         self._plan = plan
         self._model = plan.model
         self._strategy = strategy
@@ -111,6 +113,8 @@ class FirstBatches:
             check_copies("step", state, every)
             if self._num_batches == 1:
                 warn_of_equal_batches("step", state, every)
+        if self._frozen is not None:
+            self._frozen.look()
         self.comparison.look(state, batch, self._num_batches, leaves_out=bool(text))
         self._strategy.checks.is_due = True
         self._batch_norm.begin()

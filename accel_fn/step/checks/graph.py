@@ -41,6 +41,9 @@ class GraphChecks:
         self._finds_unused = finds_unused
         """May a loss miss parameters?"""
         self._is_main = is_main
+        self.unused: list[str] = []
+        """Parameters that a loss on one process has missed, and that several ranks would wait for."""
+        self._looks_for_unused = finds_unused and bool(plan.having("needs_every_parameter"))
         self._outside: list[ref[Tensor]] = []
         """Leaves of the graphs so far that were in no model of a plan, and in no batch."""
         self._warned: list[ref[Tensor]] = []
@@ -123,6 +126,19 @@ class GraphChecks:
         if True in missing and missing not in self._seen:
             self.check_reached()
             self._seen.add(missing)
+            if self._looks_for_unused and not self.unused:
+                self._note_unused()
+
+    def _note_unused(self) -> None:
+        """Warn once of what one process trains and several ranks refuse."""
+        named = self._plan.model.named_parameters()
+        self.unused = [n for n, p in named if p.requires_grad and p.grad is None]
+        if self._is_main:
+            warn_user(
+                "step: loss_fn should reach all parameters that require a gradient, got none for "
+                f"{_some(self.unused)}, which wrap_ddp refuses on several ranks; freeze what is not used, or "
+                "wrap_ddp(find_unused_parameters=True)"
+            )
 
     def check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
@@ -144,12 +160,16 @@ class GraphChecks:
 
 def not_reached(names: Sequence[str]) -> LossError:
     """The error for a loss whose backward leaves these parameters out."""
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    some = _some(names)
     return LossError(
         f"step: loss_fn must reach the model's parameters by the model given to it, got no gradient "
         f"for {some or 'some in the last micro-batch'}; no functional_call on copies, freeze what is not "
         "used, or wrap_ddp(find_unused_parameters=True)"
     )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def nodes_of(loss: Tensor) -> list[Node]:

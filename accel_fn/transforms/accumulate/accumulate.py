@@ -32,7 +32,8 @@ def accumulate(
     samples gives fewer parts. Each counts by its weight, so the gradient is
     that of the whole batch, to rounding, also if sizes do not divide evenly.
 
-    Law: the identity, for every number of micro-batches.
+    Law: the identity, for every number of micro-batches, to rounding: gradients of parameters in half
+    precision are added up in float32.
 
     Args:
         num_microbatches: >= 1; default: the launch's (`--num-microbatches` or
@@ -55,7 +56,9 @@ def accumulate(
         MemoryError: from the step, on all ranks, with "auto": one sample does not fit.
         TypeError: `split` is none of these.
 
-    Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. "auto" adds a
+    Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. Where
+    parameters are in half precision, the sums take 4 bytes a parameter, and one read and write for each
+    micro-batch. "auto" adds a
     copy of buffers and of random generators' states, and in a world of several a small
     collective; with `wrap_ddp`, averaging gradients then overlaps with no backward.
 

@@ -20,6 +20,7 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan, trained_by
 from accel_fn.step.report import Report
 from accel_fn.step.step import Stages
+from accel_fn.step.wide_sums import HALF
 from accel_fn.transforms.compile.optimizer_in_graph import (
     Captured,
     Group,
@@ -168,6 +169,7 @@ def _graph_function(
         scaler = state.scaler
         sums = MetricSums()
         parameters = [module.get_parameter(name) for name in trained]
+        owners = [*zip(trained, parameters, strict=True)]
         tensors: list[Tensor | None] = []
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
@@ -175,17 +177,20 @@ def _graph_function(
             share = None if shares is None else shares[index]
             of_loss = None if layout.is_sum else share
             found = gradients_of(loss, _seed(loss, of_loss, scaler), parameters)
-            tensors = (
-                [_sum(*pair) for pair in zip(tensors, found, strict=True)] if index else list(found)
-            )
+            added = [_widened(each) for each in found] if len(parts) > 1 else list(found)
+            tensors = [_sum(*pair) for pair in zip(tensors, added, strict=True)] if index else added
             losses.append(_times(loss.detach().to(layout.dtype), of_loss))
             if part is not None:
                 sums.add(metrics, 1.0 if share is None else share, losses[-1])
+        tensors = [
+            each if each is None else each.to(parameter.dtype)
+            for each, parameter in zip(tensors, parameters, strict=True)
+        ]
         # Without metrics, the graph does not depend on the layout, which the first step fixes.
         if sums.wrong or (sums.found and sums.differ_from(layout)):
             raise LossError("loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
-            grads = Grads(tuple(tensors), _factor(tensors, scaler))
+            grads = Grads(tuple(tensors), _factor(tensors, scaler), owners=owners)
             ok = None if scaler is None else torch.isfinite(grads.norm())
             for transform in plan.gradients:
                 grads = transform(state, grads)
@@ -221,6 +226,11 @@ def _factor(tensors: Sequence[Tensor | None], scaler: LossScale | None) -> Tenso
 
 def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
     return tensor if factor is None else tensor * factor
+
+
+def _widened(tensor: Tensor | None) -> Tensor | None:
+    """Return a gradient in which others can be added up."""
+    return tensor.float() if tensor is not None and tensor.dtype in HALF else tensor
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

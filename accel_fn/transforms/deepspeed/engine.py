@@ -125,6 +125,7 @@ class ZeRO(Strategy):
         self._own = own
         self._put(own)
         self.module = self.loss_module = self._engine
+        self.halves = []  # the engine adds up gradients, in the dtype of its settings
         if self._stage:
             refuse_state_dicts(plan.model, self._optimizer)
 

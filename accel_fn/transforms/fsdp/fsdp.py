@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ def wrap_fsdp(
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
     sync_batchnorm: bool = False,
+    frozen: bool = False,
 ) -> Transform:
     """Train one model in shards on all ranks: parameters, gradients and optimizer state, 1/W on each.
 
@@ -78,6 +79,8 @@ def wrap_fsdp(
             Gradients in float64 are added up in float64.
         offload: keep shards, gradients and optimizer state in host memory.
         sync_batchnorm: as for `wrap_ddp`.
+        frozen: shard the frozen models of the plan too, by their most frequent blocks, in the dtype that
+            `place` gives them. Default: they are whole on every rank.
 
     Returns:
         A transform.
@@ -115,6 +118,7 @@ def wrap_fsdp(
         "reshard_after_forward": reshard_after_forward,
         "offload": offload,
         "sync_batchnorm": sync_batchnorm,
+        "frozen": frozen,
     }
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     for name, flag in flags.items():
@@ -172,6 +176,8 @@ class FSDPSlot(SlotFunction):
         units = units_of(plan.model, blocks, ignore)
         is_split = bool(plan.shard_model)
         check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
+        for model in plan.frozen.values() if self.keywords["frozen"] else ():
+            check_shardable(model, units_of(model, None), (), is_split=False, is_frozen=True)
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_fsdp")
 
@@ -218,6 +224,7 @@ class FSDP(PaddingStrategy):
     ) -> None:
         before = dict(plan.model.named_parameters())
         sharded = ShardedLoss(module, keeps_whole=not reshard_after_forward)
+        settings["frozen"] = plan.frozen if settings["frozen"] else {}
         _shard(state, sharded, mesh, reshard_after_forward=reshard_after_forward, **settings)
         for optimizer in plan.optimizers.values():
             follow_shards(optimizer, before, plan.model)
@@ -265,6 +272,25 @@ class SyncedFSDP(SyncedStrategy, FSDP):
     """FSDP whose BatchNorm layers use the rows of all ranks."""
 
 
+def _innermost_first(units: Mapping[str, nn.Module]) -> list[str]:
+    return sorted(units, key=lambda name: name.count(".") if name else -1, reverse=True)
+
+
+def _shard_frozen(
+    sharded: ShardedLoss, frozen: Mapping[str, nn.Module], options: Mapping[str, Any]
+) -> None:
+    """Shard frozen models, unit by unit; what is outside of blocks stays whole for the loss."""
+    for name, model in frozen.items():
+        units, tops = units_of(model, None), dict(tops_of(model, ""))
+        for place in _innermost_first(units):
+            reshard = place not in tops
+            shard = partial(fully_shard, reshard_after_forward=reshard, **options)
+            sharded.shard(units[place], shard)
+        sharded.add_frozen(name, model)
+        for top in tops.values():
+            sharded.add_frozen_top(top)
+
+
 def _shard(
     state: DistState,
     sharded: ShardedLoss,
@@ -276,8 +302,9 @@ def _shard(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     offload: bool,
+    frozen: Mapping[str, nn.Module],
 ) -> None:
-    """Shard the model of a loss, unit by unit, from rank 0's parameters and buffers."""
+    """Shard the model of a loss, unit by unit, from rank 0's parameters and buffers, and frozen models."""
     model = loss_module_of(sharded).model
     units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
     tops = {name: top for name, top in tops_of(model, "") if name in units}
@@ -293,9 +320,10 @@ def _shard(
     }
     # Inner units first, since a unit takes all parameters that no other one has. What is outside of
     # blocks stays whole until the backward: the loss may call any method of the model.
-    for name in sorted(units, key=lambda name: name.count(".") if name else -1, reverse=True):
+    for name in _innermost_first(units):
         reshard = reshard_after_forward and name not in tops
         sharded.shard(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
+    _shard_frozen(sharded, frozen, {**options, "mp_policy": MixedPrecisionPolicy()})
     for top in tops.values():
         sharded.add_top(top)
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)

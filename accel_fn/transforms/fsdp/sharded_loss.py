@@ -50,6 +50,10 @@ class ShardedLoss(nn.Module):
         """The nodes where gradients of shards arrive. Without a reference, nodes and their hooks would go."""
         self._tops: list[nn.Module] = []
         """The modules of these that hold parameters outside of all blocks."""
+        self._frozen: dict[str, nn.Module] = {}
+        """Frozen models in shards, by name."""
+        self._is_running = False
+        """Is a loss being computed, also without gradients?"""
 
     def shard(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
         """Shard the parameters of a part of the model, which keeps its class."""
@@ -63,6 +67,23 @@ class ShardedLoss(nn.Module):
         self._tops.append(top)
         top.register_forward_hook(self.free)
 
+    def add_frozen(self, name: str, model: nn.Module) -> None:
+        """Make a frozen model, whose units are sharded, one of the modules that this loss gathers."""
+        # As a child of this module, it has FSDP's root, streams and order of collectives in common.
+        self.add_module(f"frozen_{len(self._frozen)}", model)
+        self._frozen[name] = model
+
+    def add_frozen_top(self, top: nn.Module) -> None:
+        """Gather what a frozen model holds outside of its blocks, for a loss or for one call."""
+        self._tops.append(top)
+        top.register_forward_hook(self._free_after_call)
+
+    def _free_after_call(self, *_: object) -> None:
+        """Reshard what was called outside of a loss, in which another method may follow the forward."""
+        if not self._is_running:
+            self._call("reshard", self._kinds)
+            self._forget_forwards()
+
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
         """Return the loss of a batch; for None, a zero that reaches every shard."""
         self._is_empty = batch is None
@@ -71,7 +92,7 @@ class ShardedLoss(nn.Module):
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
         self._call("unshard", self._tops)  # the loss may call any method of the model
-        self._is_in_loss = torch.is_grad_enabled()
+        self._is_in_loss, self._is_running = torch.is_grad_enabled(), True
         try:
             outcome: Outcome = self.module(batch, left_out)
         except RuntimeError as error:
@@ -79,7 +100,7 @@ class ShardedLoss(nn.Module):
                 raise LossError(_BLOCKS_ALONE) from error
             raise
         finally:
-            self._is_in_loss = False
+            self._is_in_loss = self._is_running = False
         self.free()
         if any(map(is_sharded, tree_leaves(outcome))):
             raise LossError(_BLOCKS_ALONE)
@@ -163,6 +184,8 @@ class ShardedLoss(nn.Module):
             return
         shard_axis, *others = mesh.get_all_groups()[::-1]
         names = {each: name for name, each in loss_module_of(self).model.named_modules()}
+        for name, model in self._frozen.items():
+            names |= {each: f"{key} of {name}".strip() for key, each in model.named_modules()}
         for number, unit in enumerate(self._kinds):
             name = names[unit] or "the model outside of its blocks"
             if not any(self._group_parameters([unit])):  # inner units hold all of its parameters

@@ -39,10 +39,13 @@ def check_shardable(
     ignored: Collection[nn.Parameter],
     *,
     is_split: bool,
+    is_frozen: bool = False,
 ) -> None:
     """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
     holders: dict[nn.Parameter, tuple[str, str]] = {}
-    first = next(p for p in model.parameters() if p.requires_grad)
+    # Frozen models that are not frozen yet require gradients, which nobody adds up.
+    added = [p for p in model.parameters() if p.requires_grad and not is_frozen]
+    dtype = added[0].dtype if added else None
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in ignored:
             if parameter.requires_grad:
@@ -59,7 +62,7 @@ def check_shardable(
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         # FSDP adds up the gradients of a unit in one buffer.
-        is_of_one_dtype = parameter.dtype == first.dtype or not parameter.requires_grad
+        is_of_one_dtype = not parameter.requires_grad or dtype in (None, parameter.dtype)
         whole = is_split or not is_sharded(parameter)
         rules = {
             "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
@@ -67,7 +70,7 @@ def check_shardable(
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
             "hold contiguous parameters; make it so": parameter.is_contiguous(),
-            f"train parameters of one dtype, {first.dtype}; convert it": is_of_one_dtype,
+            f"train parameters of one dtype, {dtype}; convert it": is_of_one_dtype,
         }
         for text, holds in rules.items():
             if not holds:

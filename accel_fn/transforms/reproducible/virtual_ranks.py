@@ -32,6 +32,7 @@ from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
+from accel_fn.step.wide_sums import WideBackward
 from accel_fn.transforms.reproducible.tree_sum import Tensors, Tree, sum_over_ranks
 
 _TRACKING = (
@@ -168,11 +169,15 @@ class VirtualRanks(Strategy):
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
         outputs = self.checks.watched(partial(self.outputs, plan, state))
+        sums_wide = self.halves and len(parts) > 1
+        backward = (
+            WideBackward(self.backward, self.halves, len(parts)) if sums_wide else self.backward
+        )
         for part, weight in zip(parts, weights, strict=True):
             loss, found = outputs(_in_own_memory(state, part), weight)
             part_of_all = shares(weight, total)
             share = 1.0 if self.layout.is_sum else part_of_all
-            self.backward(loss, seed_of(loss, share, state.scaler))
+            backward(loss, seed_of(loss, share, state.scaler))
             if not weight:
                 self.zero_gradients()
                 continue

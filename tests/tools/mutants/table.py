@@ -31,6 +31,7 @@ LOOK, VERDICTS, TRIAL = (
     "step/checks/trial.py",
 )
 BATCH_NORM = "comm/batch_norm.py"
+FROZEN = "step/frozen_models.py"
 DDP, FSDP = "transforms/ddp.py", "transforms/fsdp/fsdp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
@@ -799,6 +800,61 @@ MUTANTS = [
         "        if fn is not F.batch_norm:\n",
         "        if True:\n",
         "tests/step/test_comparison.py",
+    ),
+    Mutant(
+        "gradients of half-precision parameters are summed in half precision",
+        "step/wide_sums.py",
+        "grad.float() if wide is None",
+        "grad if wide is None",
+        f"{LAWS}02_half_precision.py",
+        kind="cuts.parameters_in_half_precision",
+    ),
+    Mutant(
+        "gradients have the names of other parameters",
+        STRATEGY,
+        'names.get(id(each), "")',
+        'next(reversed(names.values()), "")',
+        "tests/step/test_grads.py",
+        kind="losses.rule_by_parameter",
+    ),
+    Mutant(
+        "unused parameters on one process are passed over",
+        "step/checks/graph.py",
+        "if self._looks_for_unused and not self.unused:",
+        "if False:",
+        "tests/step/test_habits.py",
+        kind="models.heads_on_one_process",
+    ),
+    Mutant(
+        "frozen models stay in training mode",
+        FROZEN,
+        "model.eval().requires_grad_(False)",
+        "model.requires_grad_(False)",
+        f"{LAWS}03_frozen_models.py",
+        kind="losses.text_to_image",
+    ),
+    Mutant(
+        "each rank keeps its own frozen models",
+        FROZEN,
+        "    if state.world_size > 1:\n        for _, tensor",
+        "    if state.world_size > 99:\n        for _, tensor",
+        f"{LAWS}03_frozen_models.py",
+        kind="losses.text_to_image",
+    ),
+    Mutant(
+        "a frozen model that the loop moves is passed over",
+        "step/checks/frozen.py",
+        "if changed and not self._has_warned_of_change:",
+        "if False:",
+        "tests/step/test_frozen_models.py",
+        kind="losses.moving_teacher",
+    ),
+    Mutant(
+        "a run resumes with other frozen models",
+        "checkpoint/compare.py",
+        "if (is_model(name) or is_frozen(name)) and _fits",
+        "if is_model(name) and _fits",
+        "tests/step/test_frozen_models.py",
     ),
     Mutant(
         "a schedule of epochs is one batch late",
