@@ -68,7 +68,17 @@ def _not_restored(mapping: Any) -> BatchError:
     )
 
 
-pytree.register_pytree_node(_Node, lambda node: (node.values, node.form), _restored)
+def _with_keys(node: _Node) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Form]:
+    keys: list[pytree.KeyEntry] = [pytree.MappingKey(key) for key in node.form.keys]
+    return [*zip(keys, node.values, strict=True)], node.form
+
+
+pytree.register_pytree_node(
+    _Node,
+    lambda node: (node.values, node.form),
+    _restored,
+    flatten_with_keys_fn=_with_keys,
+)
 
 
 def node_of(tree: Any) -> Any:

@@ -56,8 +56,10 @@ def part(tree: T, state: DistState) -> T:
     return rows_of_rank(tree, state.data.rank, state.data.world_size, "part")
 
 
-def rows_of_rank(tree: T, rank: int, world_size: int, function: str, repair: str = "") -> T:
-    """Take a rank's rows, as `part` does; errors are raised in the name of `function`."""
+def rows_of_rank(
+    tree: T, rank: int, world_size: int, function: str, name: str = "tree", repair: str = ""
+) -> T:
+    """Take a rank's rows, as `part` does; errors are raised in the name of `function`, and call it `name`."""
     if tree is None:
         return tree
     rows = tree if shapes_of(tree) else _marked(tree)
@@ -65,7 +67,6 @@ def rows_of_rank(tree: T, rank: int, world_size: int, function: str, repair: str
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1:
         rule, got = "hold tensors or lists of one length", shapes or type(tree).__name__
-        name = "tree" if function == "part" else "a ready batch"
         raise BatchError(message(function, name, rule, got, repair))
     if world_size == 1:
         return tree

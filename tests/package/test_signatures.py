@@ -29,7 +29,7 @@ SIGNATURES = {
     af.explain: "plan, state",
     af.num_samples: "batch",
     af.num_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
-    af.shard_loader: "loader, state, *, batch='global', split='auto', read_ahead=None",
+    af.shard_loader: "loader, state, *, batch='global', split='auto', collate='rank', read_ahead=None",
     af.ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
     af.part: "tree, state",
     af.draw: "state, fn, name=''",

@@ -605,8 +605,8 @@ MUTANTS = [
     Mutant(
         "of a ready batch every rank takes the first rows",
         "data/collate.py",
-        "self.collate_fn(items[0]), self.rank, self.world_size",
-        "self.collate_fn(items[0]), 0, self.world_size",
+        'batch, self.rank, self.world_size, "shard_loader", "a ready batch", repair',
+        'batch, 0, self.world_size, "shard_loader", "a ready batch", repair',
         "tests/data/test_ready_batches.py",
         kind="data.ready_batches",
     ),
@@ -776,6 +776,20 @@ MUTANTS = [
         "        pass\n",
         "tests/step/test_comparison.py",
         kind="cuts.collate_that_centres",
+    ),
+    Mutant(
+        "a rank keeps the first rows of a batch that all ranks collate",
+        "data/collate.py",
+        'return rows_of_rank(batch, self.rank, self.world_size, "shard_loader", name, repair)',
+        'return rows_of_rank(batch, 0, self.world_size, "shard_loader", name, repair)',
+        f"tests/data/test_collate_global.py {LAWS}08_sharding.py",
+    ),
+    Mutant(
+        "a number by which a loss differs is taken for one of a sum",
+        VERDICTS,
+        "if numbers and adds_up and",
+        "if False and adds_up and",
+        "tests/step/test_comparison.py tests/field/test_catalogue.py",
     ),
     Mutant(
         "rows that have roles by their place are cut",
