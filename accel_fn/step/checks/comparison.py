@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import num_samples, tensors_of
+from accel_fn.base.batch import num_samples, shapes_of, tensors_of
 from accel_fn.base.mappings import opened
 from accel_fn.base.origin import origin_of
 from accel_fn.base.out_of_memory import is_memory
@@ -73,6 +73,8 @@ class Comparison:
         self._num_failures = self._num_looks = 0
         self.is_due = False
         """Is the next batch looked at, since this one could not be compared?"""
+        self.has_one_value_a_row = False
+        """Has one row no variance in a BatchNorm that trains? The same on all ranks."""
         self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
 
     @property
@@ -96,6 +98,8 @@ class Comparison:
             self.verdicts.not_compared(every)
             return
         self._num_looks += 1
+        found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
+        self.has_one_value_a_row |= any(each.has_one_value_a_row for each in found)
         self.is_due = True  # after an error, too
         self.verdicts.judge(every, of_samples, number)
         self.is_due = False
@@ -139,11 +143,15 @@ class Comparison:
         every = _on_all_ranks(state, strategy, compare)
         if not isinstance(every, str) and any(each.calls_collectives for each in every):
             writes = [each.writes for each in every]
+            narrow = any(each.has_one_value_a_row for each in every)
             dealt = _Deals(state, plan, strategy, rows)
             every = _on_all_ranks(state, strategy, dealt.compare)
             if not isinstance(every, str):
                 pairs = zip(every, writes, strict=True)
-                every = [replace(each, writes=of_rank) for each, of_rank in pairs]
+                every = [
+                    replace(each, writes=of_rank, has_one_value_a_row=narrow)
+                    for each, of_rank in pairs
+                ]
         if isinstance(every, str):
             return every
         joins = any(each.calls_collectives for each in every)
@@ -408,7 +416,11 @@ class _Looks:
         trial.draws.record(whole=True)
         first = measure.whole(self._rows)
         if trial.calls_collectives:
-            return Found(calls_collectives=True, writes=self._writes_of_all(first))
+            return Found(
+                calls_collectives=True,
+                writes=self._writes_of_all(first),
+                has_one_value_a_row=self._has_one_value_a_row(),
+            )
         if trial.draws.has_any:
             first = self._with_same_draws()
         cuts, metrics, gradients, of_parts, last = self._against(first)
@@ -424,9 +436,14 @@ class _Looks:
             trial.dtypes(),
             {name: each for name, each in metrics.items() if not agree(each, tolerance)},
             self._writes(first, of_parts, tolerance),
+            has_one_value_a_row=self._has_one_value_a_row(),
             unseen=unseen,
             denominators=self._denominators(tolerance),
         )
+
+    def _has_one_value_a_row(self) -> bool:
+        rows = {shape[0] for shape in shapes_of(self._rows.batch)}
+        return rows == {self._trial.least_values}
 
     def _denominators(self, tolerance: tuple[float, float]) -> list[str]:
         """The numbers that a collate_fn makes, with which of all samples a part has another loss."""

@@ -106,6 +106,8 @@ class Found:
     """The same rows, and with one of them moved to another rank."""
     denominators: Sequence[str] = ()
     """Numbers that a collate_fn computes over its samples, and by which the loss differs."""
+    has_one_value_a_row: bool = False
+    """Does a BatchNorm that trains get one value a feature of each row, so that one row has no variance?"""
     unseen: str = ""
     """What could not be compared, though the losses were."""
 

@@ -523,6 +523,14 @@ MUTANTS = [
         kind="models.batch_norm_of_micro_batches",
     ),
     Mutant(
+        "one row of a rank under BatchNorm raises on this rank alone",
+        LOOP,
+        "    if strategy.check_parts is not None and failure is None:\n",
+        "    if False:\n",
+        "tests/step/test_batch_norm_check.py",
+        kind="models.one_row_of_batch_norm",
+    ),
+    Mutant(
         "a block is recomputed with the attributes of now",
         "transforms/activation_checkpointing.py",
         "    _fill(contents)\n    _put(buffers)",
