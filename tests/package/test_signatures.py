@@ -32,7 +32,7 @@ SIGNATURES = {
     af.shard_loader: "loader, state, *, batch='global', split='auto', collate='rank', read_ahead=None",
     af.ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
     af.part: "tree, state",
-    af.draw: "state, fn, name=''",
+    af.draw: "state, fn, name='', *, rows=()",
     af.gather: "tree, state, *, axis=None",
     af.reduce_sum: "tree, state, *, axis=None",
     af.reduce_max: "tree, state",

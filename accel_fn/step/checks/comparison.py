@@ -259,7 +259,7 @@ def _joined(batch: Any, state: DistState) -> Any:
     def is_column(node: Any) -> bool:
         return type(node) is Samples or (type(node) is list and not tensors_of(node))
 
-    leaves, form = pytree.tree_flatten(batch, is_column)
+    leaves, form = pytree.tree_flatten(opened(batch, is_column), is_column)
     return pytree.tree_unflatten([*gather(tuple(leaves), state)], form)
 
 

@@ -523,6 +523,13 @@ MUTANTS = [
         kind="models.batch_norm_of_micro_batches",
     ),
     Mutant(
+        "rows that are drawn for a batch are cut evenly, not as the batch is",
+        "data/draw.py",
+        'split_rows(drawn, sizes, "draw")[state.data.rank]',
+        "part(drawn, state)",
+        "tests/data/test_draw.py",
+    ),
+    Mutant(
         "one row of a rank under BatchNorm raises on this rank alone",
         LOOP,
         "    if strategy.check_parts is not None and failure is None:\n",
