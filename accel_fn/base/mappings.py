@@ -1,14 +1,16 @@
-"""Mappings of classes that torch's pytree does not know, as nodes that it knows."""
+"""Mappings and dataclasses that torch's pytree does not know, as nodes that it knows."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from accel_fn.base.samples import Samples
 from accel_fn.errors import BatchError
 
 
@@ -39,6 +41,8 @@ class _Node:
 
 def _restored(values: Iterable[Any], form: Any) -> Any:
     """Return a mapping of the same class with other values."""
+    if isinstance(form, _FormOfFields):
+        return form.restored(values)
     mapping: Any = form.mapping
     items = dict(zip(form.keys, values, strict=True))
     made: Any = None
@@ -68,20 +72,72 @@ def _not_restored(mapping: Any) -> BatchError:
     )
 
 
-pytree.register_pytree_node(_Node, lambda node: (node.values, node.form), _restored)
+def _with_keys(node: _Node) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Form]:
+    keys: list[pytree.KeyEntry] = [pytree.MappingKey(key) for key in node.form.keys]
+    return [*zip(keys, node.values, strict=True)], node.form
+
+
+pytree.register_pytree_node(
+    _Node,
+    lambda node: (node.values, node.form),
+    _restored,
+    flatten_with_keys_fn=_with_keys,
+)
+
+
+class _FormOfFields(_Form):
+    """A dataclass that torch's pytree does not know: the names of its fields, and all that a copy has."""
+
+    def __init__(self, instance: Any) -> None:
+        self.mapping = instance
+        self.keys = [each.name for each in fields(instance)]
+
+    def restored(self, values: Iterable[Any]) -> Any:
+        """Return a dataclass with other values, and without a call of its `__post_init__`."""
+        made = copy.copy(self.mapping)
+        for name, value in zip(self.keys, values, strict=True):
+            object.__setattr__(made, name, value)  # it may be frozen
+        return made
 
 
 def node_of(tree: Any) -> Any:
-    """Return a mapping that pytree does not know as a node that it knows; anything else as it is."""
-    if type(tree) not in pytree.SUPPORTED_NODES and isinstance(tree, Mapping):
+    """Return a mapping, or a dataclass with rows, as a node that pytree knows; anything else as it is."""
+    if type(tree) in pytree.SUPPORTED_NODES:
+        return tree
+    if isinstance(tree, Mapping):
         return _Node([*tree.values()], _Form(tree))
+    if is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        form = _FormOfFields(tree)
+        values = [getattr(tree, name) for name in form.keys]
+        # Others are settings, which go to every part whole.
+        if any(map(_has_rows, pytree.tree_leaves([*map(opened, values)], _is_samples))):
+            return _Node(values, form)
     return tree
+
+
+class TensorPlace:
+    """Stands for a tensor in a tree that is sent without it."""
+
+    __slots__ = ()
+
+    @property
+    def ndim(self) -> int:
+        """The number of the tensor's dimensions."""
+        raise NotImplementedError
+
+
+def _has_rows(leaf: Any) -> bool:
+    return _is_samples(leaf) or (isinstance(leaf, Tensor | TensorPlace) and leaf.ndim > 0)
+
+
+def _is_samples(leaf: Any) -> bool:
+    return type(leaf) is Samples
 
 
 def opened(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Return a tree in which pytree finds the tensors of every `Mapping`, such as a `BatchEncoding`.
 
-    What pytree makes of it has all mappings in their own classes.
+    It finds those of dataclasses, too. What pytree makes of the tree has all of them in their own classes.
     """
 
     def open_node(leaf: Any) -> Any:

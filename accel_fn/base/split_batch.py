@@ -136,9 +136,7 @@ class _RowSplit:
         rows = held_rows(leaf)
         if rows or num_rows == self.num_rows or isinstance(leaf, np.ndarray):
             holds = "that holds tensors" if rows else f"of length {num_rows}"
-            repair = (
-                f"make it a tensor, a dict or a dataclass that torch's pytree knows, or {_SPLIT}"
-            )
+            repair = f"make it a tensor, a dict or a dataclass, or {_SPLIT}"
             rule = "hold rows in tensors, lists, and containers that torch's pytree knows"
             self._refuse(rule, f"a {type(leaf).__name__} {holds}", repair)
         return [leaf] * len(self.sizes)

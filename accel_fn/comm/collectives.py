@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.mappings import opened
+from accel_fn.base.mappings import TensorPlace, opened
 from accel_fn.base.state import DistState, check_state
 from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import (
@@ -125,13 +125,17 @@ def _pickled(leaves: Sequence[Any], structure: pytree.TreeSpec) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hole:
+class _Hole(TensorPlace):
     """The place of a tensor in a tree that is pickled without it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_graph: bool = False
     """Does a gradient go through it?"""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Hole:

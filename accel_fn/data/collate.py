@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from accel_fn.base.batch import ATOMS, columns_of, tensors_of
+from accel_fn.base.batch import ATOMS, columns_of, shapes_of, tensors_of
 from accel_fn.base.mappings import node_of
 from accel_fn.base.samples import Samples
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
@@ -40,7 +42,11 @@ class Collate:
 
     def empty(self, one: Any, two: Any) -> Any:
         """Return the batch of no samples, by a sample and twice this sample; None if rows cannot be cut."""
-        return without_rows(self._collate_fn(one), self._twice(two))
+        return self.without_rows(self._collate_fn(one), two)
+
+    def without_rows(self, batch: Any, two: Any) -> Any:
+        """Return the batch of a sample without its rows, by twice this sample."""
+        return without_rows(batch, self._twice(two))
 
     def _twice(self, samples: Any) -> Any:
         """Return a batch whose rows are counted and not used; None if the collate_fn raises."""
@@ -80,9 +86,37 @@ class ReadyBatch:
     def __call__(self, items: list[Any]) -> Any:
         """Return the rows of the one item."""
         repair = "give the DataLoader a batch_size if the data set gives samples"
+        batch = self.collate_fn(items[0])
         return rows_of_rank(
-            self.collate_fn(items[0]), self.rank, self.world_size, "shard_loader", repair
+            batch, self.rank, self.world_size, "shard_loader", "a ready batch", repair
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """Collates all samples of a batch, and takes this rank's rows."""
+
+    collate: Collate
+    rank: int
+    world_size: int
+
+    def __call__(self, samples: Any, count: int | None = None) -> Any:
+        """Return this rank's rows of the batch of these samples."""
+        # A list of one text is no column of rows: whether it has rows, two samples show.
+        is_one = self.rank > 0 and isinstance(samples, list) and len(samples) == 1
+        two = twice(samples) if is_one else None
+        batch = self.collate(samples, count)
+        if two is not None and {shape[0] for shape in shapes_of(batch)} == {1}:
+            return self.collate.without_rows(batch, two)
+        name, repair = "what collate_fn returns", 'use collate="rank" where rows are no samples'
+        return rows_of_rank(batch, self.rank, self.world_size, "shard_loader", name, repair)
+
+
+def stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
+    """Is it torch's default collate_fn, without other registered types?"""
+    return collate_fn is default_collate and all(
+        fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
+    )
 
 
 def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tuple[Any, ...]]]:

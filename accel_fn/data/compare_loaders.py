@@ -58,6 +58,7 @@ class SamplerOptions:
     num_workers: int
     prefetch_factor: int | None
     read_at_once: int | None
+    collates_whole: bool
 
 
 def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
@@ -77,6 +78,7 @@ def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOpti
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
         read_at_once=sampling.at_once,
+        collates_whole=sampling.collates_whole,
     )
 
 

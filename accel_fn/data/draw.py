@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
-from accel_fn.base.batch import shapes_of
+from accel_fn.base.batch import num_samples, shapes_of
 from accel_fn.base.rng import generator_of
-from accel_fn.base.state import DistState, check_state
+from accel_fn.base.split_batch import split_rows
+from accel_fn.base.state import DistState, check_state, data_places
+from accel_fn.comm.primitives import exchange_number
 from accel_fn.data.part import part
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
 T = TypeVar("T")
 
 
-def draw(state: DistState, fn: Callable[[torch.Generator], T], name: str = "") -> T:
+def draw(state: DistState, fn: Callable[..., T], name: str = "", *, rows: object = ()) -> T:
     """Draw random numbers for a global batch, and take this rank's rows of them.
 
     Every rank draws the rows of the whole batch, from one generator that is seeded by `state.seed`,
@@ -32,9 +34,12 @@ def draw(state: DistState, fn: Callable[[torch.Generator], T], name: str = "") -
     Args:
         state: of the step that the rows are for.
         fn: draws from the generator, which is on the host, and returns a tree of tensors
-            [num_rows, ...], as many rows as the *global* batch has: the DataLoader's `batch_size`, or
-            `reduce_sum(len(x), state)` of the ranks' parts `x` if the last batch may be shorter.
+            [num_rows, ...], as many rows as the *global* batch has: the DataLoader's `batch_size`. With
+            `rows`, it is called as `fn(generator, num_rows)`.
         name: of the draw.
+        rows: this rank's part of the batch that the draws are for, which may be shorter than others, as the
+            last batch of an epoch is, or None, which has no rows. All ranks give theirs, and each gets as
+            many rows as it has.
 
     Returns:
         The tree with this rank's rows, on the host; `place` moves them with the batch. Where the
@@ -43,15 +48,20 @@ def draw(state: DistState, fn: Callable[[torch.Generator], T], name: str = "") -
     Raises:
         TypeError: `fn` cannot be called, or `name` is no string.
         ValueError: `fn` returns no rows, different numbers of them, or rows that it did not draw from
-            the generator.
+            the generator; `rows` cannot be counted.
 
-    Cost: `fn` for the whole batch on every rank, and some microseconds; no message.
+    Cost: `fn` for the whole batch on every rank, and some microseconds; no message without `rows`, with
+    them one small collective in a world of several.
 
     >>> import torch, accel_fn as af
     >>> state = af.DistState(rank=1, world_size=2)
     >>> noise = af.draw(state, lambda generator: torch.randn(6, 16, generator=generator))
     >>> noise.shape
     torch.Size([3, 16])
+    >>> def noise_of(generator, num_rows):
+    ...     return torch.randn(num_rows, 16, generator=generator)
+    >>> af.draw(af.DistState(), noise_of, rows={"image": torch.zeros(5, 3)}).shape
+    torch.Size([5, 16])
     """
     check_state("draw", state)
     if not callable(fn):
@@ -64,14 +74,33 @@ def draw(state: DistState, fn: Callable[[torch.Generator], T], name: str = "") -
         raise ArgumentTypeError(message("draw", "name", "be a string", name))
     generator = generator_of(state, name)
     before = generator.get_state()
-    rows = fn(generator)
-    shapes = shapes_of(rows)
+    sizes = None if type(rows) is tuple and not rows else _sizes(rows, state)
+    drawn = fn(generator) if sizes is None else fn(generator, sum(sizes))
+    shapes = shapes_of(drawn)
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1:
-        rule, got = "return tensors of one number of rows", shapes or type(rows).__name__
+        rule, got = "return tensors of one number of rows", shapes or type(drawn).__name__
         raise BatchError(message("draw", "fn", rule, got))
+    if sizes is not None and counts != {sum(sizes)}:
+        rule = f"return as many rows as it is given, {sum(sizes)}"
+        raise BatchError(message("draw", "fn", rule, f"{next(iter(counts))} rows"))
     # torch draws nothing for no row, and no permutation of one
     if counts.pop() > 1 and torch.equal(generator.get_state(), before):
         rule, repair = "draw from the generator that it is given", "torch.randn(..., generator=g)"
         raise ArgumentError(message("draw", "fn", rule, "none of its numbers", repair))
-    return part(rows, state)
+    if sizes is None:
+        return part(drawn, state)
+    return cast("T", split_rows(drawn, sizes, "draw")[state.data.rank])
+
+
+def _sizes(rows: object, state: DistState) -> list[int]:
+    """Return the number of rows of each rank that shares the batch; raise on all if one cannot count."""
+    failure: Exception | None = None
+    try:
+        count = num_samples(rows)
+    except Exception as error:
+        count, failure = -1, error
+    counts = [count] if state.world_size == 1 else exchange_number(count, state, "draw")
+    if min(counts) < 0:
+        raise failure or BatchError("draw: rows must be countable, got others on another rank")
+    return counts[data_places(state)]

@@ -166,6 +166,10 @@ class ItemOrder(Order):
     """The order of items that are global batches: every rank reads each, so it is that of one rank."""
 
 
+class WholeOrder(Order):
+    """The order of batches that every rank reads whole and collates, before it cuts its part."""
+
+
 def no_numbers() -> ArgumentError:
     """Make the error of `indices` for an item that is a whole batch."""
     rule, got = "give samples", "batches, whose rows have no numbers"

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from accel_fn.base.batch import shapes_of, tensors_of
 from accel_fn.base.mappings import opened
 from accel_fn.base.samples import Samples
-from accel_fn.base.split_batch import part_sizes, split_rows
+from accel_fn.base.split_batch import part_bounds, part_sizes, split_rows
 from accel_fn.base.state import DistState, check_state
 from accel_fn.errors import BatchError, message
 
@@ -31,7 +31,8 @@ def part(tree: T, state: DistState) -> T:
             classes that torch's pytree knows. Lists of num_rows non-tensors, tuples of as many
             strings and arrays of NumPy are cut too; 0-dim tensors, numbers and strings go to every
             rank whole. A plain list of tensors is structure: mark a list of samples by `samples`.
-            Where no tensor has rows, the items of each list are its rows: prompts, file names.
+            Where no tensor has rows, the items of each list are its rows: prompts, file names. Dataclasses
+            are taken by their fields. Or a `datasets.Dataset`, of which a rank gets the rows by `select`.
         state: of this rank.
 
     Returns:
@@ -53,11 +54,17 @@ def part(tree: T, state: DistState) -> T:
     {'prompts': ['a', 'b'], 'tokens': 20}
     """
     check_state("part", state)
+    if _is_table(tree):
+        table: Any = tree
+        bounds = part_bounds(len(table), state.data.world_size, state.data.rank)
+        return cast("T", table if state.data.world_size == 1 else table.select(range(*bounds)))
     return rows_of_rank(tree, state.data.rank, state.data.world_size, "part")
 
 
-def rows_of_rank(tree: T, rank: int, world_size: int, function: str, repair: str = "") -> T:
-    """Take a rank's rows, as `part` does; errors are raised in the name of `function`."""
+def rows_of_rank(
+    tree: T, rank: int, world_size: int, function: str, name: str = "tree", repair: str = ""
+) -> T:
+    """Take a rank's rows, as `part` does; errors are raised in the name of `function`, and call it `name`."""
     if tree is None:
         return tree
     rows = tree if shapes_of(tree) else _marked(tree)
@@ -65,12 +72,17 @@ def rows_of_rank(tree: T, rank: int, world_size: int, function: str, repair: str
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1:
         rule, got = "hold tensors or lists of one length", shapes or type(tree).__name__
-        name = "tree" if function == "part" else "a ready batch"
         raise BatchError(message(function, name, rule, got, repair))
     if world_size == 1:
         return tree
     found = split_rows(rows, part_sizes(counts.pop(), world_size), function)[rank]
     return cast("T", found if rows is tree else _unmarked(found))
+
+
+def _is_table(tree: object) -> bool:
+    """Is it a `datasets.Dataset`?"""
+    kind = type(tree)
+    return kind.__module__.startswith("datasets.") and hasattr(kind, "select")
 
 
 def _marked(tree: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_fn.base.state import DistState, check_state, over
 from accel_fn.comm.messages import open_channel
+from accel_fn.data.collate import stacks_plainly
 from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
 from accel_fn.data.loader import ShardedLoader
@@ -22,6 +24,7 @@ from accel_fn.data.streams.stream_options import read_stream_options
 from accel_fn.errors import ArgumentError, message
 
 _SPLITS = ("auto", "round_robin", "workers")
+_COLLATES = ("rank", "global")
 
 
 def shard_loader(
@@ -30,6 +33,7 @@ def shard_loader(
     *,
     batch: Literal["global", "per_rank"] = "global",
     split: Literal["auto", "round_robin", "workers"] = "auto",
+    collate: Literal["rank", "global"] = "rank",
     read_ahead: int | None = None,
 ) -> ShardedLoader:
     """Split every batch of a `DataLoader` over the ranks, exactly.
@@ -47,7 +51,7 @@ def shard_loader(
 
     Args:
         loader: over any data set; its collate_fn, workers, pinning and so on are
-            kept. The collate_fn is called with the samples of a rank's part. Rank 0 runs your own sampler
+            kept. Rank 0 runs your own sampler
             or batch sampler, with its own random numbers, and sends every rank its part: all ranks iterate
             such a loader together. With `batch_size=None`, each item is a global batch, cut as by `part`,
             and each list of indices that a sampler gives is cut before its rows are read.
@@ -62,6 +66,11 @@ def shard_loader(
             and a shard for each, else round robin. If shards are uneven, items of the
             longer ones move to other ranks; which items make a batch then
             depends on the world size.
+        collate: "rank": collate_fn is called with the samples of a rank's part. "global": every rank reads
+            and collates the whole batch, then keeps its rows, for a collate_fn that computes over all
+            samples: a denominator, mixed images. It must return as many rows in each tensor, and, where
+            it draws random numbers, the same ones on every rank. Nothing changes with torch's own
+            collate_fn, which stacks samples.
         read_ahead: how many batches a sampler or batch sampler of your own may be read ahead of the loop,
             which may change it as it goes: sampling weights, say. Default: as few as torch's loader
             does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
@@ -86,6 +95,8 @@ def shard_loader(
     batches; with one of torch's that is neither in order nor shuffled, per some thousand samples.
     Round robin reads all items of a stream on every rank, with two small messages a rank and batch.
     Of a stream that is split, a rank reads its own shards, with small messages every few batches.
+    With `collate="global"`, every rank does the reads and the collation of all ranks, and holds the whole
+    batch as long as its rows.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
@@ -99,18 +110,28 @@ def shard_loader(
     if split not in _SPLITS:
         rule = "be one of " + ", ".join(map(repr, _SPLITS))
         raise ArgumentError(message("shard_loader", "split", rule, split))
+    if collate not in _COLLATES:
+        raise ArgumentError(message("shard_loader", "collate", 'be "rank" or "global"', collate))
+    options: dict[str, Any] = {"batch": batch, "split": split}
+    # Rows that torch stacks are the same, whichever samples are stacked with them.
+    is_plain = isinstance(loader, DataLoader) and stacks_plainly(loader.collate_fn)
+    options["collates_whole"] = collate == "global" and not is_plain
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         refuse_read_ahead(read_ahead)
-        return ShardedLoader(_stream_source(loader, state, batch, split), loader)
-    return ShardedLoader(_indexed_source(loader, state, batch, split, read_ahead), loader)
+        return ShardedLoader(_stream_source(loader, state, options), loader)
+    options["read_ahead"] = read_ahead
+    return ShardedLoader(_indexed_source(loader, state, options), loader)
 
 
 def _stream_source(
-    loader: DataLoader[Any], state: DistState, batch: str, split: str
+    loader: DataLoader[Any], state: DistState, given: dict[str, Any]
 ) -> RoundRobinSource | SplitSource:
-    read = partial(read_stream_options, loader, over(state), batch=batch, split=split)
+    read = partial(read_stream_options, loader, over(state), **given)
     options = same_on_all_ranks(read, loader, state)
-    _warn_of_idle_ranks(state, options.cut, options.num_items)
+    cut = options.cut
+    if options.collates_whole and loader.batch_size is not None:
+        cut = replace(cut, world_size=options.world_size)
+    _warn_of_idle_ranks(state, cut, options.num_items)
     state = over(state)
     if options.split is not None:
         return SplitSource(loader, options, options.split, open_channel(state))
@@ -120,10 +141,10 @@ def _stream_source(
 
 
 def _indexed_source(
-    loader: DataLoader[Any], state: DistState, batch: str, split: str, read_ahead: int | None
+    loader: DataLoader[Any], state: DistState, given: dict[str, Any]
 ) -> IndexedSource | SamplerSource:
     data = over(state)
-    read = partial(read_order, loader, data, batch=batch, split=split, read_ahead=read_ahead)
+    read = partial(read_order, loader, data, **given)
     order = same_on_all_ranks(read, loader, state)
     cut = order if isinstance(order, Order) else order.cut
     if cut is not None:

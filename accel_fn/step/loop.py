@@ -52,8 +52,12 @@ def begin(
     parts, weights, failure = microbatches_or_failure(
         plan, batch, strategy.parameters.check, retries=strategy.retries
     )
+    if strategy.check_parts is not None and failure is None:
+        failure = strategy.check_parts(parts)
     place = place_of(batch) if PLACES.data else None  # of few batches, so most steps call nothing
     mean = strategy.global_mean(state, weights, failed or failure, stop, place)
+    if strategy.check_parts is not None:
+        mean.total()  # else a forward would run on the ranks without an error, and move statistics
     parts, weights = strategy.pad(state, mean, parts, weights)
     if not (any(weights) or (parts and strategy.pads)):
         # A rank without items still joins every collective, with one micro-batch of weight 0.

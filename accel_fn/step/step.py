@@ -112,8 +112,9 @@ class Step(Generic[Batch]):
 
         Raises:
             TypeError: `advance` is not True or False.
-            ValueError: the state is another world's; the batch cannot be counted, or differs on ranks that
-                differ in other axes than `dp`; the loss cannot be trained on, or is no mean where the
+            ValueError: the state is another world's; the batch cannot be counted, has one row in a
+                micro-batch under a BatchNorm that trains, or differs on ranks that differ in other axes than
+                `dp`; the loss cannot be trained on, or is no mean where the
                 plan's `reduction` takes it for one.
 
         Warns:
@@ -128,8 +129,9 @@ class Step(Generic[Batch]):
         Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
         small collectives in a world of several, where ranks hold the same rows also a read of the batch and
         two more, and the cost of `check_loss`, which is in the docstring of `build`; in the first one a
-        read of the batch, and two more. Other steps add no host synchronisation, but for
-        one in the first update of several ranks, where the input of the optimizer is compared.
+        read of the batch, and two more. Other steps add no host synchronisation, but for a wait for the
+        weights before the forward where a BatchNorm trains on rows of a rank, and one in the first update
+        of several ranks, where the input of the optimizer is compared.
         """
         self._check_state(state)
         if advance is not True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -88,6 +88,8 @@ class Strategy:
         )
         """Dtype of losses and metrics, and their names once a batch had items."""
         self.parameters = TrainedParameters(plan)
+        self.check_parts: Callable[[Parts], Exception | None] | None = None
+        """Returns the error of micro-batches that must not run; None if nothing need be checked."""
         self.checks = GraphChecks(
             plan, self.reachable, finds_unused=self.finds_unused, is_main=state.is_main
         )

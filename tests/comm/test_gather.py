@@ -225,7 +225,7 @@ def test_tuples_and_dicts_are_structure_whatever_they_hold(kind):
         (lambda rank: torch.tensor(1.0), "got a 0-dim tensor; use reduce_sum or reduce_mean"),
         (lambda rank: {"loss": 0.5}, "got a float; use reduce_sum"),
         (lambda rank: (0.5, 0.25), "got a float; use reduce_sum"),
-        (lambda rank: Found(boxes(1), "cat"), "got a Found"),
+        (lambda rank: Found(boxes(1), "cat"), "got a str"),
         (lambda rank: ["a", lambda: 1][rank:], "items that can be pickled, got"),
         (lambda rank: torch.eye(2).to_sparse() if rank else torch.eye(2), "Tensor of layout torch"),
         (lambda rank: [TwoTensor(torch.ones(1), torch.ones(1))], "TwoTensor is no plain tensor"),
@@ -325,3 +325,12 @@ def test_a_column_of_any_number_of_rows_is_gathered():
     logits = torch.arange(6.0).reshape(2, 3)
     found = simulate(lambda state: af.gather(logits[: 2 - state.rank, 0], state), world_size=3)
     assert [each.tolist() for each in found] == [[0.0, 3.0, 0.0]] * 3
+
+
+def test_a_dataclass_is_gathered_by_its_fields():
+    def run(state):
+        return af.gather(Found(boxes(1 + state.rank), ["cat"] * (1 + state.rank)), state)
+
+    for found in simulate(run, world_size=2):
+        assert type(found) is Found
+        assert (len(found.boxes), found.label) == (3, ["cat"] * 3)

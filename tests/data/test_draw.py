@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import accel_fn as af
+from accel_fn.base.rng import generator_of
+from accel_fn.testing import simulate
 
 HERE = af.DistState(seed=3, step=5)
 
@@ -88,3 +90,35 @@ def test_arguments_of_other_kinds_are_refused():
         af.draw(HERE, normal, 3)
     with pytest.raises(TypeError, match=r"^draw: state must be a DistState, got 'function'"):
         af.draw(normal, HERE)
+
+
+def noise_of(generator, num_rows):
+    return {"noise": torch.randn(num_rows, 2, generator=generator), "scale": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [0, 1, 4], [2, None], [5]])
+def test_ranks_draw_as_many_rows_as_their_batches_have(sizes):
+    whole = noise_of(generator_of(replace(HERE), "n"), sum(each or 0 for each in sizes))["noise"]
+
+    def run(state):
+        size = sizes[state.rank]
+        rows = None if size is None else (torch.zeros(size, 3), torch.zeros(size))
+        state = replace(state, seed=HERE.seed, step=HERE.step)
+        return af.draw(state, noise_of, "n", rows=rows)["noise"]
+
+    found = simulate(run, world_size=len(sizes))
+    assert [len(each) for each in found] == [each or 0 for each in sizes]
+    assert torch.cat(found).equal(whole)
+
+
+def test_rows_that_cannot_be_counted_are_refused_on_every_rank():
+    def run(state):
+        with pytest.raises(ValueError, match=r"num_samples: batch|got others on another rank"):
+            af.draw(state, noise_of, rows={"size": 3} if state.is_main else torch.zeros(2, 3))
+
+    simulate(run, world_size=2)
+
+
+def test_another_number_of_rows_than_the_batch_has_is_refused():
+    with pytest.raises(ValueError, match="return as many rows as it is given, 3, got '4 rows'"):
+        af.draw(HERE, lambda generator, _: normal(generator), rows=torch.zeros(3))

@@ -1,6 +1,9 @@
 """part: a rank's rows of a batch that comes from no loader."""
 
+import copy
+import dataclasses
 from collections import UserDict
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +86,64 @@ def test_a_list_alone_is_rows():
     assert af.part(["a", "b", "c"], TWO) == ["c"]
     assert af.part([1, 2, 3], TWO) == [3]
     assert af.part({"a": torch.tensor(2.0), "b": ["x", "y"]}, TWO)["b"] == ["y"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    rows: torch.Tensor
+    texts: list[str]
+    setting: Any = None
+
+    def __post_init__(self):
+        assert len(self.texts) == 3, "is called for the whole batch alone"
+
+
+@dataclasses.dataclass
+class Setting:
+    sizes: list[int]
+
+
+def test_the_fields_of_a_dataclass_are_cut_and_settings_are_whole():
+    setting = Setting([1, 2, 3])
+    whole = Batch(torch.arange(3), ["a", "b", "c"], setting)
+    found = af.part(whole, af.DistState(rank=0, world_size=2))
+    assert type(found) is Batch
+    assert (found.rows.tolist(), found.texts) == ([0, 1], ["a", "b"])
+    assert found.setting is setting
+    assert whole.texts == ["a", "b", "c"]
+    assert af.num_samples(found) == 2
+    moved = af.to_device(found, af.DistState(device=torch.device("meta")))
+    assert moved.rows.device.type == "meta"
+    assert moved.setting is setting
+
+
+def test_a_loader_gives_dataclasses_and_empty_ones():
+    rows = [torch.full((2,), float(i)) for i in range(5)]
+
+    def collate(rows):
+        batch = Batch(torch.zeros(3), ["a", "b", "c"])
+        return dataclasses.replace(batch) if not rows else _made(rows)
+
+    loader = torch.utils.data.DataLoader(rows, 4, collate_fn=collate)
+    sharded = af.shard_loader(loader, af.DistState(rank=1, world_size=2))
+    first, last = sharded
+    assert (first.rows[:, 0].tolist(), first.texts) == ([2.0, 3.0], ["2.0", "3.0"])
+    assert (last.rows.shape, last.texts) == ((0, 2), [])
+
+
+def _made(rows):
+    made = copy.copy(Batch(torch.zeros(3), ["a", "b", "c"]))
+    object.__setattr__(made, "rows", torch.stack(rows))
+    object.__setattr__(made, "texts", [str(float(row[0])) for row in rows])
+    return made
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_dataset_of_hugging_face_is_cut_by_its_rows(world_size):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"id": [1, 2, 3, 4], "text": ["a", "b", "c", "d"]})
+    states = [af.DistState(rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [af.part(table, state) for state in states]
+    assert {type(part) for part in parts} == {datasets.Dataset}
+    assert [number for part in parts for number in part["id"]] == [1, 2, 3, 4]
+    assert max(map(len, parts)) <= min(map(len, parts)) + 1

@@ -252,15 +252,17 @@ def sum_beside_noise(case: Case):
     )
 
 
-def from_samples(case: Case, collate, loss_fn):
-    """Train over an epoch of samples that `collate` joins."""
+def from_samples(case: Case, collate, loss_fn, *, sees="rank", **options):
+    """Train over an epoch of samples that `collate` joins, of those of a rank or of all."""
     x, y = samples(case)
     rows = [*zip(x, y, strict=True)]
     loader = DataLoader(rows, batch_size=6, collate_fn=collate)
-    return (
-        lambda: train_by_hand(network(), loss_fn, loader),
-        lambda state: train(state, case, network(), loss_fn, af.shard_loader(loader, state)),
-    )
+
+    def run(state):
+        batches = af.shard_loader(loader, state, collate=sees)
+        return train(state, case, network(), loss_fn, batches, **options)
+
+    return lambda: train_by_hand(network(), loss_fn, loader), run
 
 
 @kind("warned", "collate_fn", world_size=(2, 3), num_samples=(12, 24))
@@ -271,7 +273,49 @@ def collate_that_centres(case: Case):
         inputs, targets = map(torch.stack, zip(*rows, strict=True))
         return inputs - inputs.mean(0), targets
 
-    return from_samples(case, collate, mse)
+    repaired = from_samples(case, collate, mse, sees="global")
+    return *from_samples(case, collate, mse), repaired[1]
+
+
+def weighed_errors(model, batch):
+    errors = (model(batch["inputs"]) - batch["targets"]).square().squeeze(1)
+    return (errors * batch["weights"]).sum() / batch["num_items"]
+
+
+@kind(
+    "refused",
+    r"batch\['num_items'\].*collate=\"global\"\).*reduction=\"sum\"",
+    k=(2, 3),
+    num_samples=(12, 24),
+)
+def denominator_made_by_collate(case: Case):
+    """The collate_fn computes the number by which the loss divides, of the samples that it sees."""
+
+    def collate(rows):
+        inputs, targets = map(torch.stack, zip(*rows, strict=True))
+        weights = 1 + torch.arange(len(rows)).double() % 4
+        batch = {"inputs": inputs, "targets": targets, "weights": weights, "longest": len(rows)}
+        return {**batch, "num_items": weights.sum()}
+
+    repaired = from_samples(case, collate, weighed_errors, sees="global", reduction="sum")
+    return *from_samples(case, collate, weighed_errors), repaired[1]
+
+
+@kind("equal", num_samples=(12, 24))
+def length_made_by_collate(case: Case):
+    """The collate_fn pads, and gives the longest length, as flash attention takes it: no result differs."""
+
+    def collate(rows):
+        longest = max(2 + int(x.abs().sum() * 10) % 5 for x, _ in rows)
+        inputs, targets = map(torch.stack, zip(*rows, strict=True))
+        padded = F.pad(inputs[:, :, None].expand(-1, -1, 2), (0, longest))
+        return {"inputs": padded, "targets": targets, "max_length": longest}
+
+    def loss_fn(model, batch):
+        inputs = batch["inputs"][:, :, : batch["max_length"]].sum(2)
+        return mse(model, (inputs, batch["targets"]))
+
+    return from_samples(case, collate, loss_fn)
 
 
 def chosen_and_rejected(rows):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -107,6 +108,32 @@ def dicts(case: Case):
     def loss_fn(model, batch):
         return F.mse_loss(model(batch["x"]), batch["y"])
 
+    return two_loops(case, network, loss_fn, loader)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A batch with fields, which torch's pytree does not know."""
+
+    x: Tensor
+    y: Tensor
+    names: list[str]
+
+
+@kind("equal")
+def dataclasses(case: Case):
+    """A collate_fn returns a dataclass."""
+
+    def collate(rows):
+        x, y = map(torch.stack, zip(*rows, strict=True))
+        return Record(x, y, [f"row {i}" for i in range(len(x))])
+
+    def loss_fn(model, batch):
+        assert len(batch.names) == len(batch.x)
+        return F.mse_loss(model(batch.x), batch.y)
+
+    rows = [*zip(*samples(case), strict=True)]
+    loader = DataLoader(rows, batch_size=case.batch_size, collate_fn=collate)
     return two_loops(case, network, loss_fn, loader)
 
 
@@ -470,7 +497,17 @@ def drawn(case: Case):
 
     def make_batch(batch, state):
         (rows,) = batch
-        return beside(rows, af.reduce_sum(len(rows), state), state)
+        if case.seed % 4 > 1:
+            return beside(rows, af.reduce_sum(len(rows), state), state)
+
+        def noise(generator, num_rows):
+            return torch.randn(num_rows, 4, generator=generator).double()
+
+        def times(generator, num_rows):
+            return torch.rand(num_rows, 1, generator=generator).double()
+
+        drawn = af.draw(state, noise, "noise", rows=batch)
+        return rows, drawn, af.draw(state, times, "t", rows=batch)
 
     def run(state, folder, stops_after):
         model = network()

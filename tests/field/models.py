@@ -86,6 +86,28 @@ def batch_norm_of_micro_batches(case: Case):
     return by_hand, two_loops(case, normed, mse, loader)[1], repaired
 
 
+@kind("refused", "sync_batchnorm=True", world_size=(2, 3), k=(1,), num_samples=(15,))
+def one_row_of_batch_norm(case: Case):
+    """A last batch leaves a rank one row, of which a layer has no variance."""
+    rows = TensorDataset(*[each[: 6 + 2 * case.world_size - 1] for each in samples(case)])
+    loader = DataLoader(rows, batch_size=6)
+
+    def run(state, **options):
+        model, losses = normed(), []
+        wrap = getattr(af, case.strategy)(**options)
+        state, step = af.build(state, wrap(af.Plan(mse, model, sgd(model))))
+        for batch in af.shard_loader(loader, state):
+            state, report = step(state, batch)
+            losses.append(report.loss)
+        return figures(model, losses)
+
+    return (
+        lambda: train_by_hand(normed(), mse, loader),
+        run,
+        lambda state: run(state, sync_batchnorm=True),
+    )
+
+
 @kind("warned", "reduce_sum", strategy=("wrap_ddp",))
 def codebook(case: Case):
     """The forward moves a codebook in buffers by an average over the batch."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ def loss_of(model, batch):
     if isinstance(batch, UserDict):
         assert batch.encodings == "all"
         batch = (batch["x"], batch["y"])
+    if isinstance(batch, Record):
+        assert len(batch.names) == len(batch.x)
+        batch = (batch.x, batch.y)
     return ours.mse(model, batch)
 
 
@@ -35,7 +39,21 @@ def encoded(batch):
     return encoding
 
 
-KINDS = {"tuple": tuple, "list": list, "mapping": encoded}
+@dataclass(frozen=True)
+class Record:
+    """A batch that torch's pytree does not know, with a setting beside its rows."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    names: tuple[str, ...] = ("x", "y", "z")
+
+
+KINDS = {
+    "tuple": tuple,
+    "list": list,
+    "mapping": encoded,
+    "dataclass": lambda batch: Record(*batch, tuple(f"row {i}" for i in range(len(batch[0])))),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

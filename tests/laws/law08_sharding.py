@@ -251,3 +251,55 @@ def test_a_run_saved_on_two_ranks_resumes_on_three(tmp_path):
     for step, parameters in ranks:
         assert step == 15
         ours.assert_close(parameters, expected)
+
+
+def centred(rows):
+    """Collate rows to what depends on all of them, texts and a number among it."""
+    inputs, numbers = torch.stack([row[0] for row in rows]), [int(row[1]) for row in rows]
+    texts = [f"row {number}" for number in numbers]
+    return {"inputs": inputs - inputs.mean(0), "sum": torch.tensor(sum(numbers)), "texts": texts}
+
+
+SOURCES = {
+    "samples": lambda rows, size: {"dataset": rows, "batch_size": size},
+    "shuffled": lambda rows, size: {"dataset": rows, "batch_size": size, "shuffle": True},
+    "stream": lambda rows, size: {"dataset": Items(rows), "batch_size": size},
+    "shards": lambda rows, size: {"dataset": ShardedItems(rows), "batch_size": size},
+    "own sampler": lambda rows, size: {
+        "dataset": rows,
+        "batch_sampler": [[*range(len(rows))][i : i + size] for i in range(0, len(rows), size)],
+    },
+}
+
+
+@ours.share(0.5)
+@given(
+    source=st.sampled_from([*SOURCES]),
+    batch_size=st.integers(1, 9),
+    num_samples=st.integers(1, 20),
+    world_size=st.integers(1, 4),
+)
+@example(source="samples", batch_size=4, num_samples=5, world_size=3)  # a tail of one sample
+@example(source="own sampler", batch_size=4, num_samples=5, world_size=3)
+@example(source="stream", batch_size=4, num_samples=5, world_size=3)
+def test_rows_of_ranks_that_collate_globally_are_the_batch_of_one_process(
+    source, batch_size, num_samples, world_size
+):
+    generator = torch.Generator().manual_seed(num_samples)
+    inputs = torch.randn(num_samples, 3, generator=generator, dtype=torch.float64)
+    rows = [*zip(inputs, range(num_samples), strict=True)]
+
+    def run(state):
+        loader = DataLoader(**SOURCES[source](rows, batch_size), collate_fn=centred)
+        return [*af.shard_loader(loader, state, collate="global")]
+
+    (whole,) = simulate(run, world_size=1)
+    of_ranks = simulate(run, world_size=world_size)
+    assert {*map(len, of_ranks)} == {len(whole)}
+    for batch, *parts in zip(whole, *of_ranks, strict=True):
+        assert torch.cat([part["inputs"] for part in parts]).equal(batch["inputs"])
+        assert [text for part in parts for text in part["texts"]] == batch["texts"]
+        assert {int(part["sum"]) for part in parts} == {int(batch["sum"])}
+        sizes = [len(part["inputs"]) for part in parts]
+        assert sizes == [len(part["texts"]) for part in parts]
+        assert max(sizes) - min(sizes) <= 1

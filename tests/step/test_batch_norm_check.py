@@ -1,5 +1,6 @@
 """The step warns once of BatchNorm in training mode where its rows are cut, and of no other."""
 
+import copy
 import re
 import warnings
 
@@ -81,6 +82,85 @@ def test_a_layer_whose_rows_are_cut_is_warned_of_once_with_the_repair(recipe, wo
 )
 def test_a_layer_that_sees_the_whole_batch_is_not_warned_of(recipe, world_size):
     assert warned(recipe, world_size=world_size) == []
+
+
+class Narrow(nn.Module):
+    """Images have a variance in each row; what is pooled to one value a feature has none."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = made(layer)
+        self.pooled = layer.num_features == 4
+
+    def forward(self, inputs):
+        hidden = self.layers[0](inputs)
+        if not self.pooled:  # three values a row, as of a sequence
+            hidden = hidden[:, None].expand(-1, 3, -1) * torch.arange(1, 4).double()[:, None]
+        hidden = self.layers[1](hidden)
+        return self.layers[2](hidden if self.pooled else hidden.mean(1))
+
+
+REFUSED = r"two rows or more in each micro-batch, .* \(layers.1\) .*, got 1 on rank {}; use {}"
+OF_RANKS = r"wrap_ddp\(sync_batchnorm=True\) or wrap_fsdp\(sync_batchnorm=True\), "
+DROP = "or drop_last=True in the DataLoader"
+
+
+def ends(recipe, sizes, make=lambda: Narrow(nn.BatchNorm1d(4)), *, world_size=1):
+    """Return the error of each rank in a step of its last size of batches; None without one."""
+
+    def run(state):
+        model = make()
+        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
+        state, step = af.build(state, recipe(plan))
+        for size in sizes[:-1]:
+            state, _ = step(state, af.part((X[:size], X[:size, :1]), state))
+        before = copy.deepcopy(model.state_dict())
+        try:
+            step(state, af.part((X[: sizes[-1]], X[: sizes[-1], :1]), state))
+        except ValueError as error:
+            ours.assert_close(model.state_dict(), before)
+            return error
+        return None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return simulate(run, world_size=world_size)
+
+
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_fsdp()], ids=str)
+@pytest.mark.parametrize("sizes", [[3], [12, 12, 12, 3]], ids=["first batch", "tail"])
+def test_one_row_of_a_rank_is_refused_on_all_ranks_before_the_forward(recipe, sizes):
+    first, second = ends(recipe, sizes, world_size=2)
+    assert re.search(REFUSED.format(1, OF_RANKS + DROP), str(second))
+    assert "every rank must be able to count its batch; another rank could not" in str(first)
+    assert isinstance(first, af.errors.BatchError)
+
+
+def test_one_row_of_a_micro_batch_is_refused():
+    (error,) = ends(af.accumulate(3), [12, 4])
+    assert re.search(REFUSED.format(0, f"fewer micro-batches, {DROP}"), str(error))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make", "world_size"),
+    [
+        (af.wrap_ddp(), lambda: Narrow(nn.BatchNorm1d(3)), 2),
+        (af.wrap_ddp(), lambda: Narrow(nn.BatchNorm1d(4)).eval(), 2),
+        (af.wrap_ddp(sync_batchnorm=True), lambda: Narrow(nn.BatchNorm1d(4)), 2),
+        (af.accumulate(2), lambda: Narrow(nn.BatchNorm1d(3)), 1),
+    ],
+    ids=["several values", "frozen", "synced", "several values in a micro-batch"],
+)
+def test_one_row_that_has_statistics_trains(recipe, make, world_size):
+    assert ends(recipe, [12, 3], make, world_size=world_size) == [None] * world_size
+
+
+def test_a_model_without_narrow_layers_has_no_check_in_a_step():
+    model = made(nn.GroupNorm(2, 4))
+    plan = af.accumulate(2)(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+    state, step = af.build(af.DistState(), plan)
+    step(state, BATCH)
+    assert step.strategy.check_parts is None
 
 
 class Unused(nn.Module):

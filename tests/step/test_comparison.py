@@ -3,7 +3,8 @@
 import copy
 import random
 import weakref
-from collections import deque
+from collections import UserDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -395,6 +396,46 @@ def test_padding_that_a_mask_hides_is_not_warned_of():
 def test_padding_that_the_model_sees_is_warned_of_by_the_name_of_collate_fn():
     with pytest.warns(UserWarning, match=r'collate_fn .* shard_loader\(..., collate="global"\)'):
         trained_on(padded, Reader(sees_padding=True), count_ids)
+
+
+def counted(rows):
+    """Count the tokens, and give the longest length as flash attention takes it."""
+    batch = padded(rows)
+    count = (batch["ids"] > 0).sum()
+    return UserDict({**batch, "num_tokens": count, "max_length": batch["ids"].shape[1]})
+
+
+def loss_by_count(model, batch):
+    ids = batch["ids"][:, : batch["max_length"]]
+    labels = torch.where(ids > 0, ids, -100)
+    total = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / batch["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), [(af.accumulate(2), 1), (af.wrap_ddp(), 2), (af.wrap_fsdp(), 2)]
+)
+def test_the_number_that_collate_fn_computes_is_named_in_place_of_a_sum(recipe, world_size):
+    loader = torch.utils.data.DataLoader(Tokens(), batch_size=12, collate_fn=counted)
+
+    def run(state, collate, **options):
+        model = Reader()
+        plan = recipe(af.Plan(loss_by_count, model, ours.sgd(model.parameters()), **options))
+        state, step = af.build(state, plan)
+        for batch in af.shard_loader(loader, state, collate=collate):
+            state, _ = step(state, batch)
+        return step.checks.comparison.verdict
+
+    text = (
+        r"step: loss_fn must return the mean over the items that weight_fn counts, got one by "
+        r"batch\['num_tokens'\], which collate_fn .* shard_loader\(..., collate=\"global\"\) beside "
+        r'Plan\(..., reduction="sum"\)'
+    )
+    with pytest.raises(af.errors.LossError, match=text):
+        simulate(lambda state: run(state, "rank"), world_size=world_size)
+    summed = partial(run, collate="global", reduction="sum")
+    for verdict in simulate(summed, world_size=world_size):
+        assert "is a sum" in verdict
 
 
 def test_a_collate_fn_that_draws_is_compared_by_its_other_tensors():

@@ -17,12 +17,11 @@ from torch.utils.data import (
     StackDataset,
     Subset,
     TensorDataset,
-    default_collate,
 )
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from accel_fn.base.origin import Origin
-from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.base.split_batch import part_bounds
+from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch, stacks_plainly
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import seed_process
 from accel_fn.data.seed_samples import reading
@@ -70,8 +69,8 @@ class Fetcher(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.progress: WorkerProgress | None = None
-        self._collate = Collate(collate_fn)
-        self._reads_rows = _stacks_plainly(collate_fn) and has_rows(dataset)
+        self._collate: Collate | WholeBatch = Collate(collate_fn)
+        self._reads_rows = stacks_plainly(collate_fn) and has_rows(dataset)
         self._reads_many = _gives_many(dataset)
         self._inside: InEpoch | None = None
         """The context of the epoch of the last batch."""
@@ -113,9 +112,13 @@ class Fetcher(Dataset[Any]):
     def origin(self, part: Part) -> Origin | None:
         """Return what makes the batch of a part of a few of its samples; None where rows are samples."""
         is_empty = isinstance(part.numbers, EmptyPart) or not part.is_split
-        if is_empty or _stacks_plainly(self.collate_fn):
+        if is_empty or stacks_plainly(self.collate_fn):
             return None
         return Origin(len(part.numbers), partial(self._some, part), self.collate_fn)
+
+    def own(self, numbers: list[Any]) -> list[Any]:
+        """Return this rank's samples of those that it reads."""
+        return numbers
 
     def _some(self, part: Part) -> list[Any]:
         numbers = part.listed().numbers[:_KEPT]
@@ -147,6 +150,7 @@ class Fetcher(Dataset[Any]):
         with _noting(
             f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
         ):
+            assert isinstance(self._collate, Collate)  # whole batches have samples
             return self._collate.empty(samples, two)
 
     def _samples(self, numbers: list[Any]) -> Any:
@@ -170,14 +174,44 @@ class Fetcher(Dataset[Any]):
             return self._collate(samples, len(numbers))
 
 
-class ReadyFetcher(Fetcher):
-    """Reads batches that the data set has ready: one by its key, or the rows of a list of indices."""
+class WholeFetcher(Fetcher):
+    """Reads and collates all samples of a batch, and takes this rank's rows."""
 
     def __init__(
         self, dataset: Any, collate_fn: Callable[[Any], Any], rank: int, world_size: int
     ) -> None:
         super().__init__(dataset, collate_fn)
+        self._place = rank, world_size
+        self._collate = WholeBatch(Collate(collate_fn), rank, world_size)
+
+    def origin(self, part: Part) -> Origin | None:
+        """Return None: collate_fn sees the same samples on every rank."""
+        return None
+
+    def own(self, numbers: list[Any]) -> list[Any]:
+        rank, world_size = self._place
+        start, stop = part_bounds(len(numbers), world_size, rank)
+        return numbers[start:stop]
+
+
+class ReadyFetcher(Fetcher):
+    """Reads batches that the data set has ready: one by its key, or the rows of a list of indices.
+
+    With `collates_whole`, a list holds the indices of all ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        rank: int,
+        world_size: int,
+        *,
+        collates_whole: bool,
+    ) -> None:
+        super().__init__(dataset, collate_fn)
         self._reads_rows = False
+        self._collates_whole = collates_whole
         self._ready = ReadyBatch(collate_fn, rank, world_size)
 
     def _empty(self, numbers: list[Any]) -> Any:
@@ -188,12 +222,13 @@ class ReadyFetcher(Fetcher):
         return None
 
     def fetch(self, numbers: Any) -> Any:
-        """Return this rank's rows of the batch; a list holds those of this rank alone."""
+        """Return this rank's rows of the batch; a list holds those of this rank alone, or of all."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         with _noting(f"the data set failed to give batch {listed(numbers)}"):
             item = self.dataset[numbers]
-        return self._ready.collate_fn(item) if isinstance(numbers, list) else self._ready([item])
+        is_own = isinstance(numbers, list) and not self._collates_whole
+        return self._ready.collate_fn(item) if is_own else self._ready([item])
 
 
 @contextmanager
@@ -218,13 +253,6 @@ def listed(numbers: Any) -> str:
         return str(numbers)
     more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
     return f"{', '.join(map(str, numbers[:_SHOWN]))}{more}"
-
-
-def _stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
-    """Is it torch's default collate_fn, without other registered types?"""
-    return collate_fn is default_collate and all(
-        fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
-    )
 
 
 def has_rows(dataset: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
-from accel_fn.data.order import ItemOrder, Order, no_numbers
+from accel_fn.data.order import ItemOrder, Order, WholeOrder, no_numbers
 from accel_fn.errors import ArgumentError, message
 
 _SAMPLES_AT_ONCE = 4096  # the order of so many samples costs little more than that of one batch
@@ -27,7 +28,10 @@ class IndexedSource:
         self._is_of_items = isinstance(order, ItemOrder)
         # Every rank reads a whole item and cuts it, so the order of items has one rank.
         self.rank = 0 if self._is_of_items else rank
-        self._reader = BatchReader(loader, rank, world_size)
+        is_whole = isinstance(order, WholeOrder)
+        self._read_order = replace(order, world_size=1) if is_whole else order
+        self._read_rank = 0 if is_whole else self.rank
+        self._reader = BatchReader(loader, rank, world_size, collates_whole=is_whole)
         self.num_batches = order.num_batches
         self.facts = order.facts
 
@@ -42,7 +46,7 @@ class IndexedSource:
     def _read(
         self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int
     ) -> Iterator[Any]:
-        parts: Iterator[Any] = parts_of(self.order, self.rank, epoch or 0, first_batch)
+        parts: Iterator[Any] = parts_of(self._read_order, self._read_rank, epoch or 0, first_batch)
         if self._is_of_items:
             parts = map(int, parts)
         return load(parts, epoch=epoch, first_batch=first_batch, seed=self.order.seed)

@@ -17,7 +17,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.base.origin import mark
 from accel_fn.data.empty_part import EmptyPart
-from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, listed
+from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, WholeFetcher, listed
 from accel_fn.data.loader import Numbered
 from accel_fn.data.order import mix
 from accel_fn.data.set_epoch import LoopEpochs, may_hold_samples
@@ -35,13 +35,24 @@ _LOOKS = (0, 1, 9, 99)
 
 
 class BatchReader:
-    """A user's loader without its order: its data set, collate_fn, pinning and workers."""
+    """A user's loader without its order: its data set, collate_fn, pinning and workers.
 
-    def __init__(self, loader: DataLoader[Any], rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._fetcher = Fetcher(loader.dataset, loader.collate_fn)
+    With `collates_whole`, it is given the samples of all ranks, and takes its rows of their batch.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], rank: int, world_size: int, *, collates_whole: bool
+    ) -> None:
+        # All ranks collate the same batch, so its random numbers must be those of one rank.
+        self._rank = 0 if collates_whole else rank
+        data, collate_fn = loader.dataset, loader.collate_fn
+        self._fetcher = Fetcher(data, collate_fn)
         if loader.batch_sampler is None:
-            self._fetcher = ReadyFetcher(loader.dataset, loader.collate_fn, rank, world_size)
+            self._fetcher = ReadyFetcher(
+                data, collate_fn, rank, world_size, collates_whole=collates_whole
+            )
+        elif collates_whole:
+            self._fetcher = WholeFetcher(data, collate_fn, rank, world_size)
         self._loop_epochs = LoopEpochs(loader.dataset, may_hold_samples)
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in WORKER_OPTIONS}
@@ -119,7 +130,7 @@ class BatchReader:
                 numbers = numbers.tolist()
             if isinstance(numbers, EmptyPart):
                 numbers = []
-            yield [*numbers] if isinstance(numbers, list) else None, batch
+            yield self._fetcher.own([*numbers]) if isinstance(numbers, list) else None, batch
 
     def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
         batch = first_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import (
     ItemOrder,
     Order,
+    WholeOrder,
     check_sizes,
     knows_ranks,
     length_of,
@@ -32,13 +33,26 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 
 
 def read_order(
-    loader: Any, state: DistState, *, batch: str, split: str, read_ahead: int | None
+    loader: Any,
+    state: DistState,
+    *,
+    batch: str,
+    split: str,
+    read_ahead: int | None,
+    collates_whole: bool,
 ) -> Order | SamplerBatches:
-    """Read the order of a loader and check it; `batch` is the meaning of its batch size."""
+    """Read the order of a loader and check it; `batch` is the meaning of its batch size.
+
+    With `collates_whole`, every rank reads and collates the samples of all ranks.
+    """
     if split != "auto":
         rule = "be left out for a data set that can be indexed"
         raise ArgumentError(message("shard_loader", "split", rule, split))
     order = _read_order(loader, state, batch)
+    if collates_whole and isinstance(order, SamplerBatches):
+        order = replace(order, collates_whole=True)
+    elif collates_whole and not isinstance(order, ItemOrder):
+        order = WholeOrder(**asdict(order))
     if isinstance(order, SamplerBatches) and order.is_own:
         return replace(order, at_once=1 + _num_beyond(loader, read_ahead))
     refuse_read_ahead(read_ahead)

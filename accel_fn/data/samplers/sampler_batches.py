@@ -45,6 +45,7 @@ class SamplerBatches:
     length: int | None = None  # batches of a batch sampler
     at_once: int | None = None  # batches that are read together; None: some thousand samples
     gives_keys: bool = False  # the data set has batches ready
+    collates_whole: bool = False  # every rank collates the samples of all ranks
 
     @property
     def is_own(self) -> bool:

@@ -40,7 +40,8 @@ class SamplerSource:
         state: DistState,
         channel: Channel | None,
     ) -> None:
-        self._reader = BatchReader(loader, state.rank, state.world_size)
+        is_whole = sampling.collates_whole
+        self._reader = BatchReader(loader, state.rank, state.world_size, collates_whole=is_whole)
         self._sampling = sampling
         self._rank = state.rank
         self._world_size = state.world_size
@@ -127,7 +128,10 @@ class SamplerSource:
         for batch, part in enumerate(parts, first_batch):
             # Nobody asks for all of them.
             if isinstance(part, list) and len(self._sizes) < _MOST_NOTED:
-                self._sizes[epoch, batch] = 0 if isinstance(part, EmptyPart) else len(part)
+                own = part
+                if self._sampling.collates_whole:
+                    own = _part(part, self._rank, self._world_size)
+                self._sizes[epoch, batch] = 0 if isinstance(own, EmptyPart) else len(own)
             yield part
 
     def _parts(
@@ -135,19 +139,29 @@ class SamplerSource:
     ) -> Iterator[Batch]:
         """Yield this rank's samples, batch by batch."""
         batches = islice(self._sampling.batches(epoch, keeps=keeps), first_batch, None)
+        is_whole = self._sampling.collates_whole
         if channel is None:
+            if is_whole:
+                return batches
             return (_part(batch, self._rank, self._world_size) for batch in batches)
-        return _received(partial(self._sampling.take, batches), channel, (epoch, first_batch))
+        take = partial(self._sampling.take, batches)
+        return _received(take, channel, (epoch, first_batch), is_whole=is_whole)
 
 
 def _received(
-    take: Callable[[], list[Batch]], channel: Channel, start: tuple[int, int]
+    take: Callable[[], list[Batch]],
+    channel: Channel,
+    start: tuple[int, int],
+    *,
+    is_whole: bool,
 ) -> Iterator[Batch]:
-    """Yield this rank's parts as rank 0 sends them; only rank 0 takes batches."""
+    """Yield this rank's parts as rank 0 sends them, or whole batches; only rank 0 takes batches."""
     # Ranks along `dp` share a batch; those along other axes take the same part of it.
     shape = mesh_of(channel.state)
     along = [ranks_along(shape, "dp", rank) for rank in range(channel.state.world_size)]
     places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]
+    if is_whole:
+        places = [(0, 1)] * len(places)
 
     def parts_of_ranks(starts: list[tuple[int, int]]) -> list[list[Batch]]:
         check_equal(

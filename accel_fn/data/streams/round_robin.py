@@ -34,12 +34,12 @@ class RoundRobinSource(StreamSource):
         super().__init__(loader, options, rank)
         self._channel = channel
         seed = options.seed
-        # The cut of ready batches is that of one rank: every rank reads them whole.
+        # The cut of batches that every rank reads whole is that of one rank, and so are their random numbers.
         place = rank if self._cut.world_size > 1 else 0
         stream_of = partial(
             RoundRobinStream, data=loader.dataset, cut=self._cut, rank=place, seed=seed
         )
-        kept, worker_seed = options_of(loader, WorkerInit), mix(seed) + rank
+        kept, worker_seed = options_of(loader, WorkerInit), mix(seed) + place
         collated = partial(stream_of, collate_fn=self._collate)
         self._passes = Passes(collated, kept, worker_seed)
         once = {**kept, "persistent_workers": False}

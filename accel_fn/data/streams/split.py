@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.comm.messages import Channel
-from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.pack import pack
 from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of
@@ -83,7 +83,7 @@ def _parts(blocks: Iterator[Any], cut: Cut, channel: Channel) -> Iterator[list[A
 
 
 def _collated(
-    parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate | ReadyBatch
+    parts: Iterator[list[Any]], first_batch: int, collate_fn: Collate | ReadyBatch | WholeBatch
 ) -> Iterator[Any]:
     with closing(parts):  # type: ignore[type-var]
         for number, part in enumerate(parts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -34,19 +34,27 @@ class StreamOptions:
     split: Split | None
     num_items: int | None
     seed: int
+    collates_whole: bool
+    """Does every rank collate the items of all ranks? The cut is then that of one rank."""
 
 
 def read_stream_options(
-    loader: DataLoader[Any], state: DistState, *, batch: str, split: str
+    loader: DataLoader[Any], state: DistState, *, batch: str, split: str, collates_whole: bool
 ) -> StreamOptions:
     """Read and check the options."""
     cut = _cut(loader, state, batch)
+    if collates_whole:
+        if split == "workers":
+            rule = 'be "round_robin" beside collate="global", for which every rank reads all items'
+            raise ArgumentError(message("shard_loader", "split", rule, split))
+        cut, split = replace(cut, world_size=1), "round_robin"
     return StreamOptions(
         cut,
         state.world_size,
         _split(loader, state, split),
         length_of(loader.dataset),
         state.seed,
+        collates_whole,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_fn.data.collate import Collate, ReadyBatch
+from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch
 from accel_fn.data.loader import Numbered, unnumbered
 from accel_fn.data.order import find_by_counting
 from accel_fn.data.set_epoch import LoopEpochs, may_hold_samples
@@ -21,7 +21,10 @@ class StreamSource:
     """A `Source` whose positions are computed if the data set has a length, else found by reading."""
 
     def __init__(self, loader: DataLoader[Any], options: StreamOptions, rank: int) -> None:
-        self._collate: Collate | ReadyBatch = Collate(loader.collate_fn)
+        collate = Collate(loader.collate_fn)
+        self._collate: Collate | ReadyBatch | WholeBatch = collate
+        if options.collates_whole:
+            self._collate = WholeBatch(collate, rank, options.world_size)
         if loader.batch_size is None:
             self._collate = ReadyBatch(loader.collate_fn, rank, options.world_size)
         self._cut = options.cut

@@ -1,4 +1,4 @@
-"""Check of BatchNorm: its statistics are those of the rows that it gets, so they depend on the cut."""
+"""Checks of BatchNorm: its statistics are those of the rows that it gets, so they depend on the cut."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from accel_fn.base.batch import shapes_of
 from accel_fn.base.state import DistState
 from accel_fn.comm.batch_norm import batch_norms
+from accel_fn.errors import BatchError
 from accel_fn.step.checks.warn import warn_user
-from accel_fn.step.microbatches import splits_of
+from accel_fn.step.microbatches import Parts, splits_of
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.synced_batch_norm import SyncedStrategy
@@ -60,6 +62,38 @@ class BatchNormCheck:
             "step: model should have no BatchNorm in training mode where a batch is cut, got "
             f"{', '.join(names[:3])}{more} with statistics of the rows of each {' and '.join(cuts)}, so the "
             f"result depends on their number; use {sync}GroupNorm, or freeze it by eval()"
+        )
+
+
+class OneRowCheck:
+    """Refuses a micro-batch of one row, of which a BatchNorm that trains has no variance.
+
+    Torch raises in the forward, on one rank alone, for which its peers would wait.
+    """
+
+    def __init__(self, state: DistState, plan: Plan) -> None:
+        is_over_ranks = state.data.world_size > 1
+        # Torch's own SyncBatchNorm joins the ranks of accelerators.
+        synced = nn.SyncBatchNorm if is_over_ranks and state.device.type != "cpu" else ()
+        layers = batch_norms(plan.model).items()
+        self._layers = {name: each for name, each in layers if not isinstance(each, synced)}
+        sync = "wrap_ddp(sync_batchnorm=True) or wrap_fsdp(sync_batchnorm=True)"
+        repairs = [sync] * is_over_ranks + ["fewer micro-batches"] * bool(splits_of(plan))
+        self._repair = f"{', '.join(repairs)}, or drop_last=True in the DataLoader"
+        self._rank = state.rank
+
+    def __call__(self, parts: Parts) -> Exception | None:
+        """Return the error of these micro-batches of a rank."""
+        if all({shape[0] for shape in shapes_of(part)} != {1} for part in parts):
+            return None
+        names = [name for name, each in self._layers.items() if _trains(each)]
+        if not names:
+            return None
+        more = ", ..." if len(names) > 3 else ""
+        return BatchError(
+            "step: batch must have two rows or more in each micro-batch, of which BatchNorm in training mode "
+            f"({', '.join(names[:3])}{more}) computes the variance, got 1 on rank {self._rank}; use "
+            f"{self._repair}"
         )
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import num_samples, tensors_of
+from accel_fn.base.batch import num_samples, shapes_of, tensors_of
+from accel_fn.base.mappings import opened
 from accel_fn.base.origin import origin_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.samples import Samples
@@ -72,6 +73,8 @@ class Comparison:
         self._num_failures = self._num_looks = 0
         self.is_due = False
         """Is the next batch looked at, since this one could not be compared?"""
+        self.has_one_value_a_row = False
+        """Has one row no variance in a BatchNorm that trains? The same on all ranks."""
         self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
 
     @property
@@ -98,6 +101,8 @@ class Comparison:
             self.verdicts.not_compared(every)
             return
         self._num_looks += 1
+        found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
+        self.has_one_value_a_row |= any(each.has_one_value_a_row for each in found)
         self.is_due = True  # after an error, too
         self.verdicts.judge(every, of_samples, number)
         self.is_due = False
@@ -140,17 +145,23 @@ class Comparison:
             rows, cuts = _prepared(rows, names, most=1 if couples(plan, strategy) else 2)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}, where a few rows are cut or collated"
-        if couples(plan, strategy):  # else a rank without parts would leave others in a forward
+        # Else a rank without parts would leave others in a forward. In simulated ranks, which are threads,
+        # one that collates seeds the generators that all have, and a forward would seem to draw.
+        if couples(plan, strategy) or rows.collate is not None:
             failure = next(filter(None, primitives.exchange(failure, state, "step")), "")
         compare = partial(_compare, plan, strategy, state, rows, cuts, failure)
         every = _on_all_ranks(state, strategy, compare)
         if not isinstance(every, str) and any(each.calls_collectives for each in every):
             writes = [each.writes for each in every]
+            narrow = any(each.has_one_value_a_row for each in every)
             dealt = _Deals(state, plan, strategy, rows)
             every = _on_all_ranks(state, strategy, dealt.compare)
             if not isinstance(every, str):
                 pairs = zip(every, writes, strict=True)
-                every = [replace(each, writes=of_rank) for each, of_rank in pairs]
+                every = [
+                    replace(each, writes=of_rank, has_one_value_a_row=narrow)
+                    for each, of_rank in pairs
+                ]
         if isinstance(every, str):
             return every
         joins = any(each.calls_collectives for each in every)
@@ -258,7 +269,7 @@ def _joined(batch: Any, state: DistState) -> Any:
     def is_column(node: Any) -> bool:
         return type(node) is Samples or (type(node) is list and not tensors_of(node))
 
-    leaves, form = pytree.tree_flatten(batch, is_column)
+    leaves, form = pytree.tree_flatten(opened(batch, is_column), is_column)
     return pytree.tree_unflatten([*gather(tuple(leaves), state)], form)
 
 
@@ -437,7 +448,11 @@ class _Looks:
         trial.draws.record(whole=True)
         first = measure.whole(self._rows)
         if trial.calls_collectives:
-            return Found(calls_collectives=True, writes=self._writes_of_all(first))
+            return Found(
+                calls_collectives=True,
+                writes=self._writes_of_all(first),
+                has_one_value_a_row=self._has_one_value_a_row(),
+            )
         if self._agreed(trial.draws.has_any):
             first = self._with_same_draws()
         cuts, metrics, gradients, of_parts, last = self._against(first)
@@ -457,9 +472,9 @@ class _Looks:
             trial.dtypes(),
             {name: each for name, each in metrics.items() if not agree(each, tolerance)},
             self._writes(first, of_parts, tolerance),
+            has_one_value_a_row=self._has_one_value_a_row(),
             unseen=unseen,
-            denominators=self._rows.collate is not None
-            and _differ_in_numbers(self._rows, self._cuts),
+            denominators=self._denominators(tolerance),
         )
 
     def _of_two_rows(self) -> list[float]:
@@ -473,6 +488,33 @@ class _Looks:
         trial.forget()
         trial.run(two, weight, self._measure.taken(weight, weight))
         return trial.norms()
+
+    def _has_one_value_a_row(self) -> bool:
+        rows = {shape[0] for shape in shapes_of(self._rows.batch)}
+        return rows == {self._trial.least_values}
+
+    def _denominators(self, tolerance: tuple[float, float]) -> list[str]:
+        """The numbers that a collate_fn makes, with which of all samples a part has another loss."""
+        if self._rows.collate is None:
+            return []
+        part, weight = (self._weighing() or [(self._cuts[0].parts[0], 1)])[0]
+        whole = _numbers_in(self._rows.batch)
+        own = _numbers_in(part)
+        # Ranks that meet in each forward run as many.
+        names = [
+            name
+            for name, number in whole.items()
+            if name in own and (self._measure.couples or not _is_same(own[name], number))
+        ]
+        if not names:
+            return []
+        alone = self._losses_of(part, weight)
+        others = [self._losses_of(_with_number(part, name, whole[name]), weight) for name in names]
+        pairs = zip(names, others, strict=True)
+        return [name for name, found in pairs if _are_off(alone, found, tolerance)]
+
+    def _losses_of(self, rows: Any, weight: Weight) -> list[float]:
+        return self._trial.run(rows, weight, self._measure.nothing(weight)).losses
 
     def _with_same_draws(self) -> Ran:
         """Record what a part draws, and run the batch again with draws that are the same for every row."""
@@ -605,29 +647,44 @@ class _Looks:
 
         run(one, None if taken is None else _times(taken, -1.0))
         gradients = measure.gradients(lambda: run(other, taken))
-        relative, least = tolerance
-        off = max(abs(a - b) for a, b in zip(*losses, strict=True))
-        if off > relative * max(map(abs, losses[0])) + least:
+        if _are_off(losses[0], losses[1], tolerance):
             return True
         if gradients is None:
             return False
         largest = max(gradients.whole, default=0.0)
-        return max(gradients.rest, default=0.0) > relative * largest
+        return max(gradients.rest, default=0.0) > tolerance[0] * largest
 
 
-def _differ_in_numbers(rows: Rows, cuts: Sequence[Parts]) -> bool:
-    """Do batches that are collated of some samples have other 0-dim numbers than that of all?"""
+def _are_off(
+    some: Sequence[float], others: Sequence[float], tolerance: tuple[float, float]
+) -> bool:
+    """Do losses of the same terms differ by more than rounding?"""
+    relative, least = tolerance
+    off = max(abs(a - b) for a, b in zip(some, others, strict=True))
+    return off > relative * max(map(abs, some)) + least
 
-    def numbers(batch: Any) -> list[float]:
-        leaves = pytree.tree_leaves(batch)
-        return [
-            float(each)
-            for each in leaves
-            if isinstance(each, float) or (isinstance(each, Tensor) and not each.ndim)
-        ]
 
-    whole = numbers(rows.batch)
-    return any(numbers(part) != whole for cut in cuts for part in cut.parts)
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return not leaf.ndim and leaf.dtype is not torch.bool
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+def _numbers_in(batch: Any) -> dict[str, Any]:
+    """The numbers of a batch, 0-dim tensors among them, by name."""
+    leaves, _ = pytree.tree_flatten_with_path(opened(batch))
+    return {f"batch{pytree.keystr(path)}": leaf for path, leaf in leaves if _is_number(leaf)}
+
+
+def _with_number(batch: Any, name: str, number: Any) -> Any:
+    """Return a batch with another number of this name."""
+    leaves, form = pytree.tree_flatten_with_path(opened(batch))
+    found = [number if f"batch{pytree.keystr(path)}" == name else leaf for path, leaf in leaves]
+    return pytree.tree_unflatten(found, form)
 
 
 def _finite(cuts: Sequence[Cut]) -> list[Cut]:

@@ -108,8 +108,10 @@ class Found:
     """Of a loss that calls collectives: the rows of all ranks, and the same dealt to other ranks."""
     moved: tuple[Sequence[Cut], Gradients | None] | None = None
     """The same rows, and with one of them moved to another rank."""
-    denominators: bool = False
-    """Do numbers that a collate_fn computes differ between the batch and its parts?"""
+    denominators: Sequence[str] = ()
+    """Numbers that a collate_fn computes over its samples, and by which the loss differs."""
+    has_one_value_a_row: bool = False
+    """Does a BatchNorm that trains get one value a feature of each row, so that one row has no variance?"""
     unseen: str = ""
     """What could not be compared, though the losses were."""
 

@@ -14,7 +14,7 @@ from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
-from accel_fn.step.checks.batch_norm import BatchNormCheck
+from accel_fn.step.checks.batch_norm import BatchNormCheck, OneRowCheck
 from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.frozen import FrozenCheck
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
@@ -24,6 +24,7 @@ from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.step.strategy import Strategy
+from accel_fn.step.synced_batch_norm import SyncedStrategy
 
 _LOOKS = (1, 2, 10, 100)
 """Some faults show only later: two tensors that a second graph shares, a loss whose halves agree at first."""
@@ -116,6 +117,8 @@ class FirstBatches:
         if self._frozen is not None:
             self._frozen.look()
         self.comparison.look(state, batch, self._num_batches, leaves_out=bool(text))
+        if self.comparison.has_one_value_a_row and not isinstance(self._strategy, SyncedStrategy):
+            self._strategy.check_parts = OneRowCheck(state, self._plan)
         self._strategy.checks.is_due = True
         self._batch_norm.begin()
 

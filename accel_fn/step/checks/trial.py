@@ -106,6 +106,11 @@ class Trial:
         raw = _num_collectives(self._state, self._plan) != self._collectives
         return self._joining.calls_collectives or raw
 
+    @property
+    def least_values(self) -> int | None:
+        """The fewest values of which BatchNorm took statistics in the first run; None if of none."""
+        return self._statistics.least
+
     def dtypes(self) -> list[torch.dtype]:
         """The lowest precision in which each trained parameter's gradient was computed."""
         low = [each for each in _LOW if each in self._dtypes]
@@ -267,6 +272,8 @@ class _BatchStatistics(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._of_calls: list[tuple[Tensor, Tensor]] = []
+        self.least: int | None = None
+        """The fewest values a feature in a call of the first run; None without a call."""
         self._is_known = False
         self._calls: Calls | None = None
 
@@ -314,6 +321,8 @@ class _BatchStatistics(TorchFunctionMode):
         if number == len(self._of_calls) and not self._is_known:
             rows = input.detach().to(torch.promote_types(input.dtype, torch.float32))
             dims = [0, *range(2, input.ndim)]
+            count = rows.numel() // max(1, rows.size(1))
+            self.least = count if self.least is None else min(self.least, count)
             self._of_calls.append((rows.mean(dims), rows.var(dims, unbiased=False)))
         if number >= len(self._of_calls):
             raise CannotReplayError("its parts call BatchNorm another number of times")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -68,6 +68,11 @@ class Verdicts:
 
     def _judge_both(self, every: Sequence[Found], of_samples: Sequence[Found], number: int) -> None:
         by_rows, by_samples = self._agrees(every), self._agrees(of_samples)
+        # Rows that are cut have the numbers of all samples, so the losses of parts add up.
+        numbers = [*dict.fromkeys(name for each in of_samples for name in each.denominators)]
+        adds_up = not by_rows and all("sum" in each.fitting(each.cuts) for each in every)
+        if numbers and adds_up and (not by_samples or self._is_in_microbatches):
+            self._refuse_numbers(numbers, of_samples, every)
         if by_samples and not by_rows:
             # Such as chosen rows before rejected ones: ranks collate their own, micro-batches cut them.
             if self._is_in_microbatches and self._cuts_rows:
@@ -79,8 +84,7 @@ class Verdicts:
                 )
             self._judge_cut(of_samples, number)
             return
-        denominators = any(each.denominators for each in of_samples)
-        if by_samples or (not by_rows and not denominators) or not self._is_over_ranks:
+        if by_samples or (not by_rows and not numbers) or not self._is_over_ranks:
             self._judge_cut(every, number)
             return
         cut = next((cut for each in of_samples for cut in each.cuts), None)
@@ -89,14 +93,27 @@ class Verdicts:
             if cut is None
             else f": parts give {_numbers(cut.losses)}, all samples {cut.whole:.6g}"
         )
-        what = "a number by which the loss divides" if denominators else "padding or a mixture"
+        what = f"{_some(numbers)}, by which" if numbers else "padding or a mixture, by which"
         self.is_open = False
         self.text = f"depends on the samples that collate_fn sees{got}"
         self._warn(
             "step: collate_fn should make rows that do not depend on the other samples of a batch, of which "
-            f"each rank collates its own part, got one that computes over them ({what}, for example) in "
+            f"each rank collates its own part, got one that computes over them ({what} the loss differs) in "
             f"batch {number}{got}; so the result depends on the number of ranks. Use "
             'shard_loader(..., collate="global"), compute it in loss_fn, or build(..., check_loss=False)'
+        )
+
+    def _refuse_numbers(
+        self, numbers: Sequence[str], of_samples: Sequence[Found], every: Sequence[Found]
+    ) -> NoReturn:
+        """Refuse a loss that is a mean by a number of all samples that collate_fn sees."""
+        cut = next(cut for found in (*of_samples, *every) for cut in found.cuts)
+        raise LossError(
+            "step: loss_fn must return the mean over the items that weight_fn counts, got one by "
+            f"{_some(numbers)}, which collate_fn computes over all samples that it sees: "
+            f"{cut.whole:.6g} for a batch, {_numbers(cut.losses)} for parts; let weight_fn count the "
+            'part\'s own number and loss_fn divide by it, use shard_loader(..., collate="global") beside '
+            'Plan(..., reduction="sum"), or build(..., check_loss=False)'
         )
 
     def _agrees(self, every: Sequence[Found]) -> bool:
@@ -374,6 +391,10 @@ def _cuts_rows(split: Any) -> bool:
     """Does a function of `split` cut rows, or take micro-batches whose rows can be cut?"""
     is_window = "takes_windows" in getattr(split, "traits", ())
     return is_window or hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -524,6 +524,21 @@ MUTANTS = [
         kind="models.batch_norm_of_micro_batches",
     ),
     Mutant(
+        "rows that are drawn for a batch are cut evenly, not as the batch is",
+        "data/draw.py",
+        'split_rows(drawn, sizes, "draw")[state.data.rank]',
+        "part(drawn, state)",
+        "tests/data/test_draw.py",
+    ),
+    Mutant(
+        "one row of a rank under BatchNorm raises on this rank alone",
+        LOOP,
+        "    if strategy.check_parts is not None and failure is None:\n",
+        "    if False:\n",
+        "tests/step/test_batch_norm_check.py",
+        kind="models.one_row_of_batch_norm",
+    ),
+    Mutant(
         "a block is recomputed with the attributes of now",
         "transforms/activation_checkpointing.py",
         "    _fill(contents)\n    _put(buffers)",
@@ -606,8 +621,8 @@ MUTANTS = [
     Mutant(
         "of a ready batch every rank takes the first rows",
         "data/collate.py",
-        "self.collate_fn(items[0]), self.rank, self.world_size",
-        "self.collate_fn(items[0]), 0, self.world_size",
+        'batch, self.rank, self.world_size, "shard_loader", "a ready batch", repair',
+        'batch, 0, self.world_size, "shard_loader", "a ready batch", repair',
         "tests/data/test_ready_batches.py",
         kind="data.ready_batches",
     ),
@@ -777,6 +792,20 @@ MUTANTS = [
         "        pass\n",
         "tests/step/test_comparison.py",
         kind="cuts.collate_that_centres",
+    ),
+    Mutant(
+        "a rank keeps the first rows of a batch that all ranks collate",
+        "data/collate.py",
+        'return rows_of_rank(batch, self.rank, self.world_size, "shard_loader", name, repair)',
+        'return rows_of_rank(batch, 0, self.world_size, "shard_loader", name, repair)',
+        f"tests/data/test_collate_global.py {LAWS}08_sharding.py",
+    ),
+    Mutant(
+        "a number by which a loss differs is taken for one of a sum",
+        VERDICTS,
+        "if numbers and adds_up and",
+        "if False and adds_up and",
+        "tests/step/test_comparison.py tests/field/test_catalogue.py",
     ),
     Mutant(
         "rows that have roles by their place are cut",
