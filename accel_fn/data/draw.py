@@ -101,6 +101,8 @@ def _sizes(rows: object, state: DistState) -> list[int]:
     except Exception as error:
         count, failure = -1, error
     counts = [count] if state.world_size == 1 else exchange_number(count, state, "draw")
+    if failure is not None:
+        raise failure
     if min(counts) < 0:
-        raise failure or BatchError("draw: rows must be countable, got others on another rank")
+        raise BatchError("draw: rows must be countable, got others on another rank")
     return counts[data_places(state)]

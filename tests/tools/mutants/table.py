@@ -25,8 +25,9 @@ class Mutant:
 STRATEGY, LOOP, MEAN = "step/strategy.py", "step/loop.py", "step/global_mean.py"
 UPDATE = "step/update.py"
 GRADS, STATE = "step/grads.py", "base/state.py"
-LOOK, VERDICTS, TRIAL = (
-    "step/checks/comparison.py",
+LOOK, PARTS, VERDICTS, TRIAL = (
+    "step/checks/look.py",
+    "step/checks/parts.py",
     "step/checks/verdicts.py",
     "step/checks/trial.py",
 )
@@ -787,7 +788,7 @@ MUTANTS = [
     ),
     Mutant(
         "samples that collate_fn computes over are sliced",
-        LOOK,
+        PARTS,
         "        return Parts([rows.collate(each) for each in places], places)\n",
         "        pass\n",
         "tests/step/test_comparison.py",
@@ -1008,7 +1009,7 @@ MUTANTS = [
     ),
     Mutant(
         "on a mesh, a loss of one row is compared with its copies on other ranks",
-        LOOK,
+        PARTS,
         "sum(counts[data_places(state)])",
         "sum(counts)",
         MESHES,
