@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.step.checks.comparison import couples, halves_of, metrics_of
 from accel_fn.step.checks.findings import agree, loss_tolerance
 from accel_fn.step.checks.trial import Outputs, Trial
 from accel_fn.step.checks.verdicts import wrong_metrics
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 

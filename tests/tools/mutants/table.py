@@ -523,6 +523,14 @@ MUTANTS = [
         kind="models.batch_norm_of_micro_batches",
     ),
     Mutant(
+        "items that each rank draws by itself are passed over",
+        "data/streams/round_robin.py",
+        "if known and any(each != every[0] for each in every)",
+        "if False and any(each != every[0] for each in every)",
+        "tests/data/test_streams.py",
+        kind="data.stream_of_its_own_order",
+    ),
+    Mutant(
         "rows that are drawn for a batch are cut evenly, not as the batch is",
         "data/draw.py",
         'split_rows(drawn, sizes, "draw")[state.data.rank]',
