@@ -361,11 +361,19 @@ MUTANTS = [
         f"{LAWS}08_sharding.py",
     ),
     Mutant(
+        "a pass leaves the epoch that the loop has set",
+        "data/loader.py",
+        "self._source.batches(epoch, first, by_loop=True)",
+        "self._source.batches(epoch, first, by_loop=False)",
+        "tests/data/test_passes.py tests/data/test_set_epoch.py",
+        kind="loops.set_epoch_by_the_loop",
+    ),
+    Mutant(
         "rows that are not samples are passed over",
         "step/checks/rows.py",
         "if count is None or",
         "if True or",
-        "tests/step/test_rows.py",
+        f"tests/step/test_rows.py {LAWS}03_rows.py",
         kind="data.time_first",
     ),
     Mutant(
