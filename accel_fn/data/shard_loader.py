@@ -87,13 +87,15 @@ def shard_loader(
 
     Warns:
         UserWarning: on the main rank: the global batch or the data set is smaller than the world, so
-            some ranks idle.
+            some ranks idle; in a pass, the first 16 items of a stream that all ranks read differ between
+            them.
 
     Cost: in a world of several, four small collectives, once. Per batch, this
     rank's samples alone are read, in one read where the data set is of tensors or
     arrays. With a sampler of your own, two or three messages a rank and batch, or each `read_ahead + 1`
     batches; with one of torch's that is neither in order nor shuffled, per some thousand samples.
-    Round robin reads all items of a stream on every rank, with two small messages a rank and batch.
+    Round robin reads all items of a stream on every rank, with two small messages a rank and batch, and
+    hashes the first 16 of a pass.
     Of a stream that is split, a rank reads its own shards, with small messages every few batches.
     With `collate="global"`, every rank does the reads and the collation of all ranks, and holds the whole
     batch as long as its rows.

@@ -19,9 +19,9 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary, finalize
 
 from accel_fn.base.file_lock import FileLock
+from accel_fn.base.warn import warn_user
 from accel_fn.errors import LogError
 from accel_fn.observe.run_log import Line, events_file, heading, placed_lines, whole_lines
-from accel_fn.step.checks.warn import warn_user
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_fn.base.warn import warn_user
 from accel_fn.errors import ArgumentError, ArgumentTypeError, ReplicaError, message
-from accel_fn.step.checks.warn import warn_user
 
 
 @dataclass(frozen=True, slots=True)

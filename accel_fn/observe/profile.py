@@ -19,12 +19,12 @@ import torch
 from torch.profiler import record_function
 
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed, all_or_none
 from accel_fn.comm.main_rank import on_main, print_on_main
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_folder, message
 from accel_fn.observe.phase_times import DATA, PREFIX, STEP, PhaseTimes, phase_times, table
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.observers import Observer
 from accel_fn.step.plan import Plan, Stateful
 from accel_fn.step.report import Report

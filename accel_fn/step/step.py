@@ -11,10 +11,10 @@ from torch import Tensor
 
 from accel_fn.base.given_batches import place_of
 from accel_fn.base.state import DistState, check_state, step_name
+from accel_fn.base.warn import warn_user
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
 from accel_fn.step.checks.first_batches import FirstBatches
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.grads import Grads
 from accel_fn.step.observers import observers
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -927,3 +928,56 @@ def test_what_is_unpacked_is_its_own():
     block.zero_()
     tensor += 1
     assert tensor.tolist() == [1.0] * 4
+
+
+class Drawn(torch.utils.data.IterableDataset):
+    """Items in an order of a generator that each rank seeds by itself, of `kinds` kinds."""
+
+    def __init__(self, kinds=48, *, of_its_own=True, make=lambda number: number):
+        self.kinds, self.of_its_own, self.make = kinds, of_its_own, make
+
+    def __iter__(self):
+        order = list(range(48))
+        (random.Random() if self.of_its_own else random).shuffle(order)
+        return iter([self.make(number % self.kinds) for number in order])
+
+
+def warnings_of(data, epochs=2, **options):
+    """Return the warnings of ranks that read a stream."""
+
+    def run(state):
+        loader = af.shard_loader(torch.utils.data.DataLoader(data, **options), state)
+        for _ in range(epochs):
+            list(loader)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        simulate(run, world_size=2)
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("batch_size", [4, 24, None])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: torch.as_tensor(number),
+        lambda number: {"half": 0.5 * torch.as_tensor(number)},
+        lambda number: np.asarray(number),
+    ],
+    ids=["tensors", "dicts", "arrays"],
+)
+def test_items_that_each_rank_draws_by_itself_are_warned_of_once(make, batch_size):
+    data = Drawn(make=make if batch_size else lambda number: make(number + torch.arange(2)))
+    (text,) = warnings_of(data, batch_size=batch_size)
+    assert re.match(
+        "shard_loader: Drawn should give the same items on every rank, .* got others", text
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [Drawn(of_its_own=False), Drawn(kinds=8), Drawn(make=lambda number: torch.tensor([[1.0]]))],
+    ids=["global generator", "eight kinds of items", "equal items"],
+)
+def test_items_that_are_the_same_or_say_little_are_not_warned_of(data):
+    assert warnings_of(data, batch_size=4) == []

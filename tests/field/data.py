@@ -362,6 +362,32 @@ def streams(case: Case):
     return two_loops(case, network, mse, loader)
 
 
+@kind("warned", "same items on every rank", world_size=(2, 3), num_samples=(24,))
+def stream_of_its_own_order(case: Case):
+    """A stream shuffles by a generator that each rank seeds by itself; repaired, by the epoch alone."""
+    x, y = samples(case)
+
+    class Shuffled(IterableDataset[Any]):
+        def __init__(self, seed):
+            self.seed = seed
+
+        def __iter__(self):
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.seed))
+            return iter([(x[i], y[i]) for i in order.tolist()])
+
+    def loader(seed):
+        return DataLoader(Shuffled(seed), batch_size=case.batch_size)
+
+    def run(state, seed):
+        return train(state, case, network(), mse, af.shard_loader(loader(seed), state))
+
+    return (
+        lambda: train_by_hand(network(), mse, loader(case.seed)),
+        lambda state: run(state, case.seed + state.rank),
+        lambda state: run(state, case.seed),
+    )
+
+
 @kind("equal")
 def masked_labels(case: Case):
     """Some labels are -100, on some ranks all of them."""

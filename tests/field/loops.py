@@ -316,6 +316,88 @@ def epochs_by_range(case: Case):
     )
 
 
+class ByEpoch:
+    """A sampler inside a wrapper, and a data set, which both go by `set_epoch`."""
+
+    def __init__(self, length):
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(self.length, generator=generator).tolist())
+
+    def __len__(self):
+        return self.length
+
+
+class Wrapped:
+    """A sampler that holds another one under a name of its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def __len__(self):
+        return len(self.inner)
+
+
+class Curriculum(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y, self.epoch = x, y, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i] * (1 + self.epoch), self.y[i]
+
+
+def by_set_epoch(case: Case, set_by_loop):
+    """Train three passes over what goes by `set_epoch`, which the loop or the loader calls."""
+    x, y = samples(case)
+
+    def made():
+        data, sampler = Curriculum(x, y), ByEpoch(len(x))
+        return data, sampler, DataLoader(data, case.batch_size, sampler=Wrapped(sampler))
+
+    def batches(data, sampler, loader, epochs, *, sets):
+        for epoch in epochs:
+            if sets:
+                data.set_epoch(epoch)
+                sampler.set_epoch(epoch)
+            yield from loader
+
+    epochs = (3, 0, 7) if set_by_loop else range(3)
+
+    def run(state):
+        data, sampler, loader = made()
+        sharded = af.shard_loader(loader, state)
+        given = batches(data, sampler, sharded, epochs, sets=set_by_loop)
+        return train(state, case, network(), mse, given)
+
+    return lambda: train_by_hand(network(), mse, batches(*made(), epochs, sets=True)), run
+
+
+@kind("equal")
+def set_epoch_by_range(case: Case):
+    """Each pass of a loop by range calls `set_epoch` of the data set and of a sampler in a sampler."""
+    return by_set_epoch(case, False)
+
+
+@kind("equal")
+def set_epoch_by_the_loop(case: Case):
+    """The loop calls `set_epoch` itself, with other numbers, which a pass keeps."""
+    return by_set_epoch(case, True)
+
+
 @kind("equal")
 def resumed_by_range(case: Case):
     """A loop by range is stopped in its second epoch, and goes on from its checkpoint."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
-from accel_fn.step.checks.warn import warn_user
+from accel_fn.base.warn import warn_user
 from accel_fn.testing import assert_equivalent, simulate
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -7,6 +7,7 @@ tests/step/test_torch_internals.py fails when it changes.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +15,16 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
+from accel_fn.base.batch import ATOMS
+from accel_fn.base.mappings import opened
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.data.random_generators import Generators
@@ -100,8 +105,9 @@ class Stream:
         keeps: bool = False,
         info: WorkerInfo | None = None,
         in_worker: bool = False,
+        num_hashed: int = 0,
     ) -> None:
-        """With `keeps`, the data set stays in the epoch that the loop has set."""
+        """With `keeps`, the data set stays in the epoch that the loop has set; hash the first items."""
         self._data = data
         self._epoch = epoch
         self._info = info
@@ -111,6 +117,9 @@ class Stream:
         self._generators = Generators(mix(mix(seed) + epoch))
         self._items: Iterator[Any] | None = None
         self.num_read = 0  # items so far
+        self._num_hashed = num_hashed
+        self.hashes: list[int] = []
+        """Hashes of the first items that were read."""
         self._ended = False
 
     @contextmanager
@@ -145,9 +154,25 @@ class Stream:
             where = f"after {self.num_read + len(found)} items of epoch {self._epoch}"
             error.add_note(f"shard_loader: the stream failed {where}")
             raise
+        if len(self.hashes) < self._num_hashed:
+            self.hashes += map(hash_of, found[: self._num_hashed - len(self.hashes)])
         self.num_read += len(found)
         self._ended = len(found) < count
         return found
+
+
+def hash_of(item: Any) -> int:
+    """Hash the tensors, arrays, numbers and texts of an item; others count by their class alone."""
+    found = 0
+    for leaf in pytree.tree_leaves(opened(item)):
+        if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided:
+            known = leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
+            known = leaf.tobytes()
+        else:
+            known = repr(leaf if isinstance(leaf, ATOMS) else type(leaf).__name__).encode()
+        found = zlib.crc32(known, found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

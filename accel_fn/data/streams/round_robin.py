@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +10,10 @@ from itertools import count
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_fn.base.split_batch import part_bounds
+from accel_fn.base.warn import warn_user
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.messages import Channel
 from accel_fn.comm.primitives import exchange
@@ -23,6 +25,8 @@ from accel_fn.data.streams.stream_source import StreamSource
 from accel_fn.errors import check_equal
 
 _BLOCK = 16
+_NUM_HASHED, _FEWEST = 16, 8
+"""Items that ranks compare, and how many of them must differ from each other: others may say nothing."""
 
 
 class RoundRobinSource(StreamSource):
@@ -33,6 +37,7 @@ class RoundRobinSource(StreamSource):
     ) -> None:
         super().__init__(loader, options, rank)
         self._channel = channel
+        self._has_compared = False
         seed = options.seed
         # The cut of batches that every rank reads whole is that of one rank, and so are their random numbers.
         place = rank if self._cut.world_size > 1 else 0
@@ -50,7 +55,21 @@ class RoundRobinSource(StreamSource):
         if self._channel is None:
             return until_end(items, None, first_batch)
         channel = self._channel.another()
-        return channel.sending_errors(until_end(items, channel, first_batch))
+        return channel.sending_errors(until_end(items, channel, first_batch, self._compare))
+
+    def _compare(self, every: list[Sequence[int] | None]) -> None:
+        """Warn once, on the main rank, if ranks have read other items from the start of the stream."""
+        if self._has_compared or None in every:
+            return
+        self._has_compared = True
+        known = any(len({*each}) > _FEWEST for each in every if each is not None)
+        if known and any(each != every[0] for each in every) and self._rank == 0:
+            warn_user(
+                f"shard_loader: {self._name} should give the same items on every rank, each of which reads "
+                f"it all and keeps its part, got others among the first {_NUM_HASHED}, so samples are lost "
+                "and doubled; draw from torch's, NumPy's or Python's global generator, which is seeded, "
+                "or seed your own by the epoch alone"
+            )
 
     def _count(self, epoch: int) -> Iterator[Any]:
         return until_end(self._counting.start(epoch, 0), None, 0)
@@ -133,6 +152,18 @@ class End:
     num_items: int
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A batch with the hashes of the first items of its stream."""
+
+    batch: Any
+    hashes: Sequence[int]
+
+    def pin_memory(self) -> Noted:
+        """Pin the batch, as torch's loader asks for."""
+        return Noted(pin_memory(self.batch), self.hashes)  # type: ignore[no-untyped-call]
+
+
 @dataclass(eq=False)
 class RoundRobinStream(WorkerStream):
     """Worker w of n collates this rank's part of every n-th batch from the w-th on; then an `End`.
@@ -150,12 +181,21 @@ class RoundRobinStream(WorkerStream):
         info = self.worker()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         in_worker = info is not None
-        stream = Stream(self.data, epoch, seed=self.seed, keeps=bool(keeps), in_worker=in_worker)
+        stream = Stream(
+            self.data,
+            epoch,
+            seed=self.seed,
+            keeps=bool(keeps),
+            in_worker=in_worker,
+            num_hashed=_NUM_HASHED if worker == 0 else 0,
+        )
         first_batch += worker
         parts = parts_of_stream(
             stream, self.cut, self.rank, first_batch=first_batch, stride=num_workers
         )
         batches: Iterator[Any] = map(self.collate_fn, parts)
+        if worker == 0:
+            batches = _noted(batches, stream)
         if info is not None:
             batches = self._recorded(batches, count(first_batch, num_workers))
         return self._ended(batches, stream)
@@ -176,17 +216,39 @@ class RoundRobinStream(WorkerStream):
             yield batch
 
 
-def until_end(items: Iterator[Any], channel: Channel | None, first_batch: int) -> Iterator[Any]:
+def _noted(batches: Iterator[Any], stream: Stream) -> Iterator[Any]:
+    """Yield batches, the first one after enough items with their hashes."""
+    for batch in batches:
+        if len(stream.hashes) == _NUM_HASHED:
+            yield Noted(batch, stream.hashes)
+            break
+        yield batch
+    yield from batches
+
+
+def until_end(
+    items: Iterator[Any],
+    channel: Channel | None,
+    first_batch: int,
+    compare: Callable[[list[Sequence[int] | None]], None] | None = None,
+) -> Iterator[Any]:
     """Yield the batches of a pass, whose workers end with it.
 
     With a channel, ranks exchange before each batch whether they have one. All raise where some have
-    none, or have read another number of items at the end.
+    none, or have read another number of items at the end. `compare` is called with the hashes of their
+    first items.
     """
     with closing(items):  # type: ignore[type-var]
         for batch, item in enumerate(items, start=first_batch):
             end = item.num_items if isinstance(item, End) else None
+            hashes = None
+            if isinstance(item, Noted):
+                item, hashes = item.batch, item.hashes
             if channel is not None:
-                _check_ends(channel.exchange(end), batch)
+                every = channel.exchange((end, hashes))
+                _check_ends([each for each, _ in every], batch)
+                if compare is not None and hashes is not None:
+                    compare([each for _, each in every])
             if end is not None:
                 # The other workers yield an `End` too; the pass is over when all have.
                 for _ in items:

@@ -8,9 +8,9 @@ from torch import nn
 
 from accel_fn.base.batch import shapes_of
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.comm.batch_norm import batch_norms
 from accel_fn.errors import BatchError
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.microbatches import Parts, splits_of
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy

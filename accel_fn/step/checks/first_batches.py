@@ -11,6 +11,7 @@ import torch
 from accel_fn.base.batch import tensors_of
 from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.state import DistState, mesh_of
+from accel_fn.base.warn import warn_user
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import BatchError
@@ -19,7 +20,6 @@ from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.frozen import FrozenCheck
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.checks.rows import check_rows
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from accel_fn.base.warn import warn_user
 from accel_fn.comm.dtensor import local
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
 
 _SAMPLE = 64

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from accel_fn.base.batch import tensors_of
+from accel_fn.base.warn import warn_user
 from accel_fn.base.weights import Weight
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import LossError, PlanError
 from accel_fn.step.checks.parameters import mixed, no_graph, replaced
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.loss_module import Outcome
 from accel_fn.step.plan import Plan
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.step.checks.findings import agree, loss_tolerance
 from accel_fn.step.checks.look import metrics_of
 from accel_fn.step.checks.parts import halves_of
 from accel_fn.step.checks.trial import Outputs, Trial, couples
 from accel_fn.step.checks.verdicts import wrong_metrics
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.errors import BatchError, LossError, PlanError
 from accel_fn.step.checks.findings import Cut, Found, Gradients, Reads, Write, wrong_gradient
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
 

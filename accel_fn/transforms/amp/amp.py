@@ -10,8 +10,8 @@ import torch
 from accel_fn.base.blocks import Blocks, check_blocks
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.base.state import DistState, LossScale
+from accel_fn.base.warn import warn_user
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, transform

@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from accel_fn.base.batch import map_tensors, tensors_of
 from accel_fn.base.rng import restored_random
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.comm.dtensor import is_sharded, whole
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import PlanError
-from accel_fn.step.checks.warn import warn_user
 from accel_fn.step.same_on_all_ranks import fingerprints
 from accel_fn.transforms.tp.patterns import starred
 

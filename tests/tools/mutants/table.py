@@ -363,11 +363,19 @@ MUTANTS = [
         f"{LAWS}08_sharding.py",
     ),
     Mutant(
+        "a pass leaves the epoch that the loop has set",
+        "data/loader.py",
+        "self._source.batches(epoch, first, by_loop=True)",
+        "self._source.batches(epoch, first, by_loop=False)",
+        "tests/data/test_passes.py tests/data/test_set_epoch.py",
+        kind="loops.set_epoch_by_the_loop",
+    ),
+    Mutant(
         "rows that are not samples are passed over",
         "step/checks/rows.py",
         "if count is None or",
         "if True or",
-        "tests/step/test_rows.py",
+        f"tests/step/test_rows.py {LAWS}03_rows.py",
         kind="data.time_first",
     ),
     Mutant(
@@ -523,6 +531,14 @@ MUTANTS = [
         "self._over_parts = False",
         "tests/step/test_batch_norm_check.py",
         kind="models.batch_norm_of_micro_batches",
+    ),
+    Mutant(
+        "items that each rank draws by itself are passed over",
+        "data/streams/round_robin.py",
+        "if known and any(each != every[0] for each in every)",
+        "if False and any(each != every[0] for each in every)",
+        "tests/data/test_streams.py",
+        kind="data.stream_of_its_own_order",
     ),
     Mutant(
         "rows that are drawn for a batch are cut evenly, not as the batch is",

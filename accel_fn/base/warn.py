@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-_LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def warn_user(text: str) -> None:
