@@ -19,7 +19,7 @@ from accel_fn.step.checks.batch_norm import BatchNormCheck, OneRowCheck
 from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.frozen import FrozenCheck
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
-from accel_fn.step.checks.rows import check_rows
+from accel_fn.step.checks.rows import RowsFound, check_rows, judged
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
@@ -100,11 +100,9 @@ class FirstBatches:
 
     def _look(self, state: DistState, batch: Any) -> None:
         # A library that watches gradients is often called on the main rank alone.
-        text = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
-        if state.world_size > 1:
-            # A rank may have one row because the others were left out, but not every rank.
-            every = primitives.exchange(text, state, "step")
-            text = "" if "" in every else next((each for each in every if each), "")
+        found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
+        several = state.world_size > 1
+        text = judged(primitives.exchange(found, state, "step") if several else [found])
         if text and state.is_main and not self._has_warned_of_rows:
             self._has_warned_of_rows = True
             warn_user(text)
@@ -122,8 +120,8 @@ class FirstBatches:
         self._strategy.checks.is_due = True
         self._batch_norm.begin()
 
-    def _check_rows_and_hooks(self, state: DistState, batch: Any) -> str | None:
-        """Refuse hooks of parameters; return what is wrong with rows, None if the loader is not known."""
+    def _check_rows_and_hooks(self, state: DistState, batch: Any) -> RowsFound | None:
+        """Refuse hooks of parameters; return what is found in the rows."""
         if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
             check_hooks("step", self._plan)
         return check_rows(state, self._plan, batch)

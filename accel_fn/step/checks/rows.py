@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from accel_fn.base.batch import num_samples, shapes_of
 from accel_fn.base.given_batches import samples_of
@@ -15,10 +16,18 @@ from accel_fn.step.plan import Plan
 _REPAIR = "put the samples first in each tensor, or give Plan a weight_fn, such as num_labels"
 
 
-def check_rows(state: DistState, plan: Plan, batch: Any) -> str | None:
-    """Return a warning of a batch whose rows are not its samples, empty if there is none; refuse its cut.
+class RowsFound(NamedTuple):
+    """A warning of a batch whose rows are not its samples; empty if they may be."""
 
-    None if it is not known of how many samples, two or more, it was made.
+    text: str
+    is_sure: bool = False
+    """False of one row: the others may have been left out on this rank."""
+
+
+def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
+    """Look at whether the rows of a batch are its samples; refuse to cut rows that are not.
+
+    None if it is not known of how many samples, two or more, the batch was made.
 
     The loader knows of how many samples it made the batch. Several rows a sample are right, such as two
     views of each, and so are fewer rows, where some were left out.
@@ -29,14 +38,24 @@ def check_rows(state: DistState, plan: Plan, batch: Any) -> str | None:
     shapes = shapes_of(batch)
     rows = {shape[0] for shape in shapes}
     if len(rows) != 1 or not all(len(shape) > 1 for shape in shapes):
-        return ""
+        return RowsFound("")
     (num_rows,) = rows
     is_second = num_rows % count != 0 and all(shape[1] == count for shape in shapes)
     if num_rows != 1 and not is_second:
-        return ""
+        return RowsFound("")
     got = f"{num_rows} for {count} samples in tensors of shapes {shapes[:3]}"
     if num_rows != 1 and splits_of(plan):
         raise BatchError(
             f"step: batch must be cut between samples, got rows that are none, {got}; {_REPAIR}"
         )
-    return f"step: weight_fn should count samples, or what the loss is a mean over, got {got}; {_REPAIR}"
+    text = f"step: weight_fn should count samples, or what the loss is a mean over, got {got}; {_REPAIR}"
+    return RowsFound(text, is_sure=num_rows != 1)
+
+
+def judged(every: Sequence[RowsFound | None]) -> str:
+    """Return what ranks warn of together: of one row only where each that knows its samples has one."""
+    found = [each for each in every if each is not None]
+    sure = [each.text for each in found if each.is_sure]
+    if sure or not all(each.text for each in found):
+        return sure[0] if sure else ""
+    return found[0].text if found else ""
