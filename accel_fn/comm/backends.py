@@ -56,6 +56,15 @@ def nccl_of(group: ProcessGroup) -> Any:
     return backend if backend is not None and backend.name() == dist.Backend.NCCL else None
 
 
+def num_collectives(group: ProcessGroup) -> int | None:
+    """The number of collectives of a group so far, over its backends; None if one does not count, as MPI."""
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    try:
+        return sum(int(each._get_sequence_number_for_group()) for each in backends)
+    except RuntimeError:
+        return None
+
+
 def current_world() -> tuple[int, int] | None:
     """Return rank and world size if this process is in a world already."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None

@@ -23,6 +23,7 @@ struct Collectives final : c10d::Backend {
   BackendPtr gloo;
   explicit Collectives(BackendPtr made) : Backend(made->getRank(), made->getSize()), gloo(std::move(made)) {}
   const std::string getBackendName() const override { return "simccl"; }
+  uint64_t getSequenceNumberForGroup() override { return gloo->getSequenceNumberForGroup(); }
 
   using Run = std::function<WorkPtr(Tensors& outputs, Tensors& inputs)>;
 

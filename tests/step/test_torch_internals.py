@@ -72,6 +72,7 @@ def sgd(parameters):
         "torch._C._distributed_c10d:PrefixStore",
         "torch._C._distributed_c10d:TCPStore",
         "torch._C._distributed_c10d:_register_process_group",
+        "torch._C._distributed_c10d:Backend._get_sequence_number_for_group",
         "torch._C._distributed_c10d:ProcessGroup._get_sequence_number_for_group",
         "torch:Tensor._is_view",
         "torch:_foreach_mul_",

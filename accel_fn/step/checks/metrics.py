@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_fn.base.state import DistState
 from accel_fn.base.warn import warn_user
+from accel_fn.comm.backends import num_collectives
 from accel_fn.step.checks.findings import agree, loss_tolerance
 from accel_fn.step.checks.look import metrics_of
 from accel_fn.step.checks.parts import halves_of
@@ -31,9 +32,9 @@ class MetricsLook:
             self._left = 0  # other ranks would have to run as many forwards
         self._num_collectives = self._count()
 
-    def _count(self) -> int:
+    def _count(self) -> int | None:
         group = self._state.group
-        return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return 0 if group is None else num_collectives(group)
 
     def after(self, batch: Any, *, has_means: bool) -> None:
         """Look at a batch whose metrics are counted."""
@@ -44,7 +45,7 @@ class MetricsLook:
             return
         self._left -= 1
         # Of a loss that calls collectives, one rank cannot run more forwards.
-        if self._left or self._count() != self._num_collectives:
+        if self._left or self._num_collectives is None or self._count() != self._num_collectives:
             return
         found = self._compare(*halves)
         if found:

@@ -18,6 +18,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.base.torch_compile import uncompiled
 from accel_fn.base.weights import Weight
+from accel_fn.comm.backends import num_collectives
 from accel_fn.comm.differentiable import loss_of
 from accel_fn.comm.dtensor import local
 from accel_fn.step.checks.draws import (
@@ -338,11 +339,11 @@ def _check_graph(loss: Tensor) -> None:
         raise CannotReplayError("it uses torch.utils.checkpoint with use_reentrant=True")
 
 
-def _num_collectives(state: DistState, plan: Plan) -> int:
-    """The number of collectives in the group so far; 0 where sharding calls them in every forward."""
+def _num_collectives(state: DistState, plan: Plan) -> int | None:
+    """The number of collectives in the group so far; None where sharding calls them in every forward."""
     if state.group is None or plan.having("shards"):
-        return 0
-    return int(state.group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return None
+    return num_collectives(state.group)
 
 
 def _figures(value: Any) -> tuple[float, ...]:
