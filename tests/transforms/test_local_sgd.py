@@ -65,8 +65,9 @@ def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
         # a number or two, with the name of the collective, twice
         small = [("alltoall_base", 80, torch.uint8)] * 2
         assert averaged[:2] == small
-        # batch 2, as batch 1, begins with a look at the hooks of all ranks
-        assert again == [small[0], ("allgather", 16, torch.uint8), *small]
+        # batch 2, as batch 1, begins with a look at the hooks of all ranks, and at the rows of a batch
+        looks = [("allgather", 16, torch.uint8), ("allgather", 4, torch.uint8)]
+        assert again == [small[0], looks[0], small[0], looks[1], *small]
         # once the ranks compare their batches, and agree on the names of the metrics
         assert len([each for each in apart if each not in small]) == 1 + 2
         large = [each for each in averaged if each[0] not in ("allgather", "alltoall_base")]
