@@ -75,10 +75,11 @@ def test_rows_that_are_not_samples_are_not_cut(world_size):
         (default_collate, {}),
         (views, {}),
         (left_out, {}),
+        (left_out, {"options": {"batch_size": 20}}),  # the second batch keeps one row on each rank
         (time_first, {"weight_fn": lambda batch: batch[0].size(1)}),
         (time_first, {"rebuild": lambda batch: (batch[0] + 0, batch[1])}),
     ],
-    ids=["plain", "views", "left out", "weight_fn", "rebuilt"],
+    ids=["plain", "views", "left out", "one left", "weight_fn", "rebuilt"],
 )
 def test_other_batches_are_not_warned_of(collate, given):
     assert texts(2, collate, **given) == []

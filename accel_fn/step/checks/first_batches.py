@@ -19,7 +19,7 @@ from accel_fn.step.checks.batch_norm import BatchNormCheck, OneRowCheck
 from accel_fn.step.checks.comparison import Comparison
 from accel_fn.step.checks.frozen import FrozenCheck
 from accel_fn.step.checks.parameters import check_hooks, shares_gradients
-from accel_fn.step.checks.rows import RowsFound, check_rows, judged
+from accel_fn.step.checks.rows import RowsFound, RowsJudge, check_rows
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import fingerprints
@@ -55,7 +55,7 @@ class FirstBatches:
         self._num_repeats, self._repeated_at = 0, 0
         """How often in a row the step was called with that state again, and after which batch it last was."""
         self._has_warned_of_state = False
-        self._has_warned_of_rows = False
+        self._rows, self._has_warned_of_rows = RowsJudge(), False
 
     def begin(self, state: DistState, batch: Any) -> None:
         """Check the model's mode; in a batch where a look is due, everything else too, before it runs."""
@@ -102,7 +102,7 @@ class FirstBatches:
         # A library that watches gradients is often called on the main rank alone.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
-        text = judged(primitives.exchange(found, state, "step") if several else [found])
+        text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])
         if text and state.is_main and not self._has_warned_of_rows:
             self._has_warned_of_rows = True
             warn_user(text)

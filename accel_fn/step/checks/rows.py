@@ -52,10 +52,18 @@ def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
     return RowsFound(text, is_sure=num_rows != 1)
 
 
-def judged(every: Sequence[RowsFound | None]) -> str:
-    """Return what ranks warn of together: of one row only where each that knows its samples has one."""
-    found = [each for each in every if each is not None]
-    sure = [each.text for each in found if each.is_sure]
-    if sure or not all(each.text for each in found):
-        return sure[0] if sure else ""
-    return found[0].text if found else ""
+class RowsJudge:
+    """What ranks find together, over the batches that are looked at."""
+
+    def __init__(self) -> None:
+        self._has_several = False
+        """Has a batch on any rank had several rows? Then one row is what others were left out of."""
+
+    def judge(self, every: Sequence[RowsFound | None]) -> str:
+        """Return what to warn of: of one row only where each rank that knows its samples always has one."""
+        found = [each for each in every if each is not None]
+        sure = [each.text for each in found if each.is_sure]
+        if sure:
+            return sure[0]
+        self._has_several |= not all(each.text for each in found)
+        return found[0].text if found and not self._has_several else ""
