@@ -169,6 +169,13 @@ def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 def check_compiler(device: torch.device) -> None:
     """Compile a tiny function, and refuse a machine that cannot."""
+    if (
+        device.type == "cpu" and " " in torch.__file__
+    ):  # torch splits the compiler's command at spaces
+        raise PlanError(
+            "build: compiled must have torch installed below a path without a space, got "
+            f"{torch.__file__}; make the environment elsewhere, or leave out compiled"
+        )
     start = torch.zeros(2, device=device)
     try:
         torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)

@@ -8,6 +8,7 @@ from torch import nn
 
 import accel_fn as af
 from tests.support.cases import pinned
+from tests.support.compilers import needs_compiler
 
 X = torch.ones(8, 3, dtype=torch.float64)
 
@@ -50,6 +51,7 @@ CHANGES = {
 }
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("change", "num_steps"), pinned([(each, 0) for each in CHANGES], CHANGES, [0, 2])
 )
@@ -67,6 +69,7 @@ def test_what_changes_after_build_is_refused(change, num_steps):
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_scheduler_of_torch_made_after_build_is_followed():
     ends = []
@@ -80,6 +83,7 @@ def test_a_scheduler_of_torch_made_after_build_is_followed():
     torch.testing.assert_close(*ends)
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_a_learning_rate_that_was_a_tensor_and_becomes_a_number_counts():
     ends = []
@@ -123,6 +127,7 @@ class First(torch.optim.Optimizer):
                 p.sub_(p.grad * (group["lr"] / held["k"]))
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [(Decaying, "in tensors outside of its state"), (First, "it keeps state of all parameters")],

@@ -25,6 +25,7 @@ from tests.support.compilers import (
     looks_at_gradients,
     make_batches,
     make_plan,
+    needs_compiler,
     plain_sgd,
     run,
 )
@@ -45,7 +46,14 @@ except ValueError as error:
 """
 
 
+def test_a_torch_below_a_path_with_a_space_is_refused_before_training(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/home/a user/torch/__init__.py")
+    with pytest.raises(af.PlanError, match="below a path without a space, got /home/a user/torch"):
+        af.build(af.DistState(), af.compiled()(make_plan()))
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(" " in torch.__file__, reason="refused before the compiler is tried")
 @pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
 def test_a_machine_without_a_compiler_is_refused_before_training(scope, tmp_path):
     environment = {
@@ -158,6 +166,7 @@ def test_a_whole_step_with_shards_on_one_rank_is_refused(options):
         af.build(af.DistState(), plan)
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
