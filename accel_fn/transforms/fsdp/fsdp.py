@@ -33,7 +33,13 @@ from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import follow_shards
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
-from accel_fn.transforms.fsdp.units import check_shardable, ignored_in, tops_of, units_of
+from accel_fn.transforms.fsdp.units import (
+    check_shardable,
+    has_inner,
+    ignored_in,
+    tops_of,
+    units_of,
+)
 
 
 @transform
@@ -66,7 +72,9 @@ def wrap_fsdp(
     Args:
         blocks: the FSDP units: a class of modules, several, or names of modules (the name
             of a list stands for its items). Default: the modules that are repeated
-            most in the model's outermost lists and sequences.
+            most in the model's outermost lists and sequences. `""`, the model itself: all
+            parameters are whole from the start of the loss to the end of the backward, so that the loss
+            may use them in any way, by `torch.func` and `torch.autograd.grad` too.
         ignore: modules whose parameters stay whole on every rank, in their dtype, named as blocks are:
             a frozen encoder or teacher that fits in memory, which is then not gathered.
         replicate: number of groups of shards, which divides the number of ranks: parameters are
@@ -322,7 +330,8 @@ def _shard(
     # blocks stays whole until the backward: the loss may call any method of the model.
     for name in _innermost_first(units):
         reshard = reshard_after_forward and name not in tops
-        sharded.shard(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
+        shard = partial(fully_shard, reshard_after_forward=reshard, **options)
+        sharded.shard(units[name], shard, is_whole=name in tops and not has_inner(name, units))
     _shard_frozen(sharded, frozen, {**options, "mp_policy": MixedPrecisionPolicy()})
     for top in tops.values():
         sharded.add_top(top)

@@ -10,12 +10,21 @@ from accel_fn.base.blocks import Blocks, find_blocks, is_container, modules_in
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError, message
 
+WHOLE_MODEL = ""
+"""In place of blocks: the name of the model in its `named_modules`."""
+
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
     """Return the FSDP units of a model, by name; modules that are ignored are none."""
     ignored = modules_in(model, ignore, "wrap_fsdp(ignore)")
-    found = {**dict(tops_of(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
+    inner = {} if blocks == WHOLE_MODEL else find_blocks(model, blocks, "wrap_fsdp")
+    found = {**dict(tops_of(model, "")), **inner}
     return {name: unit for name, unit in found.items() if unit not in ignored}
+
+
+def has_inner(name: str, units: Collection[str]) -> bool:
+    """Does a unit hold other ones?"""
+    return any(each != name and _is_in(each, name) for each in units)
 
 
 def ignored_in(model: nn.Module, ignore: Blocks) -> set[nn.Parameter]:
