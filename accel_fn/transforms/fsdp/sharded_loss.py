@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.comm.dtensor import is_sharded
-from accel_fn.errors import LossError
+from accel_fn.comm.shard_errors import WholeNumbers, is_of_shards, place_of_error
+from accel_fn.errors import AccelError, LossError, PlanError
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.transforms.fsdp.unit_order import OrderedGather, OrderedReduce, UnitOrder
 
@@ -55,6 +56,8 @@ class ShardedLoss(nn.Module):
         """Frozen models in shards, by name."""
         self._is_running = False
         """Is a loss being computed, also without gradients?"""
+        self._watches = True
+        """Is the next loss the first one, in which no number may be read of shards?"""
         self._whole: set[nn.Module] = set()
         """Units whose parameters are all whole while a loss is computed."""
         self._held: dict[nn.Module, list[Any]] = {}
@@ -93,7 +96,9 @@ class ShardedLoss(nn.Module):
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             run = state._cast_forward_inputs
-            return run(args, kwargs) if self._is_running else state._pre_forward(module, args, kwargs)
+            return (
+                run(args, kwargs) if self._is_running else state._pre_forward(module, args, kwargs)
+            )
 
         def after(module: nn.Module, inputs: Any, output: Any) -> Any:
             return output if self._is_running else state._post_forward(module, inputs, output)
@@ -109,7 +114,8 @@ class ShardedLoss(nn.Module):
             if now is not each.sharded_param and now is not each._unsharded_param:
                 raise LossError(
                     "step: wrap_fsdp must have a loss_fn that calls a block with the parameters of the "
-                    "model, got one that puts in others, as torch.func.functional_call does; " + _REPAIR
+                    "model, got one that puts in others, as torch.func.functional_call does; "
+                    + _REPAIR
                 )
 
     def add_top(self, top: nn.Module) -> None:
@@ -149,10 +155,9 @@ class ShardedLoss(nn.Module):
         self._call("unshard", self._tops)  # the loss may call any method of the model
         self._is_in_loss, self._is_running = torch.is_grad_enabled(), True
         try:
-            outcome: Outcome = self.module(batch, left_out)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise LossError(_BLOCKS_ALONE) from error
+            outcome = self._run(batch, left_out)
+        except Exception as error:
+            self._explain(error)
             raise
         finally:
             self._is_in_loss = self._is_running = False
@@ -160,6 +165,34 @@ class ShardedLoss(nn.Module):
         if any(map(is_sharded, tree_leaves(outcome))):
             raise LossError(_BLOCKS_ALONE)
         return outcome
+
+    def _run(self, batch: Any, left_out: Sequence[str]) -> Outcome:
+        run: Callable[..., Outcome] = self.module
+        if not self._watches:
+            return run(batch, left_out)
+        with WholeNumbers():  # type: ignore[no-untyped-call]
+            outcome = run(batch, left_out)
+        self._watches = False
+        return outcome
+
+    def _explain(self, error: Exception) -> None:
+        """Raise the error of a loss that computes with shards, if torch has failed for that reason."""
+        is_missed = "appears to not have been used in the graph" in str(error) and self._held
+        if isinstance(error, AccelError) or not (is_missed or is_of_shards(error)):
+            return
+        refused = LossError(_BLOCKS_ALONE)
+        place = place_of_error(error, loss_module_of(self).model)
+        if place:
+            refused.add_note(f"step: torch failed in the forward of {place}")
+        raise refused from error
+
+    def __deepcopy__(self, _memo: object) -> Any:
+        # The hooks of a unit lead here.
+        raise PlanError(
+            "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
+            "AveragedModel does; average by af.average(decay), copy a frozen model before build, or write "
+            "the weights by save_model"
+        )
 
     def refuse_gradients_of_shards(self) -> None:
         """Refuse a loss that reaches a shard itself, in place of what a block gathers in its forward.
@@ -180,7 +213,6 @@ class ShardedLoss(nn.Module):
 
         Writing to a view would lose the hook that gathers for the backward.
         """
-
         is_tensor = isinstance(output, Tensor)
         return self._watch(output) if is_tensor else map_tensors(self._watch, output)
 

@@ -72,6 +72,13 @@ def check_shardable(
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         # FSDP adds up the gradients of a unit in one buffer.
         is_of_one_dtype = not parameter.requires_grad or dtype in (None, parameter.dtype)
+        is_complex = parameter.is_complex() or (dtype is not None and dtype.is_complex)
+        convert = (
+            "hold complex ones as pairs of real numbers, by torch.view_as_complex in the forward, or use "
+            "wrap_ddp"
+            if is_complex
+            else "convert it"
+        )
         whole = is_split or not is_sharded(parameter)
         rules = {
             "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
@@ -79,7 +86,7 @@ def check_shardable(
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
             "hold contiguous parameters; make it so": parameter.is_contiguous(),
-            f"train parameters of one dtype, {dtype}; convert it": is_of_one_dtype,
+            f"train parameters of one dtype, {dtype}; {convert}": is_of_one_dtype,
         }
         for text, holds in rules.items():
             if not holds:
