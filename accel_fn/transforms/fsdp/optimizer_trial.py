@@ -22,7 +22,7 @@ from accel_fn.base.warn import warn_user
 from accel_fn.comm import primitives
 from accel_fn.comm.dtensor import local, shard_like
 from accel_fn.comm.shard_errors import WholeNumbers
-from accel_fn.errors import PlanError
+from accel_fn.errors import LossError, PlanError
 
 Group = dict[str, Any]
 LengthFn = Callable[[int], int]
@@ -51,6 +51,10 @@ def try_optimizer(
             with WholeNumbers():  # type: ignore[no-untyped-call]
                 fault = _fault_on_shards(optimizer, state, mesh, expected)
             fault = fault or _fault_on_nothing(optimizer, state, size)
+        except LossError:
+            fault = (
+                "it reads a number of what it computes from shards, of which each rank has its part"
+            )
         except Exception as error:
             fault = f"it fails, {_first_line(error)}"
     faults = primitives.exchange(fault, ranks, "build")
