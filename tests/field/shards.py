@@ -262,7 +262,8 @@ def rows_put_back(case: Case):
         whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         whole[[0, 3]] = saved
         if whole is not weight:
-            weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
+            layout = weight.device_mesh, weight.placements
+            weight.copy_(distribute_tensor(whole, *layout, src_data_rank=None))
         model.last.weight.clamp_(-0.1, 0.1)
 
     def by_hand():
