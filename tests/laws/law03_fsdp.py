@@ -43,9 +43,7 @@ def test_any_ranks_are_one_rank(optimizer, dealt, num_microbatches, blocks):
     losses, expected = ours.trained_by_hand(
         ours.regression_model(), batches, max_norm=0.5, optimizer=optimizer
     )
-    recipe = af.compose(
-        af.wrap_fsdp(blocks=blocks), af.accumulate(num_microbatches), af.clip(0.5)
-    )
+    recipe = af.compose(af.wrap_fsdp(blocks=blocks), af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
     for found, actual in ours.trained(ours.regression_model(), parts, recipe, optimizer=optimizer):
         ours.assert_close(actual, expected)

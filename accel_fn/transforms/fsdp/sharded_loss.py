@@ -155,7 +155,8 @@ class ShardedLoss(nn.Module):
         self._call("unshard", self._tops)  # the loss may call any method of the model
         self._is_in_loss, self._is_running = torch.is_grad_enabled(), True
         try:
-            outcome = self._run(batch, left_out)
+            run = self._run_watched if self._watches else self.module
+            outcome: Outcome = run(batch, left_out)
         except Exception as error:
             self._explain(error)
             raise
@@ -166,12 +167,9 @@ class ShardedLoss(nn.Module):
             raise LossError(_BLOCKS_ALONE)
         return outcome
 
-    def _run(self, batch: Any, left_out: Sequence[str]) -> Outcome:
-        run: Callable[..., Outcome] = self.module
-        if not self._watches:
-            return run(batch, left_out)
+    def _run_watched(self, batch: Any, left_out: Sequence[str]) -> Outcome:
         with WholeNumbers():  # type: ignore[no-untyped-call]
-            outcome = run(batch, left_out)
+            outcome: Outcome = self.module(batch, left_out)
         self._watches = False
         return outcome
 
@@ -213,8 +211,11 @@ class ShardedLoss(nn.Module):
 
         Writing to a view would lose the hook that gathers for the backward.
         """
-        is_tensor = isinstance(output, Tensor)
-        return self._watch(output) if is_tensor else map_tensors(self._watch, output)
+        if isinstance(output, Tensor):
+            return self._watch(output)
+        if type(output) is tuple:  # as blocks of transformers return; it saves a call
+            return tuple([map_tensors(self._watch, each) for each in output])
+        return map_tensors(self._watch, output)
 
     def _watch(self, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
