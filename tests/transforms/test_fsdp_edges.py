@@ -132,6 +132,15 @@ def test_an_optimizer_with_modes_is_tried_in_training_mode():
     assert all("is off by" in str(error) for error in errors)
 
 
+def test_an_optimizer_whose_step_a_scheduler_has_wrapped_is_tried():
+    def scheduled(parameters):
+        optimizer = Own(parameters, keeps_rows)
+        StepLR(optimizer, 2)
+        return optimizer
+
+    assert all("is off by" in str(error) for error in errors_of(lambda s: build(s, scheduled)))
+
+
 def test_state_that_an_optimizer_makes_when_it_is_made_is_tried():
     def warm(change):
         def make(parameters):
@@ -258,6 +267,48 @@ def test_a_copy_of_a_model_in_shards_is_refused_with_what_averages():
     for error in errors_of(run):
         assert isinstance(error, af.AccelError)
         assert "average by af.average(decay)" in str(error)
+
+
+class Waves(nn.Module):
+    """Two blocks of complex parameters."""
+
+    def __init__(self, *, bias):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(3, 3, bias=bias, dtype=torch.complex128) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = 0.1 * x.to(torch.complex128)
+        return self.layers[1](self.layers[0](x).sin()).real.sum(1, keepdim=True)
+
+
+def test_complex_vectors_that_torch_sees_as_other_real_ones_are_refused():
+    def run(state):
+        build(state, torch.optim.AdamW, model_of=lambda: Waves(bias=True))
+
+    for error in errors_of(run):
+        assert re.search(r"got AdamW: .* \[5\] is off by .*; use wrap_ddp$", str(error))
+
+
+@pytest.mark.parametrize("optimizer", [ours.sgd, torch.optim.AdamW])
+@pytest.mark.parametrize("wrap", [{}, {"blocks": ""}], ids=str)
+@pytest.mark.parametrize(("world_size", "k"), [(2, 1), (3, 1), (2, 2)])
+def test_complex_parameters_train_in_shards(world_size, k, wrap, optimizer):
+    made = Waves(bias=optimizer is ours.sgd)
+
+    def train(state, wraps):
+        model = copy.deepcopy(made)
+        plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+        state, step = af.build(state, af.compose(wraps, af.clip(0.5))(plan))
+        for _ in range(3):
+            state, report = step(state, af.part(BATCH, state))
+        return report.loss, report.grad_norm, ours.whole(model.state_dict())
+
+    expected = train(af.DistState(), af.compose())
+    wraps = af.compose(af.wrap_fsdp(**wrap), af.accumulate(k))
+    for found in simulate(lambda state: train(state, wraps), world_size=world_size):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_real_and_complex_parameters_are_refused_with_the_pair_of_real_ones():
