@@ -69,6 +69,10 @@ def largest(grad, held):
     return grad / grad.abs().max()
 
 
+def writes_a_norm(grad, held):
+    return grad / held.setdefault("norm", torch.zeros(()).double()).copy_(grad.norm())
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -76,8 +80,9 @@ def largest(grad, held):
         (lambda grad, held: grad / grad.norm().item(), "reads a number of what it computes"),
         (lambda grad, held: grad.flatten().view_as(grad), "it fails, "),
         (largest, "on a rank that holds no row of a parameter"),
+        (writes_a_norm, r"AssertionError at .*copy_\(grad.norm\(\)\)"),
     ],
-    ids=["its own part", "a number", "a vector", "no rows"],
+    ids=["its own part", "a number", "a vector", "no rows", "without words"],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_optimizer_whose_updates_of_shards_are_others_is_refused_on_all_ranks(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
+import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -60,7 +63,7 @@ def try_optimizer(
                 "it reads a number of what it computes from shards, of which each rank has its part"
             )
         except Exception as error:
-            fault = f"it fails, {_first_line(error)}"
+            fault = f"it fails, {_reason(error)}"
     faults = primitives.exchange(fault, ranks, "build")
     name = type(optimizer).__name__
     if any(faults):
@@ -85,8 +88,16 @@ def _length_or_none(size: int, first: int) -> int:
     return 0 if first < size else _length(size, first)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def _reason(error: Exception) -> str:
+    """Return the first sentence of an error, or the line outside of torch that raised one without words."""
+    sentence, *_ = re.split(r"[.:!](?:\s|$)", str(error), maxsplit=1)
+    if sentence:
+        return f"{type(error).__name__} ({sentence})"
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    ours = Path(__file__).parents[2]  # the mode that watches stands between the two
+    others = [each for each in frames if not Path(each.filename).is_relative_to(ours)]
+    lines = [each.line for each in others if "torch" not in Path(each.filename).parts]
+    return f"{type(error).__name__} at {lines[0] if lines else 'a line of torch'}"
 
 
 def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
@@ -98,7 +109,7 @@ def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
         try:
             _update(*_twin(optimizer, state, partial(_length_or_none, size), _whole), _whole)
         except Exception as error:
-            return f"it fails on a rank that holds no row of a parameter, {_first_line(error)}"
+            return f"it fails on a rank that holds no row of a parameter, {_reason(error)}"
     return ""
 
 
