@@ -7,14 +7,18 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def has_modes(optimizer: Any) -> bool:
+    """Has an optimizer methods `train` and `eval`?"""
+    methods = (getattr(optimizer, name, None) for name in ("train", "eval"))
+    return all(map(callable, methods))
+
+
 def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
     """Select the optimizers that have modes, by methods `train` and `eval`, and are in train mode."""
     return [
         each
         for each in optimizers
-        if callable(getattr(each, "train", None))
-        and callable(getattr(each, "eval", None))
-        and all(group.get("train_mode", True) for group in each.param_groups)
+        if has_modes(each) and all(group.get("train_mode", True) for group in each.param_groups)
     ]
 
 

@@ -173,6 +173,8 @@ def reduce_to_shards(
     shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
 ) -> Work | None:
     """Fill `shard` with this rank's part of the reduction of all ranks' `whole`."""
+    if whole.is_complex():  # NCCL adds up real numbers alone
+        shard, whole = torch.view_as_real(shard), torch.view_as_real(whole)
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work | None = reduce(shard, whole, op, group, is_async)
     return work

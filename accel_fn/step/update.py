@@ -12,12 +12,15 @@ from torch.optim import SGD, Optimizer
 
 from accel_fn.base.state import DistState
 from accel_fn.comm.dtensor import local, shard_like
+from accel_fn.comm.shard_errors import note_shards
 from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.report import Report
 from accel_fn.step.torch_internals import is_listened_to, run_optimizer
 
+_TRANSFORM_REPAIR = "compute with shards alone, or with full_tensor() of each, or use wrap_ddp"
+_OPTIMIZER_REPAIR = "use wrap_ddp, or an optimizer of torch.optim, such as AdamW"
 Trained = tuple[Optimizer, Sequence[nn.Parameter]]
 """An optimizer and those of its parameters that require a gradient."""
 
@@ -43,7 +46,11 @@ def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepa
         verdict = accept(state, grads)
         accepted = verdict if accepted is None else accepted & verdict
     for gradient_transform in plan.gradients:
-        grads = gradient_transform(state, grads)
+        try:
+            grads = gradient_transform(state, grads)
+        except Exception as error:
+            note_shards(error, describe(gradient_transform), _TRANSFORM_REPAIR)
+            raise
         if not isinstance(grads, Grads):
             rule = f"return Grads, {describe(gradient_transform)} does not"
             raise ArgumentTypeError(message("step", "gradients", rule, type(grads).__name__))
@@ -61,7 +68,11 @@ def apply(
     tensors = iter(grads.tensors)
     for optimizer, parameters in trained:
         own = tuple(islice(tensors, len(parameters)))
-        apply_update(optimizer, parameters, Grads(own, grads.factor), verdict)
+        try:
+            apply_update(optimizer, parameters, Grads(own, grads.factor), verdict)
+        except Exception as error:
+            note_shards(error, type(optimizer).__name__, _OPTIMIZER_REPAIR)
+            raise
     for stateful in (*plan.accept, *plan.gradients):
         if hasattr(stateful, "commit"):
             stateful.commit()

@@ -7,7 +7,17 @@ import sys
 
 import pytest
 
-from tests.field import cuts, data, evaluations, loops, losses, models, schedules  # noqa: F401
+from tests.field import (  # noqa: F401
+    cuts,
+    data,
+    evaluations,
+    loops,
+    losses,
+    models,
+    ports,
+    schedules,
+    shards,
+)
 from tests.field.catalogue import KINDS, FieldProgram
 
 NUM_DRAWS = 5

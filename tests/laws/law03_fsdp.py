@@ -31,15 +31,19 @@ ONE_BATCH = [(torch.ones(3, 3).double(), torch.ones(3, 1).double())]
 
 @optimizers
 @few
-@given(dealt=dealt_batches(strategies.batches(), 4), num_microbatches=st.integers(1, 4))
-@example(dealt=(ONE_BATCH, [[0, 3]]), num_microbatches=2)
-@example(dealt=(ONE_BATCH, [[0, 0, 3, 0]]), num_microbatches=2)
-def test_any_ranks_are_one_rank(optimizer, dealt, num_microbatches):
+@given(
+    dealt=dealt_batches(strategies.batches(), 4),
+    num_microbatches=st.integers(1, 4),
+    blocks=st.sampled_from([None, ""]),
+)
+@example(dealt=(ONE_BATCH, [[0, 3]]), num_microbatches=2, blocks=None)
+@example(dealt=(ONE_BATCH, [[0, 0, 3, 0]]), num_microbatches=2, blocks="")
+def test_any_ranks_are_one_rank(optimizer, dealt, num_microbatches, blocks):
     batches, sizes = dealt
     losses, expected = ours.trained_by_hand(
         ours.regression_model(), batches, max_norm=0.5, optimizer=optimizer
     )
-    recipe = af.compose(af.wrap_fsdp(), af.accumulate(num_microbatches), af.clip(0.5))
+    recipe = af.compose(af.wrap_fsdp(blocks=blocks), af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
     for found, actual in ours.trained(ours.regression_model(), parts, recipe, optimizer=optimizer):
         ours.assert_close(actual, expected)

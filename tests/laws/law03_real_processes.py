@@ -100,6 +100,7 @@ WORLDS = [
             (4, "af.wrap_fsdp()"),
             (4, "af.wrap_fsdp(replicate=2, reshard_after_forward=False)"),
             (2, "af.wrap_fsdp(offload=True, blocks='0')"),
+            (2, "af.wrap_fsdp(blocks='')"),
         )
     ],
 ]

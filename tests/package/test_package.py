@@ -98,6 +98,10 @@ DISTRIBUTED = {
     "comm/dtensor.py": {"torch.distributed.tensor"},
     "transforms/ddp.py": {"torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel"},
     "transforms/fsdp/fsdp.py": {"torch.distributed.device_mesh", "torch.distributed.fsdp"},
+    "transforms/fsdp/optimizer_trial.py": {
+        "torch.distributed.device_mesh",
+        "torch.distributed.tensor",
+    },
     "transforms/fsdp/sharded_loss.py": {"torch.distributed.device_mesh"},
     "transforms/tp/same_blocks.py": {"torch.distributed.tensor"},
     "transforms/tp/split.py": {

@@ -138,6 +138,9 @@ def reason_of(error: Exception) -> str:
     """Return the reason: our whole message, the first sentence of torch's, or the line that
     fails."""
     words = str(error)
+    tried = re.search(r"those of whole parameters, got \w+: (.*?)\.?; use wrap_ddp", words)
+    if tried:
+        return f"build: {tried[1]}"
     ours = re.search(r".*((?:build|save): .*? must .*?), got", words)
     if ours:
         return ours[1]

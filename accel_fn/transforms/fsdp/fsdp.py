@@ -22,18 +22,28 @@ from accel_fn.base.state import DistState, over
 from accel_fn.comm import primitives
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.mesh import device_mesh, make_mesh
+from accel_fn.comm.shard_errors import WholeNumbers
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn.step.checks.sharded_optimizers import check_updates_shards
+from accel_fn.step.grads import Grads
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
 from accel_fn.step.padding import PaddingStrategy
 from accel_fn.step.plan import Plan, SlotFunction, describe
+from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
 from accel_fn.step.synced_batch_norm import SyncedStrategy, check_synced, is_synced
 from accel_fn.step.transform import Transform, fill, transform
-from accel_fn.step.update import follow_shards
+from accel_fn.step.update import Prepared, follow_shards
+from accel_fn.transforms.fsdp.optimizer_trial import try_optimizer
 from accel_fn.transforms.fsdp.sharded_loss import ShardedLoss
 from accel_fn.transforms.fsdp.unit_order import UnitOrder
-from accel_fn.transforms.fsdp.units import check_shardable, ignored_in, tops_of, units_of
+from accel_fn.transforms.fsdp.units import (
+    check_shardable,
+    has_inner,
+    ignored_in,
+    tops_of,
+    units_of,
+)
 
 
 @transform
@@ -66,7 +76,9 @@ def wrap_fsdp(
     Args:
         blocks: the FSDP units: a class of modules, several, or names of modules (the name
             of a list stands for its items). Default: the modules that are repeated
-            most in the model's outermost lists and sequences.
+            most in the model's outermost lists and sequences. `""`, the model itself: all
+            parameters are whole from the start of the loss to the end of the backward, so that the loss
+            may use them in any way, by `torch.func` and `torch.autograd.grad` too.
         ignore: modules whose parameters stay whole on every rank, in their dtype, named as blocks are:
             a frozen encoder or teacher that fits in memory, which is then not gathered.
         replicate: number of groups of shards, which divides the number of ranks: parameters are
@@ -76,7 +88,7 @@ def wrap_fsdp(
         param_dtype: of unsharded parameters, and of the inputs of a model or block;
             default: unchanged. Shards, and so the optimizer, keep their dtype.
         reduce_dtype: in which gradients are added up over the ranks; None: that of the gradients.
-            Gradients in float64 are added up in float64.
+            Gradients in float64 are added up in float64, complex ones in their dtype.
         offload: keep shards, gradients and optimizer state in host memory.
         sync_batchnorm: as for `wrap_ddp`.
         frozen: shard the frozen models of the plan too, by their most frequent blocks, in the dtype that
@@ -91,11 +103,17 @@ def wrap_fsdp(
             number of ranks; there is `accumulate("auto")` and several ranks; `blocks` or `ignore` match
             nothing; a module in `ignore` is not frozen; or the model holds what FSDP cannot shard, by
             name: a parameter that is tied across blocks, 0-dim, not contiguous, sharded already, or of
-            another dtype; an optimizer that cannot update shards; `replicate` beside `wrap_tp`, and
+            another dtype; an optimizer that cannot update shards, which those that torch does not have
+            are tried for on small tensors; `replicate` beside `wrap_tp`, and
             there on one rank along `dp` `param_dtype` and `offload`, which `compiled(scope="step")`
             excludes too; or, in a world of several, an `nn.Embedding` with a `max_norm` or sparse
-            gradients. In a step, on all ranks: their units or order differ.
+            gradients. In a step, on all ranks: their units or order differ; the loss uses shards of a block's
+            parameters, or puts others into a block; in the first one, the loss or a gradient transform
+            reads a number of shards.
         TypeError: another argument is of the wrong type.
+
+    Warns:
+        UserWarning: in `build`, on the main rank: an optimizer that torch does not have draws random numbers.
 
     Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
         step (with accumulation, the gathers for every micro-batch, and gradients that stay
@@ -198,6 +216,8 @@ def make_fsdp(
     if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
         return Strategy(state, module, plan, inner)
     mesh = device_mesh(state)["dp"] if is_split else make_mesh(state, replicate)
+    for optimizer in plan.optimizers.values() if ranks.world_size > 1 else ():
+        try_optimizer(optimizer, state, ranks, mesh)
     kind = SyncedFSDP if sync_batchnorm and is_synced(state, plan) else FSDP
     return kind(state, module, plan, inner, ranks=ranks, mesh=mesh, **settings)
 
@@ -238,6 +258,17 @@ class FSDP(PaddingStrategy):
         sharded.refuse_gradients_of_shards()
         # In a forward the model holds unsharded parameters, else shards. Any other one was put in since.
         self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
+
+        self.__dict__["prepare"] = self._prepare_first
+
+    def _prepare_first(
+        self, plan: Plan, state: DistState, grads: Grads, report: Report
+    ) -> Prepared:
+        """Refuse gradient transforms that read a number of shards; later updates are not watched."""
+        with WholeNumbers():  # type: ignore[no-untyped-call]
+            prepared = super().prepare(plan, state, grads, report)
+        del self.__dict__["prepare"]
+        return prepared
 
     def zero_gradients(self) -> None:
         """Keep zeros of what micro-batches of weight 0 have reached, also where sums are wider."""
@@ -322,11 +353,14 @@ def _shard(
     # blocks stays whole until the backward: the loss may call any method of the model.
     for name in _innermost_first(units):
         reshard = reshard_after_forward and name not in tops
-        sharded.shard(units[name], partial(fully_shard, reshard_after_forward=reshard, **options))
+        shard = partial(fully_shard, reshard_after_forward=reshard, **options)
+        sharded.shard(units[name], shard, is_whole=name in tops and not has_inner(name, units))
     _shard_frozen(sharded, frozen, {**options, "mp_policy": MixedPrecisionPolicy()})
     for top in tops.values():
         sharded.add_top(top)
+    refuse_copy = sharded.__deepcopy__
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)
+    sharded.__dict__["__deepcopy__"] = refuse_copy  # in place of the method of FSDP's class
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():
         sharded(None)  # FSDP takes the module that runs first for the root
@@ -335,6 +369,6 @@ def _shard(
 def _adding(
     model: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Return the dtype in which gradients are added up; float64 gradients stay in float64."""
+    """Return the dtype in which gradients are added up; float64 and complex ones stay as they are."""
     gradients = param_dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
-    return None if gradients == torch.float64 else reduce_dtype
+    return None if gradients == torch.float64 or gradients.is_complex else reduce_dtype

@@ -19,13 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from accel_fn.base.batch import map_tensors
 from accel_fn.comm.dtensor import is_sharded
-from accel_fn.errors import LossError
+from accel_fn.comm.shard_errors import WholeNumbers, is_of_shards, place_of_error
+from accel_fn.errors import AccelError, LossError, PlanError
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.transforms.fsdp.unit_order import OrderedGather, OrderedReduce, UnitOrder
 
+_REPAIR = 'give wrap_fsdp(blocks=""), which gathers the whole model for a loss, or use wrap_ddp'
 _BLOCKS_ALONE = (
     "step: wrap_fsdp must have a loss_fn that uses a block's parameters by calling the block, got one that "
-    "uses shards of them; compute that in the block's forward, name other blocks, or use wrap_ddp"
+    f"uses shards of them; compute that in the block's forward, or {_REPAIR}"
 )
 
 
@@ -54,18 +56,77 @@ class ShardedLoss(nn.Module):
         """Frozen models in shards, by name."""
         self._is_running = False
         """Is a loss being computed, also without gradients?"""
+        self._watches = True
+        """Is the next loss the first one, in which no number may be read of shards?"""
+        self._whole: set[nn.Module] = set()
+        """Units whose parameters are all whole while a loss is computed."""
+        self._held: dict[nn.Module, list[Any]] = {}
+        """FSDP's records of the parameters of each other unit."""
 
-    def shard(self, unit: nn.Module, fully_shard: Callable[[nn.Module], object]) -> None:
-        """Shard the parameters of a part of the model, which keeps its class."""
+    def shard(
+        self,
+        unit: nn.Module,
+        fully_shard: Callable[[nn.Module], object],
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        """Shard the parameters of a part of the model, which keeps its class.
+
+        A part that is whole is gathered for a loss, whatever the loss does with it.
+        """
         kind = type(unit)
-        unit.register_forward_hook(self._guarded)
+        if not is_whole:
+            unit.register_forward_hook(self._guarded)
         fully_shard(unit)
         self._kinds[unit], unit.__class__ = type(unit), kind
+        if is_whole:
+            self._whole.add(unit)
+            self._leave_to_loss(unit)
+        else:
+            unit.register_forward_pre_hook(self._refuse_others, prepend=True)
+
+    def _leave_to_loss(self, unit: nn.Module) -> None:
+        """Keep FSDP out of the calls of a part that the loss has gathered.
+
+        Its hooks on the outputs would take an inner backward, as of `torch.func.grad`, for that of the step.
+        """
+        [state] = self._call("_get_fsdp_state", [unit])
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            run = state._cast_forward_inputs
+            return (
+                run(args, kwargs) if self._is_running else state._pre_forward(module, args, kwargs)
+            )
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> Any:
+            return output if self._is_running else state._post_forward(module, inputs, output)
+
+        unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        unit.register_forward_hook(after)
+
+    def _refuse_others(self, unit: nn.Module, _inputs: object) -> None:
+        """Refuse parameters that the loss has put in, as by `functional_call`: FSDP would overwrite them."""
+        for each in self._held.get(unit, ()):
+            where = each._module_info
+            now = where.module._parameters[where.param_name]
+            if now is not each.sharded_param and now is not each._unsharded_param:
+                raise LossError(
+                    "step: wrap_fsdp must have a loss_fn that calls a block with the parameters of the "
+                    "model, got one that puts in others, as torch.func.functional_call does; "
+                    + _REPAIR
+                )
 
     def add_top(self, top: nn.Module) -> None:
         """Gather what this part holds outside of all blocks before every loss, or when it is called alone."""
         self._tops.append(top)
-        top.register_forward_hook(self.free)
+        top.register_forward_hook(self._free_alone if top in self._whole else self.free)
+
+    def _free_alone(self, *_: object) -> None:
+        """Reshard a part that was called outside of a loss, which may go on using it."""
+        if not self._is_running:
+            self.free()
 
     def add_frozen(self, name: str, model: nn.Module) -> None:
         """Make a frozen model, whose units are sharded, one of the modules that this loss gathers."""
@@ -94,10 +155,10 @@ class ShardedLoss(nn.Module):
         self._call("unshard", self._tops)  # the loss may call any method of the model
         self._is_in_loss, self._is_running = torch.is_grad_enabled(), True
         try:
-            outcome: Outcome = self.module(batch, left_out)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise LossError(_BLOCKS_ALONE) from error
+            run = self._run_watched if self._watches else self.module
+            outcome: Outcome = run(batch, left_out)
+        except Exception as error:
+            self._explain(error)
             raise
         finally:
             self._is_in_loss = self._is_running = False
@@ -105,6 +166,31 @@ class ShardedLoss(nn.Module):
         if any(map(is_sharded, tree_leaves(outcome))):
             raise LossError(_BLOCKS_ALONE)
         return outcome
+
+    def _run_watched(self, batch: Any, left_out: Sequence[str]) -> Outcome:
+        with WholeNumbers():  # type: ignore[no-untyped-call]
+            outcome: Outcome = self.module(batch, left_out)
+        self._watches = False
+        return outcome
+
+    def _explain(self, error: Exception) -> None:
+        """Raise the error of a loss that computes with shards, if torch has failed for that reason."""
+        is_missed = "appears to not have been used in the graph" in str(error) and self._held
+        if isinstance(error, AccelError) or not (is_missed or is_of_shards(error)):
+            return
+        refused = LossError(_BLOCKS_ALONE)
+        place = place_of_error(error, loss_module_of(self).model)
+        if place:
+            refused.add_note(f"step: torch failed in the forward of {place}")
+        raise refused from error
+
+    def __deepcopy__(self, _memo: object) -> Any:
+        # The hooks of a unit lead here.
+        raise PlanError(
+            "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
+            "AveragedModel does; average by af.average(decay), copy a frozen model before build, or write "
+            "the weights by save_model"
+        )
 
     def refuse_gradients_of_shards(self) -> None:
         """Refuse a loss that reaches a shard itself, in place of what a block gathers in its forward.
@@ -125,22 +211,25 @@ class ShardedLoss(nn.Module):
 
         Writing to a view would lose the hook that gathers for the backward.
         """
+        if isinstance(output, Tensor):
+            return self._watch(output)
+        if type(output) is tuple:  # as blocks of transformers return; it saves a call
+            return tuple([map_tensors(self._watch, each) for each in output])
+        return map_tensors(self._watch, output)
 
-        def guarded(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            output = tensor.clone() if tensor._is_view() else tensor
-            output.register_hook(self._refuse_early)  # type: ignore[no-untyped-call]
-            return output
-
-        return map_tensors(guarded, output)
+    def _watch(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        output = tensor.clone() if tensor._is_view() else tensor
+        output.register_hook(self._refuse_early)  # type: ignore[no-untyped-call]
+        return output
 
     def _refuse_early(self, _gradient: Tensor) -> None:
         # FSDP would take this backward for that of the step, and the gradients of the loss would be wrong.
         if self._is_in_loss:
             raise LossError(
                 "step: wrap_fsdp must have a loss_fn without gradients of gradients, got one that runs a "
-                "backward (torch.autograd.grad); use wrap_ddp"
+                f"backward (torch.autograd.grad); {_REPAIR}"
             )
 
     def free(self, *_: object) -> None:
@@ -210,6 +299,8 @@ class ShardedLoss(nn.Module):
             self._call("unshard", [module])
             found += [each for each in module.parameters() if id(each) not in known]
             self._call("reshard", [module])
+            if module not in self._whole:
+                self._held[module] = [*self._group_parameters([module])]
         return [each for each in [*found, *shards] if each.requires_grad]
 
     @contextmanager

@@ -10,12 +10,21 @@ from accel_fn.base.blocks import Blocks, find_blocks, is_container, modules_in
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError, message
 
+WHOLE_MODEL = ""
+"""In place of blocks: the name of the model in its `named_modules`."""
+
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
     """Return the FSDP units of a model, by name; modules that are ignored are none."""
     ignored = modules_in(model, ignore, "wrap_fsdp(ignore)")
-    found = {**dict(tops_of(model, "")), **find_blocks(model, blocks, "wrap_fsdp")}
+    inner = {} if blocks == WHOLE_MODEL else find_blocks(model, blocks, "wrap_fsdp")
+    found = {**dict(tops_of(model, "")), **inner}
     return {name: unit for name, unit in found.items() if unit not in ignored}
+
+
+def has_inner(name: str, units: Collection[str]) -> bool:
+    """Does a unit hold other ones?"""
+    return any(each != name and _is_in(each, name) for each in units)
 
 
 def ignored_in(model: nn.Module, ignore: Blocks) -> set[nn.Parameter]:
@@ -63,6 +72,13 @@ def check_shardable(
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         # FSDP adds up the gradients of a unit in one buffer.
         is_of_one_dtype = not parameter.requires_grad or dtype in (None, parameter.dtype)
+        is_complex = parameter.is_complex() or (dtype is not None and dtype.is_complex)
+        convert = (
+            "hold complex ones as pairs of real numbers, by torch.view_as_complex in the forward, or use "
+            "wrap_ddp"
+            if is_complex
+            else "convert it"
+        )
         whole = is_split or not is_sharded(parameter)
         rules = {
             "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
@@ -70,7 +86,7 @@ def check_shardable(
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
             "hold contiguous parameters; make it so": parameter.is_contiguous(),
-            f"train parameters of one dtype, {dtype}; convert it": is_of_one_dtype,
+            f"train parameters of one dtype, {dtype}; {convert}": is_of_one_dtype,
         }
         for text, holds in rules.items():
             if not holds:

@@ -13,7 +13,17 @@ import sys
 import time
 from collections import Counter
 
-from tests.field import cuts, data, evaluations, loops, losses, models, schedules  # noqa: F401
+from tests.field import (  # noqa: F401
+    cuts,
+    data,
+    evaluations,
+    loops,
+    losses,
+    models,
+    ports,
+    schedules,
+    shards,
+)
 from tests.field.catalogue import FieldProgram, named
 from tests.tools.fuzz.judge import Judge, Program, fails, printed, shrunk
 from tests.tools.fuzz.programs import ChosenProgram
