@@ -95,10 +95,12 @@ def load(
             `initial_lr` and momentum (betas) of the program's optimizers, whose schedules are stepped to
             the saved update. Default: the saved ones, if lengths that schedulers know are equal. A
             function has no length: rates of a `LambdaLR` are computed for the saved update by the
-            program's function, unless "program" computes them from the program's `initial_lr`, too.
+            program's function, once extras are loaded, unless "program" computes them from the program's
+            `initial_lr`, too. If the function gave another rate when the run was saved than the one in use,
+            because it reads a figure that the program had moved since, the saved rate stays.
 
     Returns:
-        The state: `state` with the checkpoint's `step`, `call` and loss scale.
+        The state: `state` with the checkpoint's `step`, `call`, `samples`, `items` and loss scale.
 
     Raises:
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
@@ -154,6 +156,7 @@ def load(
             undo.callback(loading.undo)
             all_or_none(loading.rehearse, state, "load")
             all_or_none(loading.load_extras, state, "load")
+            all_or_none(loading.call_functions, state, "load")
             undo.pop_all()
         loaded = all_or_none(loading.finish, state, "load")
     notes_of(steps).update(run=Run(loading.manifest.step), frozen=here, is_loaded=True)
@@ -217,7 +220,12 @@ class _Loading:
         with self._expecting():
             self._rests = self._common["steps"]
             self._schedules = ResumedSchedules(
-                steps, self._rests, extras, self._extras_saved, schedule
+                steps,
+                self._rests,
+                extras,
+                self._extras_saved,
+                schedule,
+                self._common.get("moved", ()),
             )
             # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
             self._fresh: dict[str, tuple[str, str]] = {}
@@ -286,7 +294,7 @@ class _Loading:
     def rehearse(self) -> None:
         """Load the non-tensor state, and refuse values of other types or sizes than the program's."""
         with self._expecting():
-            scalers = self._put_back().scaler, self._state.scaler
+            scalers = self._put_back(calls=False).scaler, self._state.scaler
             scale, scale_here = map(scale_to_dict, scalers)
             here = {name: self._tensors[name] for name in self._buffers}
             self._refuse(
@@ -301,6 +309,11 @@ class _Loading:
         with self._expecting():
             for name in compare.fitting_extras(self._extras_saved, self._extras):
                 self._extras[name].load_state_dict(self._extras_saved[name])
+
+    def call_functions(self) -> None:
+        """Call the functions of schedules, which may read extras, while the load can still be undone."""
+        with self._expecting():
+            self._schedules.follow(self._position())
 
     def finish(self) -> DistState:
         total = sum(each.nbytes for each in self._tensors.values())
@@ -329,16 +342,26 @@ class _Loading:
             put_back(step.plan, name, tensors, rest, optimizers=optimizers, fresh=())
         restore_random(self._random, self._state.device)
 
-    def _put_back(self) -> DistState:
+    def _position(self) -> DistState:
+        """Return the state of the run."""
+        saved, state = self.manifest, self._state
+        scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
+        return replace(
+            state,
+            step=saved.step,
+            call=saved.call,
+            samples=saved.samples,
+            items=saved.items,
+            scaler=scaler,
+        )
+
+    def _put_back(self, *, calls: bool = True) -> DistState:
         """Load the non-tensor state beside the tensors as they are; return the state of the run."""
-        state = self._state
+        state, loaded = self._state, self._position()
         for name, options in self._options.items():
             plan = self._steps[name].plan
             put_back(plan, name, self._tensors, dict(self._rests[name]), **options)
-        self._schedules.follow()
-        scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
-        step, call = self.manifest.step, self.manifest.call
-        loaded = replace(state, step=step, call=call, scaler=scaler)
+        self._schedules.follow(loaded, calls=calls)
         if self._is_known:
             restore_random(self._of_rank["random"], state.device)
         else:

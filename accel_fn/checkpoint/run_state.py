@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -76,6 +76,8 @@ class RunState:
     """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
+    moved: list[str] = field(default_factory=list)
+    """Schedules whose functions give other rates now than those that they have set."""
 
 
 def run_state_of(steps: Steps) -> RunState:

@@ -294,7 +294,13 @@ class Step(Generic[Batch]):
 
 def _still(before: DistState, after: DistState) -> DistState:
     """The state after a step that stays at its batch."""
-    return replace(after, step=before.step, call=before.call + 1)
+    return replace(
+        after,
+        step=before.step,
+        call=before.call + 1,
+        samples=before.samples,
+        items=before.items,
+    )
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:
