@@ -120,6 +120,10 @@ def save(
             raised by the next `save` or `load` of the step; if there is none, it is
             logged at the end of the process, whose exit code is then 1.
 
+    Warns:
+        UserWarning: once, on the main rank: an optimizer of a class outside of torch has changed a number
+            that is an attribute of it, and its `state_dict` is torch's own, which does not hold it.
+
     Cost: writes the state once, each rank its share; a few small collectives; it waits for an accelerator
         once for each 256 MiB of the share. With `wait=False`,
         one copy of the share, into host memory that is kept for the next time (pinned for an
@@ -176,6 +180,8 @@ def save(
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)
         _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
+    for each in steps.values() if state.is_main else ():
+        each.notes["attributes"].warn()
     seconds = perf_counter() - began
     for observer in observers(each.plan for each in steps.values()):
         observer.saved(state, seconds, checkpoint.final)

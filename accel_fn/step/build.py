@@ -14,6 +14,7 @@ from accel_fn.comm import primitives
 from accel_fn.comm.backends import current_world
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
+from accel_fn.step.checks.attributes import OptimizerAttributes
 from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.frozen_models import freeze_models, share_frozen
 from accel_fn.step.loss_module import LossModule
@@ -94,7 +95,8 @@ def build(
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
     checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
-    step = Step(plan, strategy, stages, run, built, checks, before)
+    notes = {"attributes": OptimizerAttributes(plan)}
+    step = Step(plan, strategy, stages, run, built, checks, before, notes)
     for each in observers([plan]):
         each.built(step)
     return built, step
