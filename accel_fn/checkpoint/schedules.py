@@ -19,6 +19,7 @@ from accel_fn.transforms.schedule.advance import Schedule, StateSchedule, by_opt
 from accel_fn.transforms.schedule.schedule import takes_metric
 
 Choice = Literal["saved", "program"] | None
+Match = Literal["program", "names"]
 _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 """Attributes of schedulers that count updates of a whole run, so that they change with its length."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -31,6 +32,15 @@ def check_choice(function: str, schedule: object) -> None:
         raise ArgumentError(
             message(function, "schedule", 'be "saved" or "program", or left out', schedule)
         )
+
+
+def check_match(function: str, match: object, schedule: Choice) -> None:
+    """Refuse all but the two ways to compare programs, and the saved schedules of another program."""
+    if match not in ("program", "names"):
+        raise ArgumentError(message(function, "match", 'be "program" or "names"', match))
+    if match == "names" and schedule == "saved":
+        rule = 'be left out, or "program", beside match="names"'
+        raise ArgumentError(message(function, "schedule", rule, schedule))
 
 
 class _Saved(NamedTuple):
@@ -87,11 +97,15 @@ class ResumedSchedules:
         extras_saved: Mapping[str, Any],
         choice: Choice,
         moved: Collection[str] = (),
+        *,
+        by_names: bool = False,
     ) -> None:
+        self._by_names = by_names
+        """Do those that follow a metric go on, while all others are stepped to the saved update?"""
         self._moved = moved
         """The schedules whose functions are not called."""
         self._found = [*_in_plans(steps, rests), *_in_extras(extras, extras_saved)]
-        self._choice = choice
+        self._choice: Choice = "program" if by_names else choice
         optimizers = [each for step in steps.values() for each in step.plan.optimizers.values()]
         optimizers += [each.scheduler.optimizer for each in self._found]
         with self._rates_as_numbers():
@@ -108,7 +122,8 @@ class ResumedSchedules:
         """List why the program's schedules cannot be stepped to the saved update, where they are chosen."""
         if self._choice == "program":
             for each, here in zip(self._found, self._states, strict=True):
-                yield from _obstacles(each, here)
+                if not (self._by_names and takes_metric(each.scheduler)):
+                    yield from _obstacles(each, here)
 
     def follow(self, loaded: DistState, *, calls: bool = True) -> None:
         """Move rates to what the chosen schedules give at the saved update, once all is loaded.
@@ -139,16 +154,24 @@ class ResumedSchedules:
             return stack.pop_all()
 
     def _restart(self) -> None:
+        goes_on = [
+            each.scheduler.optimizer
+            for each in self._found
+            if self._by_names and takes_metric(each.scheduler)
+        ]
         for optimizer, settings in self._groups:
+            if optimizer in goes_on:
+                continue
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 group.update(copy.deepcopy(values))
         for each, state in zip(self._found, self._states, strict=True):
-            each.scheduler.load_state_dict(copy.deepcopy(state))
+            if each.scheduler.optimizer not in goes_on:
+                each.scheduler.load_state_dict(copy.deepcopy(state))
 
     def _step_to_saved(self) -> None:
         """Step the schedulers in turn, as in a run."""
         left = [
-            _count(each.state) - _count(state)
+            0 if takes_metric(each.scheduler) else _count(each.state) - _count(state)
             for each, state in zip(self._found, self._states, strict=True)
         ]
         for number in range(max(left, default=0)):
@@ -260,6 +283,19 @@ def _count(state: Mapping[str, Any]) -> int:
     """Return how often a scheduler was stepped; a ChainedScheduler counts only in its parts."""
     count: int = state["last_epoch"] if "last_epoch" in state else _count(state["_schedulers"][0])
     return count
+
+
+def restart(scheduler: Any) -> None:
+    """Let a scheduler that was made in the middle of a run begin from the rates that the run began with.
+
+    A `SequentialLR` does so by itself.
+    """
+    if isinstance(scheduler, ChainedScheduler):
+        for each in scheduler._schedulers:
+            restart(each)
+    elif isinstance(scheduler, LRScheduler) and not isinstance(scheduler, SequentialLR):
+        scheduler.last_epoch = -1
+        scheduler._initial_step()
 
 
 def _step(scheduler: Any) -> None:

@@ -35,8 +35,8 @@ class OptimizerAttributes:
                 kind = type(optimizer).__name__
                 warn_user(
                     f"save: optimizer should hold all that it counts in its state_dict, got {kind}, which "
-                    f"has changed {' and '.join(changed)} and gives no such entry; keep it in self.state or in a "
-                    "group of param_groups, or override state_dict and load_state_dict"
+                    f"has changed {' and '.join(changed)} and gives no such entry; keep it in self.state or "
+                    "in a group of param_groups, or override state_dict and load_state_dict"
                 )
                 return
 

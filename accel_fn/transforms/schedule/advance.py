@@ -297,8 +297,8 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set the saved rates, or those that the optimizer has if none were saved."""
-        if saved is None:
+        """Set the saved rates, or those that the optimizer has if none were saved, or of other groups."""
+        if saved is None or len(saved) != len(self._held):
             self.begin()
         else:
             self.advanced = list(saved)
