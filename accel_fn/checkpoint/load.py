@@ -64,6 +64,7 @@ from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
+_BY_NAMES = 'give match="names" to load into other groups of parameters'
 _RANK_KEYS = {"buffers", "random"}
 
 
@@ -303,6 +304,9 @@ class _Loading:
         found += compare.differences(manifest, self._rests, before, self._state)
         found += compare.extra_differences(self._extras_saved, self._extras)
         found += self._schedules.differences()
+        found = [
+            f"{line}; {_BY_NAMES}" if " groups" in line.split(":")[0] else line for line in found
+        ]
         if strict:
             self._refuse(found)
         elif found and self._state.is_main:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.field import cuts, data, evaluations, loops, losses, models, schedules  # noqa: F401
+from tests.field import cuts, data, evaluations, loops, losses, models, phases, schedules  # noqa: F401
 from tests.field.catalogue import KINDS, FieldProgram
 
 NUM_DRAWS = 5
