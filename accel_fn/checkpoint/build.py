@@ -17,7 +17,7 @@ from accel_fn.checkpoint.argument_checks import check_plan
 from accel_fn.checkpoint.by_names import OfRun, by_names
 from accel_fn.checkpoint.compare import is_model, listed
 from accel_fn.checkpoint.run_state import RunState, put_back, run_state_of, with_prefix
-from accel_fn.checkpoint.schedules import ResumedSchedules, restart
+from accel_fn.checkpoint.schedules import ResumedSchedules, can_restart, restart
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import ArgumentTypeError, PlanError, message
@@ -188,8 +188,9 @@ def _restart_schedules(step: Step, after: Step) -> None:
     with ExitStack() as stack:
         for each in new:
             stack.enter_context(each.rates_as_numbers())
+        by_itself = [each.scheduler.optimizer for each in new if not can_restart(each.scheduler)]
         for optimizer in dict.fromkeys(each.scheduler.optimizer for each in new):
-            for group in optimizer.param_groups:
+            for group in optimizer.param_groups if optimizer not in by_itself else ():
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(group["initial_lr"])
                 else:

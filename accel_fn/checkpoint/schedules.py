@@ -285,15 +285,20 @@ def _count(state: Mapping[str, Any]) -> int:
     return count
 
 
-def restart(scheduler: Any) -> None:
-    """Let a scheduler that was made in the middle of a run begin from the rates that the run began with.
+def can_restart(scheduler: Any) -> bool:
+    """Does a scheduler begin from the rates of its groups? A `SequentialLR` sets the first ones by itself."""
+    parts = scheduler._schedulers if isinstance(scheduler, ChainedScheduler) else [scheduler]
+    return not any(isinstance(each, SequentialLR) for each in parts)
 
-    A `SequentialLR` does so by itself.
-    """
+
+def restart(scheduler: Any) -> None:
+    """Let a scheduler that was made in the middle of a run begin from the rates that the run began with."""
+    if not can_restart(scheduler):
+        return
     if isinstance(scheduler, ChainedScheduler):
         for each in scheduler._schedulers:
             restart(each)
-    elif isinstance(scheduler, LRScheduler) and not isinstance(scheduler, SequentialLR):
+    elif isinstance(scheduler, LRScheduler):
         scheduler.last_epoch = -1
         scheduler._initial_step()
 

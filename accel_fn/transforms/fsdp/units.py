@@ -10,6 +10,11 @@ from accel_fn.base.blocks import Blocks, find_blocks, is_container, modules_in
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import PlanError, message
 
+_AGAIN = (
+    "build once, with one loss_fn that chooses by the batch, or make the model again and build it with "
+    "after=step, which matches parameters by name"
+)
+
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
     """Return the FSDP units of a model, by name; modules that are ignored are none."""
@@ -65,7 +70,7 @@ def check_shardable(
         is_of_one_dtype = not parameter.requires_grad or dtype in (None, parameter.dtype)
         whole = is_split or not is_sharded(parameter)
         rules = {
-            "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
+            f"hold parameters whole; {_AGAIN}": whole,
             "tie parameters within a block, or outside of all; name other blocks": elsewhere
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
