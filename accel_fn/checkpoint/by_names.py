@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from torch import nn
 from torch.optim import Optimizer
 
 from accel_fn.base.unwrap import unwrapped
@@ -20,6 +19,9 @@ from accel_fn.checkpoint.run_state import (
     key_of,
     prefix_of,
 )
+from accel_fn.step.plan import Plan
+from accel_fn.transforms.schedule.advance import schedules_made
+from accel_fn.transforms.schedule.schedule import takes_metric
 
 _Entry = TypeVar("_Entry")
 _OF_SCHEDULES = {"lr", "initial_lr", "max_lr", "min_lr"} | {
@@ -53,7 +55,7 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
 
     Settings of groups, such as rates and weight decay, are the program's. Entries of groups that no
     setting gave, such as the step count of a schedule-free optimizer, go on where the parameters of a
-    group had one group.
+    group had one group; so do rates that a schedule by a metric has set.
     """
     model = {name: run.entries[name] for name in run.entries if name.startswith(_MODEL)}
     found = OfRun(
@@ -73,9 +75,7 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
         same = {key: own[key] for key in own if key in RESULT_SLOTS or is_optimizer(key)}
         found.plans[step] = {**plan, **same}
         rest = here.rest[step]
-        translation = _Translation(
-            step, run, here, names[step], found, unwrapped(steps[step].plan.model)
-        )
+        translation = _Translation(step, run, here, names[step], found, steps[step].plan)
         optimizers = {
             name: translation.optimizer(name, each)
             for name, each in steps[step].plan.optimizers.items()
@@ -110,9 +110,9 @@ class _Translation(Generic[_Entry]):
         here: RunState,
         names: Mapping[str, str],
         found: OfRun[_Entry],
-        model: nn.Module,
+        own_plan: Plan,
     ) -> None:
-        self._model = model
+        self._own_plan = own_plan
         self._step, self._run, self._here, self._names, self._found = step, run, here, names, found
         self._plan, self._rest = run.plans[step], run.rests[step]
         self._groups = {
@@ -131,46 +131,73 @@ class _Translation(Generic[_Entry]):
 
     def optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         """The state of one of the program's optimizers."""
-        own = self._here.rest[self._step]["optimizers"][name]["others"]
-        groups, kind = self._here.plans[self._step][f"{key_of(name)} groups"], type(optimizer)
-        sources = {
+        groups = self._here.plans[self._step][f"{key_of(name)} groups"]
+        sources = self._sources(type(optimizer))
+        state: dict[str, Any] = {}
+        for each in dict.fromkeys(each for group in groups for each in group):
+            if each in sources:
+                source, _ = sources[each]
+                before = self._names[each]
+                for key, entry in self._tensors[source].get(before, {}).items():
+                    self._found.entries[f"{prefix_of(name, self._step)}{each}/{key}"] = entry
+                values = self._rest["optimizers"][source]["state"].get(before)
+                state |= {} if values is None else {each: values}
+        self._list_fresh(name, [each for group in groups for each in group], sources)
+        return {"state": state, "others": self._others(name, optimizer, groups, sources)}
+
+    def _sources(self, kind: type) -> dict[str, tuple[str, int]]:
+        """The optimizer of the run and the number of the group that had each parameter, of one class."""
+        before = {
             each: (source, index)
-            for source, of_source in self._groups.items()
+            for source, groups in self._groups.items()
             if self._plan.get(key_of(source)) == kind.__name__
-            for index, group in enumerate(of_source)
+            for index, group in enumerate(groups)
             for each in group
         }
-        state: dict[str, Any] = {}
-        trained = {name for name, each in self._model.named_parameters() if each.requires_grad}
-        fresh, used = [], set[str]()
-        for each in dict.fromkeys(each for group in groups for each in group):
-            source, _ = sources.get(self._names.get(each, ""), ("", 0))
-            has_state = source and self._names[each] in self._tensors[source]
-            if each in trained and not (source and (has_state or not self._tensors[source])):
-                fresh.append(each)
-            if not source:
-                continue
-            used.add(source)
-            before = self._names[each]
-            for key, entry in self._tensors[source].get(before, {}).items():
-                self._found.entries[f"{prefix_of(name, self._step)}{each}/{key}"] = entry
-            values = self._rest["optimizers"][source]["state"].get(before)
-            if values is not None:
-                state[each] = values
+        return {name: before[old] for name, old in self._names.items() if old in before}
+
+    def _list_fresh(
+        self, name: str, held: Sequence[str], sources: Mapping[str, tuple[str, int]]
+    ) -> None:
+        """List trained parameters whose moments begin anew."""
+        model = unwrapped(self._own_plan.model)
+        trained = {each for each, value in model.named_parameters() if value.requires_grad}
+        known = {
+            each
+            for each, (source, _) in sources.items()
+            if self._names[each] in self._tensors[source] or not self._tensors[source]
+        }
+        fresh = [each for each in held if each in trained - known]
         if fresh:
             self._found.new.append(f"{_of(name, self._step)} begins anew for {_listed(fresh)}")
+
+    def _others(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[str]],
+        sources: Mapping[str, tuple[str, int]],
+    ) -> dict[str, Any]:
+        """The entries of an optimizer's `state_dict` beside its state: the groups, and others of its class."""
+        own = self._here.rest[self._step]["optimizers"][name]["others"]
+        saved = {each: of_run["others"] for each, of_run in self._rest["optimizers"].items()}
         others = {**own, "param_groups": [dict(each) for each in own["param_groups"]]}
+        follows_metric = any(
+            each.scheduler.optimizer is optimizer and takes_metric(each.scheduler)
+            for each in schedules_made(self._own_plan)
+        )
         for group, members in zip(others["param_groups"], groups, strict=True):
-            where = {sources.get(self._names.get(each, "")) for each in members} - {None}
-            if len(where) == 1:
-                ((source, index),) = where  # type: ignore[misc]
-                before_it = self._rest["optimizers"][source]["others"]["param_groups"][index]
-                group.update(_progress(before_it, group, kind))
+            places = {sources[each] for each in members if each in sources}
+            if len(places) == 1:
+                source, index = places.pop()
+                before = saved[source]["param_groups"][index]
+                group.update(_progress(before, group, type(optimizer)))
+                group.update({"lr": before["lr"]} if follows_metric else {})
+        used = {sources[each][0] for members in groups for each in members if each in sources}
         if len(used) == 1:
-            (source,) = used
-            saved = self._rest["optimizers"][source]["others"]
-            others |= {key: each for key, each in saved.items() if key != "param_groups"}
-        return {"state": state, "others": others}
+            more = saved[used.pop()]
+            others |= {key: each for key, each in more.items() if key != "param_groups"}
+        return others
 
     def transforms(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the program's transforms, by slot and name."""
