@@ -178,7 +178,7 @@ class _Translation(Generic[_Entry]):
         groups: Sequence[Sequence[str]],
         sources: Mapping[str, tuple[str, int]],
     ) -> dict[str, Any]:
-        """The entries of an optimizer's `state_dict` beside its state: the groups, and others of its class."""
+        """The entries of an optimizer's `state_dict` beside its state: groups, and others of its class."""
         own = self._here.rest[self._step]["optimizers"][name]["others"]
         saved = {each: of_run["others"] for each, of_run in self._rest["optimizers"].items()}
         others = {**own, "param_groups": [dict(each) for each in own["param_groups"]]}
