@@ -144,3 +144,12 @@ def test_extras_are_put_back_before_a_function_is_called(tmp_path):
     af.load(tmp_path, state, other, extras=extras)
     assert seen == {"total": 8}
     assert other.plan.optimizer.param_groups[0]["lr"] == rate
+
+
+def test_ranks_with_the_same_rows_count_once():
+    def run(state):
+        state, step = built(af.wrap_ddp(), state=state)
+        state, _ = step(state, af.part(BATCHES[0], state))
+        return counts(state)
+
+    assert simulate(run, mesh={"dp": 2, "tp": 2}) == [(1, 6, 6)] * 4
