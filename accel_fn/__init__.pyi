@@ -10,6 +10,7 @@ from accel_fn.base.samples import samples as samples
 from accel_fn.base.state import DistState as DistState
 from accel_fn.base.state import LossScale as LossScale
 from accel_fn.base.weights import num_labels as num_labels
+from accel_fn.checkpoint.build import build as build
 from accel_fn.checkpoint.from_accelerate import load_accelerate as load_accelerate
 from accel_fn.checkpoint.listing import Checkpoint as Checkpoint
 from accel_fn.checkpoint.listing import latest as latest
@@ -57,7 +58,6 @@ from accel_fn.observe.predict import predict as predict
 from accel_fn.observe.profile import profile as profile
 from accel_fn.observe.progress import progress as progress
 from accel_fn.step.autocast import autocast as autocast
-from accel_fn.step.build import build as build
 from accel_fn.step.grads import Grads as Grads
 from accel_fn.step.plan import GradFn as GradFn
 from accel_fn.step.plan import Plan as Plan

@@ -154,11 +154,19 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if shape]
 
 
-def is_without_rows(batch: Any) -> bool:
-    """Is it None, or does it hold `samples` without items, and no rows beside them?"""
+def rows_of(batch: Any) -> int | None:
+    """Count the rows of a batch by the first of its tensors, or `samples`, that has a dimension.
+
+    None: it is None, or it holds `samples` without items, and no rows beside them.
+    """
     if batch is None:
-        return True
+        return None
     columns = columns_of(batch)
-    if Samples not in map(type, columns):
-        return False
-    return all(0 in shape for shape in shapes_of(batch))
+    if Samples in map(type, columns) and all(0 in shape for shape in shapes_of(batch)):
+        return None
+    for column in columns:
+        if isinstance(column, Samples):
+            return len(column)
+        if column.ndim:
+            return column.size(0)
+    return 0

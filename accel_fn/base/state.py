@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -33,6 +34,7 @@ _COUNTS = {
     "step": 0,
     "call": 0,
     "seed": 0,
+    "samples": 0,
 }
 """The integer fields of a state, and their minima."""
 
@@ -190,6 +192,11 @@ class DistState:
         call: number of steps since `step` advanced. 0 in the usual loop; a step with `advance=False`
             adds one, and the next step without it begins again at 0.
         seed: of the data order and of draws.
+        samples: number of rows of these batches, over all ranks that share them: the size of dimension 0
+            of the first tensor in each, or its number of `samples`. As `step`, it counts batches whose
+            update is skipped, too.
+        items: sum of the weights of these batches, over the same ranks; of all terms, where the loss has
+            several. With `num_labels`, the number of tokens that were trained on.
         axis: the name of the axis whose ranks are this state's world, as `along` gives it; empty for
             the world of all ranks.
         axes: of the mesh, each as this rank sees it; empty without one. Not compared, and pickled
@@ -198,7 +205,8 @@ class DistState:
         watchdog: prints a report if a collective hangs; likewise.
 
     Raises:
-        ValueError: a count is no integer or negative, or a rank is outside its world.
+        ValueError: a count is no integer or negative, `items` is no finite number >= 0, or a rank is
+            outside its world.
 
     >>> import accel_fn as af
     >>> af.DistState(rank=3, world_size=8).is_main
@@ -214,6 +222,8 @@ class DistState:
     step: int = 0
     call: int = 0
     seed: int = 0
+    samples: int = 0
+    items: float = 0
     axis: str = ""
     axes: tuple[Axis, ...] = field(default=(), repr=False, compare=False)
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
@@ -223,8 +233,9 @@ class DistState:
         if not isinstance(self.device, torch.device):
             object.__setattr__(self, "device", device_of("DistState", self.device))
         places = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        counts = (*places, self.step, self.call, self.seed)
+        counts = (*places, self.step, self.call, self.seed, self.samples)
         plain = {*map(type, counts)} == {int} and min(counts) >= 0
+        plain = plain and type(self.items) in (int, float) and 0 <= self.items < math.inf
         if not (plain and self.rank < self.world_size and self.local_rank < self.local_world_size):
             self._check()
 
@@ -238,6 +249,10 @@ class DistState:
         if self.local_rank >= self.local_world_size:
             rule = f"be in 0 .. local_world_size - 1 = {self.local_world_size - 1}"
             raise ArgumentError(message("DistState", "local_rank", rule, self.local_rank))
+        is_number = isinstance(self.items, int | float) and not isinstance(self.items, bool)
+        if not (is_number and 0 <= self.items < math.inf):
+            rule = "be a finite number >= 0"
+            raise ArgumentError(message("DistState", "items", rule, self.items))
 
     @property
     def is_main(self) -> bool:
@@ -285,14 +300,22 @@ class DistState:
         }
         return replace(self, axis=axis, axes=(), **place)
 
-    def advanced(self, scaler: LossScale | None) -> DistState:
-        """Return the state after one more batch, with this loss scale; fields are not checked again."""
+    def advanced(
+        self, scaler: LossScale | None, samples: int, weight: float | Mapping[str, float]
+    ) -> DistState:
+        """Return the state after one more batch, with this loss scale; fields are not checked again.
+
+        The batch has so many rows over all ranks, and this weight.
+        """
+        items = weight if isinstance(weight, int | float) else sum(weight.values())
         state = object.__new__(DistState)
         for name, value in zip(_KEPT, _kept_of(self), strict=True):
             _set(state, name, value)
         _set(state, "scaler", scaler)
         _set(state, "step", self.step + 1)
         _set(state, "call", 0)
+        _set(state, "samples", self.samples + samples)
+        _set(state, "items", self.items + items)
         return state
 
     def __copy__(self) -> DistState:
@@ -367,7 +390,7 @@ def step_name(step: int, call: int) -> str:
 
 
 _set = object.__setattr__
-_MOVED = ("scaler", "step", "call")
+_MOVED = ("scaler", "step", "call", "samples", "items")
 _KEPT = tuple(name for name in DistState.__dataclass_fields__ if name not in _MOVED)
 _kept_of = attrgetter(*_KEPT)
 

@@ -52,7 +52,7 @@ def _other_optimizers(saved: Rests, here: Rests) -> Iterator[tuple[str, str]]:
             yield (
                 step,
                 f"{where}: {names} saved, {names_here} here; give Plan those that were saved, or load "
-                "with strict=False, which starts them fresh",
+                'with match="names", by which moments go on, or strict=False, which starts them fresh',
             )
 
 

@@ -17,9 +17,11 @@ from accel_fn.base.mesh_axes import ranks_along
 from accel_fn.base.optimizer_modes import in_train_mode
 from accel_fn.base.rng import derive_random, random_state, restore_random
 from accel_fn.base.state import DistState, check_state, check_world, mesh_of
+from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
+from accel_fn.checkpoint.by_names import OfRun, by_names, without_new
 from accel_fn.checkpoint.extras import stateful
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.names import (
@@ -37,6 +39,7 @@ from accel_fn.checkpoint.run_state import (
     in_whole,
     named_steps,
     notes_of,
+    prefix_of,
     put_back,
     run_state_of,
     scale_from_dict,
@@ -47,8 +50,10 @@ from accel_fn.checkpoint.run_state import (
 from accel_fn.checkpoint.save import EXTRA
 from accel_fn.checkpoint.schedules import (
     Choice,
+    Match,
     ResumedSchedules,
     check_choice,
+    check_match,
     of_other_optimizers,
 )
 from accel_fn.comm.collectives import all_or_none
@@ -59,6 +64,7 @@ from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
+_BY_NAMES = 'give match="names" to load into other groups of parameters'
 _RANK_KEYS = {"buffers", "random"}
 
 
@@ -71,6 +77,7 @@ def load(
     at: str | int = "latest",
     strict: bool = True,
     schedule: Choice = None,
+    match: Match = "program",
 ) -> DistState:
     """Resume from a checkpoint. Called on every rank, of a world of any size.
 
@@ -95,10 +102,19 @@ def load(
             `initial_lr` and momentum (betas) of the program's optimizers, whose schedules are stepped to
             the saved update. Default: the saved ones, if lengths that schedulers know are equal. A
             function has no length: rates of a `LambdaLR` are computed for the saved update by the
-            program's function, unless "program" computes them from the program's `initial_lr`, too.
+            program's function, once extras are loaded, unless "program" computes them from the program's
+            `initial_lr`, too. If the function gave another rate when the run was saved than the one in use,
+            because it reads a figure that the program had moved since, the saved rate stays.
+        match: "names" to load into a program that differs in its parameters, in the groups of its optimizers
+            or in its transforms, as after unfreezing or for a next phase: what has the same name goes on.
+            Parameters and moments are matched by the parameter's name, optimizers by their class,
+            transforms by slot and name. Settings of groups, such as weight decay, are the program's, and
+            so are schedules, as with schedule="program"; one that follows a metric goes on. The main rank
+            logs, as a warning, what is new and what is left out. Tensors of one name and different shapes
+            are refused, and other differences as without it.
 
     Returns:
-        The state: `state` with the checkpoint's `step`, `call` and loss scale.
+        The state: `state` with the checkpoint's `step`, `call`, `samples`, `items` and loss scale.
 
     Raises:
         RuntimeError: on every rank: there is no such checkpoint, a file is missing or damaged
@@ -128,13 +144,14 @@ def load(
 
     def check() -> None:
         checks.check_at(at, "load")
+        check_match("load", match, schedule)
         check_flag("load", "strict", strict)
         check_choice("load", schedule)
         for each in steps.values():
             each.strategy.check_offers("load")
             checks.check_plan(each.plan, "check_loaded")
 
-    options = {"at": at, "strict": strict, "schedule": schedule}
+    options = {"at": at, "strict": strict, "schedule": schedule, "match": match}
     home = checks.check_call("load", state, folder, steps, extras, check, **options)
     finish_writing(notes_of(steps), state, "load")
     path = all_or_none(lambda: _choose(home, at), state, "load")
@@ -143,7 +160,7 @@ def load(
     extras = stateful(extras)
     with in_whole(steps, writes=True):
         loading = all_or_none(
-            lambda: _Loading(path, steps, state, extras, strict, schedule), state, "load"
+            lambda: _Loading(path, steps, state, extras, strict, schedule, match), state, "load"
         )
         files = loading.manifest.files
         share = sorted(files)[state.rank :: state.world_size]
@@ -154,6 +171,7 @@ def load(
             undo.callback(loading.undo)
             all_or_none(loading.rehearse, state, "load")
             all_or_none(loading.load_extras, state, "load")
+            all_or_none(loading.call_functions, state, "load")
             undo.pop_all()
         loaded = all_or_none(loading.finish, state, "load")
     notes_of(steps).update(run=Run(loading.manifest.step), frozen=here, is_loaded=True)
@@ -190,8 +208,10 @@ class _Loading:
         extras: Mapping[str, Any],
         strict: bool,
         schedule: Choice,
+        match: Match,
     ) -> None:
         self._before = run_state_of(steps)
+        self._match = match
         checks.check_model(self._before.tensors, steps, "load")
         self._path, self._steps, self._state, self._extras = path, steps, state, extras
         self._strict, self._random = strict, random_state(state.device)
@@ -216,31 +236,87 @@ class _Loading:
         self._extras_saved = with_prefix(EXTRA, self._of_rank)
         with self._expecting():
             self._rests = self._common["steps"]
+            self._compared, self._new = self._before, list[str]()
+            if match == "names":
+                self._take_by_names()
             self._schedules = ResumedSchedules(
-                steps, self._rests, extras, self._extras_saved, schedule
+                steps,
+                self._rests,
+                extras,
+                self._extras_saved,
+                schedule,
+                self._common.get("moved", ()),
+                by_names=match == "names",
             )
             # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
             self._fresh: dict[str, tuple[str, str]] = {}
             if not strict:
-                for place, name in compare.misfits(self.manifest, self._before).items():
+                for place, name in compare.misfits(self.manifest, self._compared).items():
                     self._fresh[place] = name, "its state was saved in other shapes"
                 for place, name in of_other_optimizers(steps, self._rests):
                     self._fresh[place] = name, "it was saved for other optimizers"
             self._compare(strict=strict)
             self._choose(strict=strict)
 
+    def _take_by_names(self) -> None:
+        """Write the checkpoint as one of this program, as far as names are the same."""
+        here, saved = self._before, self.manifest
+        entries = {**saved.entries, **saved.frozen}
+        known = [name for name in here.tensors if compare.is_model(name)]
+        names = {
+            step: {
+                name: name
+                for name, _ in unwrapped(self._steps[step].plan.model).named_parameters()
+                if f"{prefix_of('model', step)}{name}" in entries
+            }
+            for step in here.plans
+        }
+        if not any(name in entries for name in known):
+            self._refuse(["no tensor of the model has a name that was saved"])
+        run = OfRun(dict(saved.entries), dict(self._rests), dict(saved.plans))
+        found = by_names(run, here, self._steps, names)
+        # What is left out of a checkpoint, and is not in the program, cannot be compared with anything.
+        left_out = {n: each for n, each in saved.frozen.items() if n in here.tensors | here.frozen}
+        tied = {n: first for n, first in saved.tied.items() if n in here.tied}
+        found.new += [
+            f"{name}: begins with the program's values" for name in known if name not in entries
+        ]
+        self.manifest = replace(
+            saved, entries=found.entries, plans=found.plans, frozen=left_out, tied=tied
+        )
+        self._rests, self._new = found.rests, found.new
+        for each in self._steps.keys() & found.rests.keys():
+            self._rests[each]["model"] = {
+                key: value
+                for key, value in found.rests[each]["model"].items()
+                if key in here.rest[each]["model"]
+            }
+        self._compared = replace(
+            without_new(here, {**found.entries, **left_out}),
+            tied={name: first for name, first in here.tied.items() if name in saved.tied},
+        )
+
     def _compare(self, *, strict: bool) -> None:
         """Refuse another program, or log the differences."""
-        manifest, before = self.manifest, self._before
+        manifest, before = self.manifest, self._compared
         self._refuse([*self._schedules.obstacles()])
         found = [f"{name} starts fresh: {reason}" for name, reason in self._fresh.values()]
         found += compare.differences(manifest, self._rests, before, self._state)
         found += compare.extra_differences(self._extras_saved, self._extras)
         found += self._schedules.differences()
+        found = [
+            f"{line}; {_BY_NAMES}" if " groups" in line.split(":")[0] else line for line in found
+        ]
         if strict:
             self._refuse(found)
         elif found and self._state.is_main:
             _LOG.warning("%s is of another program:\n%s", self._path, compare.listed(found))
+        if self._new and self._state.is_main:
+            _LOG.warning(
+                "%s is loaded by names; all else goes on, but:\n%s",
+                self._path,
+                compare.listed(self._new),
+            )
 
     def _choose(self, *, strict: bool) -> None:
         """Choose, for each step, the tensors to fill and the state to load; with strict=False what fits."""
@@ -286,7 +362,7 @@ class _Loading:
     def rehearse(self) -> None:
         """Load the non-tensor state, and refuse values of other types or sizes than the program's."""
         with self._expecting():
-            scalers = self._put_back().scaler, self._state.scaler
+            scalers = self._put_back(calls=False).scaler, self._state.scaler
             scale, scale_here = map(scale_to_dict, scalers)
             here = {name: self._tensors[name] for name in self._buffers}
             self._refuse(
@@ -301,6 +377,11 @@ class _Loading:
         with self._expecting():
             for name in compare.fitting_extras(self._extras_saved, self._extras):
                 self._extras[name].load_state_dict(self._extras_saved[name])
+
+    def call_functions(self) -> None:
+        """Call the functions of schedules, which may read extras, while the load can still be undone."""
+        with self._expecting():
+            self._schedules.follow(self._position())
 
     def finish(self) -> DistState:
         total = sum(each.nbytes for each in self._tensors.values())
@@ -329,16 +410,26 @@ class _Loading:
             put_back(step.plan, name, tensors, rest, optimizers=optimizers, fresh=())
         restore_random(self._random, self._state.device)
 
-    def _put_back(self) -> DistState:
+    def _position(self) -> DistState:
+        """Return the state of the run."""
+        saved, state = self.manifest, self._state
+        scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
+        return replace(
+            state,
+            step=saved.step,
+            call=saved.call,
+            samples=saved.samples,
+            items=saved.items,
+            scaler=scaler,
+        )
+
+    def _put_back(self, *, calls: bool = True) -> DistState:
         """Load the non-tensor state beside the tensors as they are; return the state of the run."""
-        state = self._state
+        state, loaded = self._state, self._position()
         for name, options in self._options.items():
             plan = self._steps[name].plan
             put_back(plan, name, self._tensors, dict(self._rests[name]), **options)
-        self._schedules.follow()
-        scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
-        step, call = self.manifest.step, self.manifest.call
-        loaded = replace(state, step=step, call=call, scaler=scaler)
+        self._schedules.follow(loaded, calls=calls)
         if self._is_known:
             restore_random(self._of_rank["random"], state.device)
         else:

@@ -12,7 +12,7 @@ from accel_fn.checkpoint.argument_checks import check_call
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.load import load
 from accel_fn.checkpoint.run_state import named_steps
-from accel_fn.checkpoint.schedules import Choice, check_choice
+from accel_fn.checkpoint.schedules import Choice, Match, check_choice, check_match
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.step.step import Step
@@ -27,6 +27,7 @@ def resume(
     extras: Mapping[str, Any] | None = None,
     *,
     schedule: Choice = None,
+    match: Match = "program",
 ) -> DistState:
     """Load the newest checkpoint of a folder; return the state itself if there is none.
 
@@ -41,6 +42,7 @@ def resume(
         step: the step, or a dict of steps by name, as it is saved.
         extras: by the names that they are saved under; the loader among them.
         schedule: as for `load`: "program" or "saved" for a run that goes on with more epochs.
+        match: as for `load`: "names" for a program with other parameters, groups or transforms.
 
     Returns:
         What `load` returns, or `state`.
@@ -66,17 +68,18 @@ def resume(
 
     def check() -> None:
         check_choice("resume", schedule)
+        check_match("resume", match, schedule)
 
     def find() -> list[int]:
         with reading(home, "resume"):
             return steps_in(home)
 
-    home = check_call("resume", state, folder, steps, given, check, schedule=schedule)
+    home = check_call("resume", state, folder, steps, given, check, schedule=schedule, match=match)
     found = all_or_none(find, state, "resume")
     is_there = bool(exchange(found, state, "resume")[0])
     if not is_there:
         return state
-    loaded = load(folder, state, step, extras=extras, schedule=schedule)
+    loaded = load(folder, state, step, extras=extras, schedule=schedule, match=match)
     if state.is_main:
         call = f", call {loaded.call}" if loaded.call else ""
         checkpoint = home / name_of(loaded.step)

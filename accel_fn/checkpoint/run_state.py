@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from accel_fn.step.step import Step
 Steps = Mapping[str, Step]
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that choose an implementation: those of the running program stay."""
-_RESULT_SLOTS = (
+RESULT_SLOTS = (
     "init_state",
     "forward_contexts",
     "wrap_grad_fn",
@@ -34,7 +34,7 @@ _RESULT_SLOTS = (
     "after_update",
 )
 """The slots that decide what is computed; the others decide where, and in how many micro-batches."""
-_STATE_SLOTS = (*_RESULT_SLOTS, "split")
+_STATE_SLOTS = (*RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
 _Value = TypeVar("_Value")
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -76,6 +76,8 @@ class RunState:
     """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
     """Entries that are no replicas: DDP lets running statistics differ between ranks."""
+    moved: list[str] = field(default_factory=list)
+    """Schedules whose functions give other rates now than those that they have set."""
 
 
 def run_state_of(steps: Steps) -> RunState:
@@ -116,7 +118,7 @@ def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 def signature(step: Step) -> dict[str, Any]:
     """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
     plan = step.plan
-    named = {slot: [_name(each) for each in _compared(plan, slot)] for slot in _RESULT_SLOTS}
+    named = {slot: [_name(each) for each in _compared(plan, slot)] for slot in RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
     found: dict[str, Any] = {"weight_fn": describe(plan.weight_fn)}
     found |= {"reduction": "sum"} if plan.reduction == "sum" else {}

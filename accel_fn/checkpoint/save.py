@@ -37,6 +37,7 @@ from accel_fn.checkpoint.run_state import (
     run_state_of,
     scale_to_dict,
 )
+from accel_fn.checkpoint.schedules import moved_functions
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import (
@@ -76,10 +77,12 @@ def save(
     """Save the run as the checkpoint `step_NNNNNNNN` of a folder. Called on every rank.
 
     It holds parameters and buffers of the model, the optimizer, the loss scale, the state of
-    transforms, `state.step`, `call` and seed, every rank's random generators, and the extras. Of
-    frozen models it holds names, shapes and a hash of each tensor. The checkpoint gets its name once all
-    of it is on the disk. So if the run is killed, a checkpoint is complete or not there. An optimizer
-    with train and eval modes is saved in eval mode, and is back in train mode when `save` returns.
+    transforms, `state.step`, `call`, `samples`, `items` and seed, every rank's random generators, and the
+    extras. Of frozen models it holds names, shapes and a hash of each tensor. The checkpoint gets its name
+    once all of it is on the disk. So if the run is killed, a checkpoint is complete or not there. An
+    optimizer with train and eval modes is saved in eval mode, and is back in train mode when `save` returns.
+    A function of a schedule is called again: if its rate has changed since it was set, `load` keeps the
+    saved rate.
 
     Args:
         folder: of this run's checkpoints, on a file system that all machines share; made if missing;
@@ -116,6 +119,10 @@ def save(
             checkpoints that are there stay as they are. A failure in the background is
             raised by the next `save` or `load` of the step; if there is none, it is
             logged at the end of the process, whose exit code is then 1.
+
+    Warns:
+        UserWarning: once, on the main rank: an optimizer of a class outside of torch has changed a number
+            that is an attribute of it, and its `state_dict` is torch's own, which does not hold it.
 
     Cost: writes the state once, each rank its share; a few small collectives; it waits for an accelerator
         once for each 256 MiB of the share. With `wait=False`,
@@ -167,21 +174,24 @@ def save(
     finish_writing(notes_of(steps), state, "save")
     optimizers = chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
     with in_eval_mode(optimizers), in_whole(steps, writes=False):
-        contents = all_or_none(lambda: _contents(steps), state, "save")
+        contents = all_or_none(lambda: _contents(steps, extras), state, "save")
         left_out = {**contents.frozen, **(frozen.take_frozen(contents, steps) if only else {})}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)
         _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
+    for each in steps.values() if state.is_main else ():
+        each.notes["attributes"].warn()
     seconds = perf_counter() - began
     for observer in observers(each.plan for each in steps.values()):
         observer.saved(state, seconds, checkpoint.final)
     return checkpoint.final
 
 
-def _contents(steps: Mapping[str, Step]) -> RunState:
+def _contents(steps: Mapping[str, Step], extras: Mapping[str, Any]) -> RunState:
     contents = run_state_of(steps)
     checks.check_model(contents.tensors, steps, "save")
+    contents.moved.extend(moved_functions(steps, extras))
     return contents
 
 
@@ -274,7 +284,8 @@ def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> S
         data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
         packed = {file_of("rank", state.rank, "pt"): to_plain(data, "save")}
         if state.is_main:
-            common = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
+            common: dict[str, Any] = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
+            common["moved"] = contents.moved
             packed[COMMON] = to_plain(common, "save")
         return packed
 
@@ -317,6 +328,8 @@ def _head(
         step=state.step,
         call=state.call,
         seed=state.seed,
+        samples=state.samples,
+        items=state.items,
         world_size=state.world_size,
         mesh=mesh_of(state),
         score=None if score is None else float(score),

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
+from accel_fn.base.state import DistState
 from accel_fn.checkpoint.run_state import Steps, stateful_functions
 from accel_fn.errors import ArgumentError, message
-from accel_fn.transforms.schedule.advance import Schedule, by_optimizer
+from accel_fn.transforms.schedule.advance import Schedule, StateSchedule, by_optimizer
 from accel_fn.transforms.schedule.schedule import takes_metric
 
 Choice = Literal["saved", "program"] | None
+Match = Literal["program", "names"]
 _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 """Attributes of schedulers that count updates of a whole run, so that they change with its length."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -30,6 +32,15 @@ def check_choice(function: str, schedule: object) -> None:
         raise ArgumentError(
             message(function, "schedule", 'be "saved" or "program", or left out', schedule)
         )
+
+
+def check_match(function: str, match: object, schedule: Choice) -> None:
+    """Refuse all but the two ways to compare programs, and the saved schedules of another program."""
+    if match not in ("program", "names"):
+        raise ArgumentError(message(function, "match", 'be "program" or "names"', match))
+    if match == "names" and schedule == "saved":
+        rule = 'be left out, or "program", beside match="names"'
+        raise ArgumentError(message(function, "schedule", rule, schedule))
 
 
 class _Saved(NamedTuple):
@@ -51,7 +62,28 @@ def of_other_optimizers(
         for place, where, function in stateful_functions(steps[step].plan, step):
             parts = _parts(function, saved.get(where, {}))
             if where in saved and any("scheduler" not in state for _, _, state in parts):
-                yield place, f"{where} of step {step!r}" if step else where
+                yield place, _name_of(where, step)
+
+
+def moved_functions(steps: Steps, extras: Mapping[str, Any]) -> list[str]:
+    """Name schedules whose functions give other rates than when they were called.
+
+    They read a figure that the program has moved since, such as a count of tokens in `extras`. `load` does
+    not call them: it could not know what they read then.
+    """
+    found = [(name, each.scheduler) for name, each in _schedules_of(steps)]
+    found += [(f"extras/{name}", each) for name, each in extras.items() if _is_scheduler(each)]
+    return [name for name, scheduler in found if _has_moved(scheduler)]
+
+
+def _has_moved(scheduler: Any) -> bool:
+    acting = list(_acting(scheduler))
+    if len(acting) != 1 or not isinstance(acting[0], LambdaLR):
+        return False
+    (function,) = acting
+    multipliers = [each(function.last_epoch) for each in function.lr_lambdas]
+    now = [rate * each for rate, each in zip(function.base_lrs, multipliers, strict=True)]
+    return [float(each) for each in now] != [float(each) for each in function._last_lr]
 
 
 class ResumedSchedules:
@@ -64,9 +96,16 @@ class ResumedSchedules:
         extras: Mapping[str, Any],
         extras_saved: Mapping[str, Any],
         choice: Choice,
+        moved: Collection[str] = (),
+        *,
+        by_names: bool = False,
     ) -> None:
+        self._by_names = by_names
+        """Do those that follow a metric go on, while all others are stepped to the saved update?"""
+        self._moved = moved
+        """The schedules whose functions are not called."""
         self._found = [*_in_plans(steps, rests), *_in_extras(extras, extras_saved)]
-        self._choice = choice
+        self._choice: Choice = "program" if by_names else choice
         optimizers = [each for step in steps.values() for each in step.plan.optimizers.values()]
         optimizers += [each.scheduler.optimizer for each in self._found]
         with self._rates_as_numbers():
@@ -83,15 +122,22 @@ class ResumedSchedules:
         """List why the program's schedules cannot be stepped to the saved update, where they are chosen."""
         if self._choice == "program":
             for each, here in zip(self._found, self._states, strict=True):
-                yield from _obstacles(each, here)
+                if not (self._by_names and takes_metric(each.scheduler)):
+                    yield from _obstacles(each, here)
 
-    def follow(self) -> None:
-        """Move rates to what the chosen schedules give at the saved update, once all is loaded."""
+    def follow(self, loaded: DistState, *, calls: bool = True) -> None:
+        """Move rates to what the chosen schedules give at the saved update, once all is loaded.
+
+        Functions that may read extras, which are not loaded yet, are not called without `calls`.
+        """
+        for each in self._found:
+            if isinstance(each.in_plan, StateSchedule):
+                each.in_plan.see(loaded)
         with self._rates_as_numbers():
             if self._choice == "program":
                 self._restart()
                 self._step_to_saved()
-            else:
+            elif calls:
                 self._call_functions()
 
     def undo(self) -> None:
@@ -108,16 +154,24 @@ class ResumedSchedules:
             return stack.pop_all()
 
     def _restart(self) -> None:
+        goes_on = [
+            each.scheduler.optimizer
+            for each in self._found
+            if self._by_names and takes_metric(each.scheduler)
+        ]
         for optimizer, settings in self._groups:
+            if optimizer in goes_on:
+                continue
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 group.update(copy.deepcopy(values))
         for each, state in zip(self._found, self._states, strict=True):
-            each.scheduler.load_state_dict(copy.deepcopy(state))
+            if each.scheduler.optimizer not in goes_on:
+                each.scheduler.load_state_dict(copy.deepcopy(state))
 
     def _step_to_saved(self) -> None:
         """Step the schedulers in turn, as in a run."""
         left = [
-            _count(each.state) - _count(state)
+            0 if takes_metric(each.scheduler) else _count(each.state) - _count(state)
             for each, state in zip(self._found, self._states, strict=True)
         ]
         for number in range(max(left, default=0)):
@@ -130,7 +184,7 @@ class ResumedSchedules:
         over = Counter(id(each.scheduler.optimizer) for each in self._found)
         for each in self._found:
             # Of several schedules the last ones may have changed the rate that a function gave.
-            if over[id(each.scheduler.optimizer)] == 1:
+            if over[id(each.scheduler.optimizer)] == 1 and each.name not in self._moved:
                 _step_again(each.scheduler)
 
 
@@ -138,10 +192,22 @@ def _in_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[
     for step in (each for each in steps if each in rests):
         saved = rests[step]["transforms"]
         for _, where, function in stateful_functions(steps[step].plan, step):
-            name = f"{where} of step {step!r}" if step else where
+            name = _name_of(where, step)
             for ending, schedule, state in _parts(function, saved.get(where, {})):
                 if "scheduler" in state:  # else it was saved of several optimizers, or of one
                     yield _Saved(name + ending, schedule.scheduler, state["scheduler"], schedule)
+
+
+def _schedules_of(steps: Steps) -> Iterator[tuple[str, Schedule]]:
+    """Yield the schedules of plans, by the names that errors have for them."""
+    for step in steps:
+        for _, where, function in stateful_functions(steps[step].plan, step):
+            for ending, schedule, _ in _parts(function, {}):
+                yield f"{_name_of(where, step)}{ending}", schedule
+
+
+def _name_of(where: str, step: str) -> str:
+    return f"{where} of step {step!r}" if step else where
 
 
 def _parts(
@@ -158,8 +224,12 @@ def _parts(
 
 def _in_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[_Saved]:
     for name, extra in extras.items():
-        if name in saved and (isinstance(extra, LRScheduler) or takes_metric(extra)):
+        if name in saved and _is_scheduler(extra):
             yield _Saved(f"extras/{name}", extra, saved[name], None)
+
+
+def _is_scheduler(extra: object) -> bool:
+    return isinstance(extra, LRScheduler) or takes_metric(extra)
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -213,6 +283,24 @@ def _count(state: Mapping[str, Any]) -> int:
     """Return how often a scheduler was stepped; a ChainedScheduler counts only in its parts."""
     count: int = state["last_epoch"] if "last_epoch" in state else _count(state["_schedulers"][0])
     return count
+
+
+def can_restart(scheduler: Any) -> bool:
+    """Does a scheduler begin from the rates of its groups? A `SequentialLR` sets the first ones by itself."""
+    parts = scheduler._schedulers if isinstance(scheduler, ChainedScheduler) else [scheduler]
+    return not any(isinstance(each, SequentialLR) for each in parts)
+
+
+def restart(scheduler: Any) -> None:
+    """Let a scheduler that was made in the middle of a run begin from the rates that the run began with."""
+    if not can_restart(scheduler):
+        return
+    if isinstance(scheduler, ChainedScheduler):
+        for each in scheduler._schedulers:
+            restart(each)
+    elif isinstance(scheduler, LRScheduler):
+        scheduler.last_epoch = -1
+        scheduler._initial_step()
 
 
 def _step(scheduler: Any) -> None:

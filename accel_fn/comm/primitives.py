@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Work = dist.Work
 
-_NUMBERS_BYTES, _NAME_BYTES = 16, 24
+_NUMBERS_BYTES, _NAME_BYTES = 24, 24
 """A head holds one or two numbers, or more if all ranks have as many, and the name of their collective."""
 _UNWATCHED = nullcontext()
 
@@ -134,7 +134,7 @@ def start_total(
     loss. Here numbers are gathered, each with a name that all ranks must share.
 
     Args:
-        numbers: one or two, or more where all ranks have as many, of any floating dtype.
+        numbers: up to three, or more where all ranks have as many, of any floating dtype.
         state: of this rank.
         function: the public one, for errors and hang reports.
         what: what is summed and in which step, such as "losses 12"; at most 24 bytes count.

@@ -96,7 +96,7 @@ def init(
     >>> import accel_fn as af
     >>> af.init(device="cpu")
     DistState(rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(type='cpu'), \
-scaler=None, step=0, call=0, seed=0)
+scaler=None, step=0, call=0, seed=0, samples=0, items=0)
     """
     state = _join(device, backend, timeout_s, seed, mesh)
     if state.group is not None:

@@ -24,6 +24,7 @@ from accel_fn.base.batch import num_samples
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState, mesh_of
+from accel_fn.checkpoint.build import build
 from accel_fn.checkpoint.load import load
 from accel_fn.checkpoint.save import save
 from accel_fn.checkpoint.weights.save_load_model import load_model
@@ -37,7 +38,6 @@ from accel_fn.comm.zero import gathered, is_partitioned
 from accel_fn.data.workers import WORKER_OPTIONS
 from accel_fn.errors import ArgumentError, ArgumentTypeError
 from accel_fn.step.autocast import autocast
-from accel_fn.step.build import build
 from accel_fn.step.grads import Grads
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report

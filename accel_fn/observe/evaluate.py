@@ -152,9 +152,9 @@ class _RankTotals:
     def cut_up(self, batch: Any) -> Any:
         """Cut a batch into micro-batches, those of the plan's loss with their weights."""
         plan = self._step.plan
-        return (
-            microbatches(plan, batch) if self._metric_fn is None else parts_with_rows(plan, batch)
-        )
+        if self._metric_fn is None:
+            return microbatches(plan, batch)[:2]
+        return parts_with_rows(plan, batch)
 
     def add(self, each: CutBatch) -> None:
         """Add a batch."""

@@ -182,7 +182,7 @@ def _use_in_step(
 
 def parts_with_rows(plan: Plan, batch: Any) -> list[Any]:
     """Return the micro-batches that may have rows."""
-    return [part for part in cut(plan, batch) if num_rows(part) != 0]
+    return [part for part in cut(plan, batch)[0] if num_rows(part) != 0]
 
 
 def over_parts(

@@ -14,6 +14,7 @@ from accel_fn.comm import primitives
 from accel_fn.comm.backends import current_world
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.errors import ArgumentTypeError, check_flag, message
+from accel_fn.step.checks.attributes import OptimizerAttributes
 from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.frozen_models import freeze_models, share_frozen
 from accel_fn.step.loss_module import LossModule
@@ -29,50 +30,7 @@ from accel_fn.step.update import follow_parameters, follow_shards
 def build(
     state: DistState, plan: Plan[Batch], *, check_loss: bool = True
 ) -> tuple[DistState, Step[Batch]]:
-    """Make a step of a plan: the one place that moves, wraps and compiles.
-
-    The model keeps its type, its forward, its hooks and its `state_dict` keys;
-    its parameters may move to the device, and take rank 0's values. Building
-    twice, also from one plan, gives two steps that work independently. `build` fixes which
-    parameters are trained: a step refuses those that are added later, to the optimizer
-    or by `requires_grad`; build again. Frozen models are placed, put into evaluation mode and kept from
-    requiring a gradient; they take rank 0's values, too.
-
-    On a mesh, ranks that differ in other axes than `dp` hold the same rows, so they must draw the same random
-    numbers: each gets the states of Python's, NumPy's and torch's generators of the first of them.
-
-    Args:
-        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
-        plan: what the step is made of; not changed.
-        check_loss: where batches are cut over ranks or micro-batches, compare a few rows of batches
-            1, 2, 10 and 100 with their parts: losses, gradients, metrics, and what the forward writes.
-            The step raises if the plan's `reduction`, or the `shift` of `num_labels`, does not fit and
-            another one does, if the forward writes trained parameters, or if a loss that calls
-            collectives depends on how rows are dealt to ranks; it warns once of what else depends on the
-            cut. `explain(step, state)` shows the result.
-
-    Returns:
-        The state with what transforms add to it (a loss scale), and the step.
-
-    Raises:
-        ValueError: on every rank, transforms that cannot be combined, an optimizer
-            over other parameters than the model's, a frozen model without values or with a parameter of
-            the model, nothing to train, a model on the CPU where the
-            state has an accelerator and nothing places it there, or several ranks and no strategy
-            that shares the step among them.
-        RuntimeError: ranks build different plans.
-
-    Cost: in a world of several, four small collectives, on a mesh two more for each other axis than `dp`, and
-    what transforms do: those that train on several ranks broadcast the parameters; frozen models are
-    broadcast. `check_loss` costs six
-    or seven forwards and backwards of 8 to 15 samples, not compiled, in each of those four steps, up to twice
-    as many where the program draws or writes, and three small collectives in a world of several; everything
-    is put back. It takes no more memory than a step.
-
-    >>> import accel_fn as af
-    >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
-    >>> state, step = af.build(af.DistState(), plan)
-    """
+    """Make a step of a plan: see `accel_fn.checkpoint.build.build`, which can take over an earlier step."""
     check_state("build", state)
     check_world("build", state)
     check_flag("build", "check_loss", check_loss)
@@ -94,7 +52,8 @@ def build(
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
     checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
-    step = Step(plan, strategy, stages, run, built, checks, before)
+    notes = {"attributes": OptimizerAttributes(plan)}
+    step = Step(plan, strategy, stages, run, built, checks, before, notes)
     for each in observers([plan]):
         each.built(step)
     return built, step

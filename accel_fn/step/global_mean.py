@@ -48,6 +48,7 @@ class GlobalMean:
         *,
         stop: bool = False,
         place: Place | None = None,
+        rows: int = 0,
         layout: Layout,
         is_forward: bool = False,
     ) -> None:
@@ -70,14 +71,17 @@ class GlobalMean:
         TRAINING.batch = ref(self)
         self.stop = stop
         """Once the total is known: has a `should_stop` function of any rank returned True?"""
+        self.samples = rows
+        """Once the total is known: the number of rows of the global batch."""
         if state.world_size == 1:
             self._mean = layout.zero(state)
             self._total = checked_total(weight, failure)
         else:
             numbers = weight if isinstance(weight, tuple) else (weight,) * (len(layout.terms) or 1)
             self._num_terms = len(numbers)
-            self._sums = torch.zeros(len(numbers) + 1, dtype=layout.dtype, device=state.device)
-            """Sum of the loss (or of each term), number of ranks with other metrics, sums of metrics."""
+            self._sums = torch.zeros(len(numbers) + 2, dtype=layout.dtype, device=state.device)
+            """Sum of the loss (or of each term), number of ranks with other metrics, 0 in place of the
+            rows, sums of metrics."""
             self._mean = self._losses()
             # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
             # waiting and need not know float64, and a rank that fails is known without it. As long
@@ -86,9 +90,9 @@ class GlobalMean:
             self._num_ranks = state.data.world_size
             self._data = over(state)
             """The ranks that share the batch."""
-            # Three facts in one number, since a head has room for two numbers.
+            # Three facts in one number, since a head has room for three numbers.
             count = float(_PACK * number_of(place) + 2 * len(weights) + stop)
-            self._totals = torch.tensor([*numbers, count, *more], dtype=torch.float64)
+            self._totals = torch.tensor([*numbers, count, rows, *more], dtype=torch.float64)
             self._weights = self._sum(self._totals, state, "weights")
             self._pending.append(self._weights)
             if self._num_ranks < state.world_size:
@@ -114,11 +118,12 @@ class GlobalMean:
             numbers = tuple(self._totals[:num].tolist())
             assert isinstance(self._weights, primitives.PendingTotal)
             every = self._weights.ranks
+            own = every[data_places(self._state)]
             if self._state.axes and not any(map(math.isnan, numbers)):
-                own = every[data_places(self._state)]
                 numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
             whole = numbers if self.layout.terms else numbers[0]
             self._total = checked_total(whole, self._failure)
+            self.samples = int(sum(each[num + 1] for each in own))
             ranks = [(any(each[:num]), int(each[num])) for each in every]
             check_same_place([count // _PACK for _, count in ranks])
             self.of_ranks = [(weighs, count % _PACK // 2) for weighs, count in ranks]
@@ -189,7 +194,7 @@ class GlobalMean:
     def _means(self, total: Weight) -> dict[str, Tensor]:
         several = self._state.world_size > 1
         sums = (
-            self.layout.unpacked(self._sums[self._num_terms + 1 :])
+            self.layout.unpacked(self._sums[self._num_terms + 2 :])
             if several
             else self._metrics.found or {}
         )

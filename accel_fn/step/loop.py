@@ -49,13 +49,13 @@ def begin(
         stop = any(map(call, plan.should_stop))
     except Exception as error:
         failed = error  # raised once the other ranks know, as what fails with the batch
-    parts, weights, failure = microbatches_or_failure(
+    parts, weights, rows, failure = microbatches_or_failure(
         plan, batch, strategy.parameters.check, retries=strategy.retries
     )
     if strategy.check_parts is not None and failure is None:
         failure = strategy.check_parts(parts)
     place = place_of(batch) if PLACES.data else None  # of few batches, so most steps call nothing
-    mean = strategy.global_mean(state, weights, failed or failure, stop, place)
+    mean = strategy.global_mean(state, weights, failed or failure, stop, place, rows)
     if strategy.check_parts is not None:
         mean.total()  # else a forward would run on the ranks without an error, and move statistics
     parts, weights = strategy.pad(state, mean, parts, weights)
@@ -118,8 +118,9 @@ def finish(
     strategy.average(state)
     loss, metrics, total = mean.close()
     grads = strategy.take(state, total)
-    extras = mean.extras(plan)
-    return grads, strategy.layout.report(loss, total, metrics=metrics, extras=extras)
+    extras, samples = mean.extras(plan), mean.samples
+    report = strategy.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
+    return grads, report
 
 
 def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grads:

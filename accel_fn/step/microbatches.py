@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_fn.base.batch import is_without_rows, tensors_of
+from accel_fn.base.batch import rows_of, tensors_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.weights import Weight, weigh
 from accel_fn.errors import BatchError, OutOfMemoryError, message
@@ -17,30 +17,41 @@ Parts = Sequence[Any]
 Weights = Sequence[Weight]
 
 
-def microbatches(plan: Plan, batch: Any, *, with_weightless: bool = False) -> tuple[Parts, Weights]:
-    """The micro-batches of positive weight, and their weights; if wanted, first others with samples."""
+def microbatches(
+    plan: Plan, batch: Any, *, with_weightless: bool = False
+) -> tuple[Parts, Weights, int]:
+    """The micro-batches of positive weight, their weights, and the number of rows of the batch.
+
+    If wanted, first others with samples.
+    """
     # Split and weighed before placement: weights are counted on the host, without waiting for
     # an accelerator, and only one micro-batch at a time is on the device.
-    split = cut(plan, batch)
+    split, rows = cut(plan, batch)
     weights = weigh(plan.weight_fn, split)
     if all(weights):
-        return split, weights
+        return split, weights, rows
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless:
         # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, 0) for part in weightless if _has_samples(part)), *counted]
-    return [part for part, _ in counted], [weight for _, weight in counted]
+    return [part for part, _ in counted], [weight for _, weight in counted], rows
 
 
-def cut(plan: Plan, batch: Any) -> Parts:
-    """The micro-batches of a batch; those without rows, of which nothing is left to weigh, are left out."""
+def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
+    """The micro-batches of a batch, and their number of rows.
+
+    Those without rows, of which nothing is left to weigh, are left out.
+    """
     if batch is None:
-        return ()
+        return (), 0
     split = plan.split[0](batch) if plan.split else (batch,)
     if not isinstance(split, list | tuple):
         _check_split(split)
-    return [part for part in split if not is_without_rows(part)]
+    counts = [*map(rows_of, split)]
+    if None in counts:
+        split = [part for part, rows in zip(split, counts, strict=True) if rows is not None]
+    return split, sum(filter(None, counts))
 
 
 def splits_of(plan: Plan) -> list[Any]:
@@ -66,7 +77,7 @@ def _check_split(split: object) -> None:
 
 def microbatches_or_failure(
     plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
-) -> tuple[Parts, Weights, Exception | None]:
+) -> tuple[Parts, Weights, int, Exception | None]:
     """`microbatches`, or nothing and the error: all ranks must learn of it before one raises.
 
     Those of a step, which `check`s its parameters, are with those of weight 0.
@@ -76,7 +87,7 @@ def microbatches_or_failure(
             check()
         return *microbatches(plan, batch, with_weightless=check is not None), None
     except Exception as error:
-        return (), (), _not_retried(error) if retries else error
+        return (), (), 0, _not_retried(error) if retries else error
 
 
 def _not_retried(failure: Exception) -> Exception:

@@ -18,6 +18,7 @@ class Report:
             float32, or float64 where a trained parameter is.
         weight: number of items of the global batch, over all ranks; where `weight_fn` is a mapping,
             that of each term, by name.
+        samples: number of rows of the global batch, as `state.samples` counts them.
         grad_norm: [], float32: the global norm when it was first read, of the
             averaged and unscaled gradients; None where nothing in the plan reads it.
         metrics: what `loss_fn` returns beside the loss, by name, over the global batch: each [], of
@@ -30,6 +31,7 @@ class Report:
 
     loss: Tensor
     weight: float | Mapping[str, float]
+    samples: int = 0
     grad_norm: Tensor | None = None
     applied: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)

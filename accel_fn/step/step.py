@@ -267,6 +267,26 @@ class Step(Generic[Batch]):
         if state.watchdog is not None:
             check_joined(state, "step")
 
+    def check_follows(self, state: DistState) -> None:
+        """Refuse a state that a step after this one cannot begin with."""
+        built, newest = self._built_with, self.checks.newest
+        if (
+            state.group is not built.group
+            or state.rank != built.rank
+            or state.world_size != built.world_size
+            or state.device != built.device
+        ):
+            raise StateError(
+                f"build: after must be a step of the world of the state, got {built} for {state}; "
+                'save, and load with match="names"'
+            )
+        lost = newest is not None and newest.scaler is not None and state.scaler is None
+        if newest is not None and (state is newest or state.step < newest.step or lost):
+            raise StateError(
+                "build: state must be the one that the last step returned, got an earlier one, of step "
+                f"{state.step}; write state, step = build(state, plan, after=step)"
+            )
+
     def _check_place(self, state: DistState, batch: Any) -> None:
         """Warn if `load` went on, and the loader begins with the first batch of all."""
         is_loaded = self.notes.pop("is_loaded")
@@ -294,7 +314,13 @@ class Step(Generic[Batch]):
 
 def _still(before: DistState, after: DistState) -> DistState:
     """The state after a step that stays at its batch."""
-    return replace(after, step=before.step, call=before.call + 1)
+    return replace(
+        after,
+        step=before.step,
+        call=before.call + 1,
+        samples=before.samples,
+        items=before.items,
+    )
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:

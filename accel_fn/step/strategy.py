@@ -137,7 +137,7 @@ class Strategy:
         return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
 
     def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
-        parts, weights, failure = microbatches_or_failure(plan, batch)
+        parts, weights, _, failure = microbatches_or_failure(plan, batch)
         mean = self.global_mean(state, weights, failure, is_forward=True)
         try:
             with torch.no_grad():
@@ -158,6 +158,7 @@ class Strategy:
         failure: Exception | None,
         stop: bool = False,
         place: Place | None = None,
+        rows: int = 0,
         *,
         is_forward: bool = False,
     ) -> GlobalMean:
@@ -169,6 +170,7 @@ class Strategy:
             failure,
             stop=stop,
             place=place,
+            rows=rows,
             layout=layout,
             is_forward=is_forward,
         )

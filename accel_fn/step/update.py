@@ -80,6 +80,7 @@ def apply(
     report = Report(
         loss=report.loss,
         weight=report.weight,
+        samples=report.samples,
         grad_norm=None if norm is None else norm.float(),
         applied=always if accepted is None else accepted,
         metrics=report.metrics,
@@ -90,7 +91,7 @@ def apply(
     scaler = state.scaler
     if scaler is not None and prepared.finite is not None:
         scaler = scaler.adjust(prepared.finite)
-    return state.advanced(scaler), report
+    return state.advanced(scaler, report.samples, report.weight), report
 
 
 def apply_update(

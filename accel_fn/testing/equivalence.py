@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState
+from accel_fn.checkpoint.build import build
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
 from accel_fn.observe.log_to import LogSlot
 from accel_fn.observe.profile import ProfileSlot
-from accel_fn.step.build import build
 from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report

@@ -27,6 +27,7 @@ from accel_fn.base.batch import num_samples
 from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState, LossScale
 from accel_fn.base.weights import num_labels, weigh
+from accel_fn.checkpoint.build import build
 from accel_fn.comm.backends import default_backend
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.dtensor import whole
@@ -35,7 +36,6 @@ from accel_fn.comm.primitives import exchange
 from accel_fn.comm.reduce import reduce_mean, reduce_sum
 from accel_fn.comm.world import init
 from accel_fn.data.shard_loader import shard_loader
-from accel_fn.step.build import build
 from accel_fn.step.plan import Plan
 from accel_fn.step.transform import Transform, compose
 from accel_fn.testing.outcomes import NOT_RUN, Outcome, RankReport

@@ -233,6 +233,10 @@ class Average:
         """Refuse to save means in place of the parameters."""
         self._check_own("save")
 
+    def check_followed(self) -> None:
+        """Refuse a step after this one that would begin with means in place of the parameters."""
+        self._check_own("build")
+
     def check_loaded(self) -> None:
         """Refuse to load parameters that the end of the context would overwrite."""
         self._check_own("load")
@@ -249,7 +253,10 @@ class Average:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        _copy({name: saved[f"mean/{name}"] for name in self._means}, self._means)
+        means = {
+            name: f"mean/{name}" for name in self._means
+        }  # of another program, some may be new
+        _copy({name: saved[key] for name, key in means.items() if key in saved}, self._means)
         self._updates.restore(saved["num_updates"])
 
 

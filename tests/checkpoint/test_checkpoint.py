@@ -727,7 +727,8 @@ MISTAKES = {
     ),
     "groups": (
         {"optimizer": in_two_groups},
-        f"optimizer groups: [{ALL}] saved, [['0.weight'], ['0.bias', '2.weight', '2.bias']] here",
+        f"optimizer groups: [{ALL}] saved, [['0.weight'], ['0.bias', '2.weight', '2.bias']] here"
+        '; give match="names" to load into other groups of parameters',
     ),
     "shape": (
         {"model": another_model()},

@@ -77,7 +77,7 @@ def test_a_run_of_several_optimizers_resumes_to_the_bit(tmp_path, split, strict,
 def refusal(saved, here):
     return (
         f"optimizers: {saved} saved, {here} here; give Plan those that were saved, or load with "
-        "strict=False, which starts them fresh"
+        'match="names", by which moments go on, or strict=False, which starts them fresh'
     )
 
 
@@ -92,7 +92,8 @@ REFUSED = {
         "one",
         "one, two groups",
         "optimizer groups: [['0.weight', '0.bias', '2.weight', '2.bias']] saved, "
-        "[['0.weight', '2.weight'], ['0.bias', '2.bias']] here",
+        "[['0.weight', '2.weight'], ['0.bias', '2.bias']] here; "
+        'give match="names" to load into other groups of parameters',
     ),
 }
 

@@ -109,7 +109,7 @@ def test_without_a_mesh_the_data_axis_is_all_ranks():
 def test_a_state_prints_its_mesh_and_its_axis():
     axes = (Axis("dp", 1, 2, None), Axis("tp", 0, 2, None))
     state = af.DistState(rank=2, world_size=4, axes=axes)
-    assert repr(state).endswith("call=0, seed=0, mesh=dp 2 x tp 2)")
+    assert repr(state).endswith("call=0, seed=0, samples=0, items=0, mesh=dp 2 x tp 2)")
     assert "axis='dp'" in repr(state.along("dp"))
     assert "mesh" not in repr(af.DistState())
     assert "axis" not in repr(af.DistState())

@@ -422,7 +422,7 @@ def test_the_watchdog_is_neither_shown_nor_pickled_nor_compared():
     assert state == af.DistState(world_size=2)
     assert copy.deepcopy(state).watchdog is watchdog
     assert pickle.loads(pickle.dumps(state)).watchdog is None
-    assert state.advanced(None).watchdog is watchdog
+    assert state.advanced(None, 0, 0).watchdog is watchdog
 
 
 def test_simulated_ranks_have_no_watchdog():

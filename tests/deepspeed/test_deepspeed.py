@@ -208,8 +208,8 @@ def test_an_update_that_the_engine_skips_is_reported(found, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_layer_that_is_frozen_after_build_is_refused(found, stage):
     assert found[f"freezes {stage}"] == (
-        "step: parameters that required a gradient in build must still do so, got 0.weight; build again, or "
-        "freeze those"
+        "step: parameters that required a gradient in build must still do so, got 0.weight; build again with "
+        "after=step, or freeze those"
     )
 
 

@@ -14,6 +14,7 @@ from tests.field import (  # noqa: F401
     loops,
     losses,
     models,
+    phases,
     ports,
     schedules,
     shards,

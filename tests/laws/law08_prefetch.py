@@ -33,7 +33,7 @@ def test_a_run_that_stops_and_continues_loses_and_repeats_nothing(
             ahead = af.prefetch(loader(), state, depth)
             for epoch, batch in batches(ahead.epochs(NUM_EPOCHS, since=state), num_batches):
                 found.append((epoch, batch.tolist()))
-                state = state.advanced(None)
+                state = state.advanced(None, 0, 0)
         whole = [(each.index, b.tolist()) for each in loader().epochs(NUM_EPOCHS) for b in each]
         return found, whole
 

@@ -242,8 +242,8 @@ def unfreeze(plan):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (grow, "hold the 2 parameters that build found in it, got 4; build again"),
-        (unfreeze, r"must not require one, got 0\.bias; build again"),
+        (grow, "hold the 2 parameters that build found in it, got 4; build again with after=step"),
+        (unfreeze, r"must not require one, got 0\.bias; build again with after=step"),
     ],
 )
 @pytest.mark.parametrize(
@@ -281,7 +281,9 @@ def test_as_many_other_parameters_are_not_those_that_build_found():
     state, step = af.build(af.DistState(), plan)
     plan.model[0] = nn.Linear(3, 8).double()
     plan.optimizer.param_groups[0]["params"] = [*plan.model.parameters()]
-    with pytest.raises(ValueError, match="that build found in it, got others; build again"):
+    with pytest.raises(
+        ValueError, match="that build found in it, got others; build again with after=step"
+    ):
         step(state, BATCH)
 
 
@@ -640,7 +642,9 @@ def test_parameters_that_are_frozen_after_build_are_named(recipe, world_size):
         plan = recipe(make_plan())
         state, step = af.build(state, plan)
         plan.model[2].bias.requires_grad_(False)
-        with pytest.raises(ValueError, match=r"must still do so, got 2\.bias; build again"):
+        with pytest.raises(
+            ValueError, match=r"must still do so, got 2\.bias; build again with after=step"
+        ):
             step(state, BATCH)
 
     simulate(run, world_size=world_size)

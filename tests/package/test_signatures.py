@@ -14,14 +14,14 @@ _PLACE = "rank=0, world_size=1, local_rank=0, local_world_size=1, device=device(
 SIGNATURES = {
     af.init: f"*, device=None, backend=None, {_TIMEOUT}, seed=0, mesh=None",
     af.distributed: f"*, device=None, backend=None, {_TIMEOUT}, seed=0, mesh=None",
-    af.DistState: f"*, {_PLACE}, scaler=None, step=0, call=0, seed=0, axis='', axes=(), "
+    af.DistState: f"*, {_PLACE}, scaler=None, step=0, call=0, seed=0, samples=0, items=0, axis='', axes=(), "
     "group=None, watchdog=None",
     af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
     af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
-    af.Report: "*, loss, weight, grad_norm=None, applied=None, metrics=<factory>, terms=<factory>, "
-    "extras=<factory>",
+    af.Report: "*, loss, weight, samples=0, grad_norm=None, applied=None, metrics=<factory>, "
+    "terms=<factory>, extras=<factory>",
     af.compose: "*transforms",
-    af.build: "state, plan, *, check_loss=True",
+    af.build: "state, plan, *, check_loss=True, after=None",
     af.Step.__call__: "self, state, batch, *, advance=True",
     af.Step.forward: "self, state, batch",
     af.Step.grads: "self, state, batch",

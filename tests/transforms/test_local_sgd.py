@@ -63,7 +63,7 @@ def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
         floats = [(torch.float32, 4), (torch.float64, 3 * numel)]
     for apart, again, averaged in simulate(run, world_size=2):
         # a number or two, with the name of the collective, twice
-        small = [("alltoall_base", 80, torch.uint8)] * 2
+        small = [("alltoall_base", 96, torch.uint8)] * 2
         assert averaged[:2] == small
         # batch 2, as batch 1, begins with a look at the hooks of all ranks, and at the rows of a batch
         looks = [("allgather", 16, torch.uint8), ("allgather", 4, torch.uint8)]

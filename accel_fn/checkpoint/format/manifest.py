@@ -63,6 +63,8 @@ class Manifest:
     step: int
     call: int
     seed: int
+    samples: int
+    items: int | float
     world_size: int
     mesh: Mapping[str, int]
     """The number of ranks along each axis, outermost first."""
@@ -120,6 +122,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
             added = {
                 "score": None,
                 "call": 0,
+                "samples": 0,
+                "items": 0,
                 "frozen": {},
                 "mesh": {"dp": found.get("world_size")},
             }

@@ -14,7 +14,9 @@ from accel_fn.comm.dtensor import is_sharded
 from accel_fn.errors import AccelError, LossError, PlanError
 from accel_fn.step.plan import Plan
 
-_REPAIR = "build again, or train all from the start and freeze(names, until=...) those"
+_REPAIR = (
+    "build again with after=step, or train all from the start and freeze(names, until=...) those"
+)
 _OF_PARTS = (
     "wrap_tp: a colwise layer returns a part of its features on each rank, and a rowwise one takes a part; "
     "take sizes from the tensors, as in q.view(b, t, -1, head_dim), or leave out styles"
@@ -75,7 +77,7 @@ class TrainedParameters:
             if parameter.requires_grad and id(parameter) not in known:
                 raise PlanError(
                     f"step: model must hold the parameters that build sharded, got another {name}; "
-                    "write to the old one, or build again"
+                    "write to the old one, or build again with after=step"
                 )
 
     def explain(self, error: BaseException) -> None:
@@ -113,7 +115,7 @@ class TrainedParameters:
 def _frozen(name: str) -> PlanError:
     return PlanError(
         "step: parameters that required a gradient in build must still do so, got "
-        f"{name}; build again, or freeze those"
+        f"{name}; build again with after=step, or freeze those"
     )
 
 
@@ -137,7 +139,7 @@ def replaced(name: str) -> PlanError:
     """The error for a parameter of the model that another one has replaced since `build`."""
     return PlanError(
         f"step: model must hold the parameters that build found, got another {name}; write to the "
-        "old one, or build again"
+        "old one, or build again with after=step"
     )
 
 

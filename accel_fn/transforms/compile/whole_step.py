@@ -73,7 +73,7 @@ class CompiledStep:
             return self._stages(state, batch)
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
-        parts, weights = microbatches(plan, batch, with_weightless=True)
+        parts, weights, rows = microbatches(plan, batch, with_weightless=True)
         if 0 in weights:  # its gradients are zeros, whatever they are
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
@@ -87,6 +87,7 @@ class CompiledStep:
         report = self._layout.report(
             loss,
             weight,
+            samples=rows,
             metrics=metrics,
             grad_norm=norm,
             applied=self._always if accepted is None else accepted,
@@ -95,7 +96,7 @@ class CompiledStep:
         scaler = state.scaler
         if scaler is not None and scale is not None:
             scaler = replace(scaler, **dict(zip(_SCALE_FIELDS, scale, strict=True)))
-        return state.advanced(scaler), report
+        return state.advanced(scaler, rows, report.weight), report
 
     def _shares(self, state: DistState, weights: Weights) -> Tensor:
         """Return the share of each micro-batch in the global mean; zero without one."""

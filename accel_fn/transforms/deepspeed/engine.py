@@ -293,7 +293,7 @@ class ZeRO(Strategy):
         # From stage 1 on the engine makes no update by gradients that are not finite.
         applied = self._always if self._engine.was_step_applied() else ~self._always
         report = replace(prepared.report, grad_norm=norm, applied=applied)
-        return state.advanced(None), report
+        return state.advanced(None, report.samples, report.weight), report
 
     def _norm_at_stage_0(self) -> Tensor | None:
         """Return the norm that the engine clips by and does not report; None if it does not clip."""

@@ -12,6 +12,10 @@ from accel_fn.errors import PlanError, message
 
 WHOLE_MODEL = ""
 """In place of blocks: the name of the model in its `named_modules`."""
+_AGAIN = (
+    "build once, with one loss_fn that chooses by the batch, or make the model again and build it with "
+    "after=step, which matches parameters by name"
+)
 
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
@@ -81,7 +85,7 @@ def check_shardable(
         )
         whole = is_split or not is_sharded(parameter)
         rules = {
-            "hold parameters whole; build once, with one loss_fn that chooses by the batch": whole,
+            f"hold parameters whole; {_AGAIN}": whole,
             "tie parameters within a block, or outside of all; name other blocks": elsewhere
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,

@@ -263,6 +263,10 @@ class RankAverage:
         # parameters would tie the run to this number of ranks.
         self.check_averaged("save")
 
+    def check_followed(self) -> None:
+        """Refuse, on every rank, a step after this one that would take the ranks for one model."""
+        self.check_averaged("build")
+
     def check_averaged(self, function: str) -> None:
         """Refuse, on every rank, a function that takes the ranks for one model."""
         if self._has_diverged:

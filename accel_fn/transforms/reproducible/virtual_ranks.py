@@ -81,7 +81,7 @@ class VirtualRanks(Strategy):
         for parameter in self.reachable:
             parameter.grad = None
         try:
-            slices, total, stop = self._exchange_slices(plan, state, batch)
+            slices, total, samples, stop = self._exchange_slices(plan, state, batch)
             loss, metrics, tensors = self._sum(plan, state, slices, total)
         except BaseException as error:
             self.parameters.explain(error)
@@ -89,7 +89,7 @@ class VirtualRanks(Strategy):
         for parameter, tensor in zip(self.trained, tensors, strict=True):
             parameter.grad = tensor
         extras = {"stop": stop} if plan.should_stop else {}
-        report = self.layout.report(loss, total, metrics=metrics, extras=extras)
+        report = self.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
         return state, take_gradients(self, state, total), report
 
     def evaluating(
@@ -192,8 +192,8 @@ class VirtualRanks(Strategy):
 
     def _exchange_slices(
         self, plan: Plan, state: DistState, batch: Any
-    ) -> tuple[Sequence[Slice], Weight, bool]:
-        """Return this rank's slices, the weight of all slices, and whether any rank requests a stop."""
+    ) -> tuple[Sequence[Slice], Weight, int, bool]:
+        """Return this rank's slices, weight and rows of all slices, and whether any rank requests a stop."""
         failure: Exception | None = self.layout.pending_error
         rows, slices, stop = -1, list[Slice](), False
         try:
@@ -210,7 +210,8 @@ class VirtualRanks(Strategy):
         whole = total_weight([each for _, of_slices, *_ in ranks for each in of_slices])
         total = checked_total(whole, failure)
         self._check_rows([each for each, *_ in ranks])
-        return slices, total, any(each for _, _, each, *_ in ranks)
+        samples = sum(each for each, *_ in ranks)
+        return slices, total, samples, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
         """Return the number of samples of this rank, and its slices: none if the number does not divide."""
@@ -220,7 +221,7 @@ class VirtualRanks(Strategy):
         if rows % num_own:
             return rows, []
         return rows, [
-            microbatches(plan, each, with_weightless=True)
+            microbatches(plan, each, with_weightless=True)[:2]
             for each in split_rows(batch, part_sizes(rows, num_own))
         ]
 

@@ -183,6 +183,33 @@ class BatchSchedule(Schedule):
         return f"schedule({type(self.scheduler).__name__}, every={self._every})"
 
 
+class StateSchedule(Schedule):
+    """Sets the rates that a function of the state gives for the next update."""
+
+    def __init__(self, advance: Advance, seen: list[DistState]) -> None:
+        super().__init__(advance, always=True)
+        self._seen = seen
+        """The state that the function is given, alone in a list."""
+
+    def __call__(self, state: DistState, report: Report) -> DistState:
+        self.before_step(state)
+        return state
+
+    def before_step(self, state: DistState, batch: Any = None) -> None:
+        """Set the rates for a step from this state, which steps of other plans may have moved."""
+        if state is not self._seen[0]:
+            self._seen[0] = state
+            self._advance()
+
+    def see(self, state: DistState) -> None:
+        """Take this state for the newest one, without an advance."""
+        self._seen[0] = state
+
+    def signature(self) -> str:
+        """Return what a checkpoint compares: the class of the scheduler, and what it follows."""
+        return f"schedule({type(self.scheduler).__name__} of the state)"
+
+
 class Schedules:
     """Schedules of several optimizers, one each."""
 
@@ -218,6 +245,17 @@ class BatchSchedules(Schedules):
 
     def before_step(self, state: DistState, batch: Any = None) -> None:
         """Advance by the batches consumed since the last call."""
+        for each in self.schedules.values():
+            each.before_step(state)
+
+
+class StateSchedules(Schedules):
+    """Schedules of several optimizers that follow the state."""
+
+    schedules: Mapping[str, StateSchedule]
+
+    def before_step(self, state: DistState, batch: Any = None) -> None:
+        """Set the rates for a step from this state."""
         for each in self.schedules.values():
             each.before_step(state)
 
@@ -259,8 +297,8 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set the saved rates, or those that the optimizer has if none were saved."""
-        if saved is None:
+        """Set the saved rates, or those that the optimizer has if none were saved, or of other groups."""
+        if saved is None or len(saved) != len(self._held):
             self.begin()
         else:
             self.advanced = list(saved)

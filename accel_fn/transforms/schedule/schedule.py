@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -27,10 +27,12 @@ from accel_fn.transforms.schedule.advance import (
     MetricFn,
     Schedule,
     Schedules,
+    StateSchedule,
+    StateSchedules,
     schedules_made,
 )
 
-MultiplierFn = Callable[[int], float]
+MultiplierFn = Callable[[int], float] | Callable[[DistState], float]
 
 
 @transform
@@ -48,13 +50,17 @@ def schedule(
     epochs, or in so many batches.
 
     Law: the learning rate of an update is a function of the number of updates made before it; with
-    `every`, of the number of batches consumed before it.
+    `every`, of the number of batches consumed before it; of a function of the state, of the state that
+    the step is called with.
 
     Args:
         scheduler_or_fn: any of `torch.optim.lr_scheduler`'s, or another library's, over the
             plan's optimizer: it advances in place, as the optimizer does. Or a function from
             the number of updates made so far to a finite number, which is what the learning
-            rate that each group had is multiplied by.
+            rate that each group had is multiplied by. A function whose parameter is named `state` is given
+            the state of the run in place of that number, before each step: `state.items` is the number of
+            tokens (or of what else `weight_fn` counts), `state.samples` that of rows, and `state.step` that
+            of batches, over all ranks, in the batches before this one, skipped ones among them.
         every: a loader that `shard_loader` returned, or `window` made of one: advance in the step of the
             last batch of each epoch. Or a number of batches. Batches count by `state.step`, also those
             whose update is skipped. Default: every update that is made.
@@ -68,12 +74,12 @@ def schedule(
         A transform.
 
     Raises:
-        TypeError: it is neither a scheduler nor a function; `every` is neither a loader whose epochs have
-            one known length nor a number.
+        TypeError: it is neither a scheduler nor a function, or a function of `state` and more; `every` is
+            neither a loader whose epochs have one known length nor a number.
         ValueError: a scheduler over another optimizer than the plan's, or than the one named; a name
             that no optimizer of the plan has; a function that gives no finite number; a `metric` for a
-            scheduler that takes none; `every` is < 1. In `build`: a function beside another schedule of its
-            optimizer.
+            scheduler that takes none; `every` is < 1, or beside a function of the state. In `build`: a
+            function beside another schedule of its optimizer.
 
     Warns:
         UserWarning: once, on the main rank: the loop steps a scheduler of the same optimizer itself.
@@ -81,13 +87,15 @@ def schedule(
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there
     between that of an update made and that of one skipped. (Other values that a scheduler
-    changes, such as OneCycleLR's momentum, then follow a skip one update late.) With parameters on
+    changes, such as OneCycleLR's momentum, then follow a skip one update late.) What the state counts is on
+    the host, so a function of it never waits. With parameters on
     the host (`wrap_fsdp(offload=True)`) the host waits, as for the update itself; so it does where a
     schedule with `every` stands beside one of the updates of its optimizer.
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[schedule(<lambda>)])
+    >>> by_tokens = af.schedule(lambda state: 1 / (1 + state.items / 1e9))
     """
     given, batches = scheduler_or_fn, _batches_of(every)
     is_scheduler = isinstance(given, LRScheduler) or takes_metric(given)
@@ -97,6 +105,9 @@ def schedule(
     if metric is not None and not takes_metric(given):
         rule = "be given for a scheduler that takes one, as ReduceLROnPlateau does"
         raise ArgumentError(message("schedule", "metric", rule, type(given).__name__))
+    if not is_scheduler and takes_state(given) and batches is not None:
+        rule, repair = "be left out beside a function of the state", "state.step counts batches"
+        raise ArgumentError(message("schedule", "every", rule, batches, repair))
 
     def check(plan: Plan) -> None:
         if optimizer is not None and optimizer not in plan.optimizers:
@@ -165,8 +176,12 @@ def scheduled(
             metric_fn = metric or (lambda report: report.loss)
             advance = AdvanceByMetric(by, metric_fn, is_main=state.is_main)
         else:
-            scheduler = by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by))
+            seen = [state]
+            scheduler = by if isinstance(by, LRScheduler) else LambdaLR(each, _checked(by, seen))
             advance = Advance(scheduler, is_main=state.is_main)
+            if not isinstance(by, LRScheduler) and takes_state(by):
+                made[name] = StateSchedule(advance, seen)
+                continue
         always = plan.always_applies(state)
         # A kernel on the host, of offloaded parameters, would read a rate of the device too early.
         on_host = any(parameter.is_cpu for parameter in trained_by(each))
@@ -179,7 +194,10 @@ def scheduled(
             made[name] = Schedule(advance, always=always)
     if len(plan.optimizers) == 1:
         return next(iter(made.values()))
-    return Schedules(made, optimizer) if every is None else BatchSchedules(made, optimizer)
+    kind = Schedules if every is None else BatchSchedules
+    if all(isinstance(each, StateSchedule) for each in made.values()):
+        kind = StateSchedules
+    return kind(made, optimizer)
 
 
 def _counts_batches(plan: Plan, name: str) -> bool:
@@ -217,11 +235,35 @@ def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
     return [n for n, each in parameters.items() if each.default is each.empty] == ["metrics"]
 
 
-def _checked(multiplier_fn: MultiplierFn) -> MultiplierFn:
+def takes_state(function: object) -> bool:
+    """Is it a function of a state: does it have a parameter of that name?"""
+    try:
+        parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # of a class in C
+        return False
+    if "state" not in parameters:
+        return False
+    others = [
+        name
+        for name, each in parameters.items()
+        if name != "state" and each.default is each.empty and each.kind < each.VAR_POSITIONAL
+    ]
+    if others:
+        rule = "be a function of state alone where it has a parameter of that name"
+        raise ArgumentTypeError(message("schedule", "scheduler_or_fn", rule, [*parameters]))
+    return True
+
+
+def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
+    """A function of the number of updates, with a check of its value; of the state, it reads `seen`."""
+    # A closure, since a checkpoint would hold the attributes of an object.
+    of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
+
     def multiplier(num_updates: int) -> float:
-        value = multiplier_fn(num_updates)
+        value = multiplier_fn(state=seen[0]) if of_state else multiplier_fn(num_updates)
         if not math.isfinite(value):
-            rule = f"give a finite number, after {num_updates} updates"
+            after = f"{seen[0].step} batches" if of_state else f"{num_updates} updates"
+            rule = f"give a finite number, after {after}"
             raise ArgumentError(message("schedule", "scheduler_or_fn", rule, value))
         return value
 

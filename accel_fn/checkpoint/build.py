@@ -1,0 +1,227 @@
+"""build: a step of a plan, of a new run or of one that goes on after an earlier step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn.base.state import DistState, check_state, check_world
+from accel_fn.base.unwrap import unwrapped
+from accel_fn.checkpoint.argument_checks import check_plan
+from accel_fn.checkpoint.by_names import OfRun, by_names
+from accel_fn.checkpoint.compare import is_model, listed
+from accel_fn.checkpoint.run_state import RunState, put_back, run_state_of, with_prefix
+from accel_fn.checkpoint.schedules import ResumedSchedules, can_restart, restart
+from accel_fn.comm.collectives import all_or_none
+from accel_fn.comm.dtensor import is_sharded, local
+from accel_fn.errors import ArgumentTypeError, PlanError, message
+from accel_fn.step import build as step_build
+from accel_fn.step.plan import Batch, Plan
+from accel_fn.step.step import Step
+from accel_fn.step.strategy import Strategy
+from accel_fn.transforms.schedule.advance import schedules_made
+from accel_fn.transforms.schedule.schedule import takes_metric
+
+_LOG = logging.getLogger(__name__)
+
+
+def build(
+    state: DistState,
+    plan: Plan[Batch],
+    *,
+    check_loss: bool = True,
+    after: Step[Any] | None = None,
+) -> tuple[DistState, Step[Batch]]:
+    """Make a step of a plan: the one place that moves, wraps and compiles.
+
+    The model keeps its type, its forward, its hooks and its `state_dict` keys;
+    its parameters may move to the device, and take rank 0's values. Building
+    twice, also from one plan, gives two steps that work independently. `build` fixes which
+    parameters are trained: a step refuses those that are added later, to the optimizer
+    or by `requires_grad`; build again with `after=step`, and the run goes on. Frozen models are placed, put
+    into evaluation mode and kept from requiring a gradient; they take rank 0's values, too.
+
+    On a mesh, ranks that differ in other axes than `dp` hold the same rows, so they must draw the same random
+    numbers: each gets the states of Python's, NumPy's and torch's generators of the first of them.
+
+    Args:
+        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
+        plan: what the step is made of; not changed.
+        check_loss: where batches are cut over ranks or micro-batches, compare a few rows of batches
+            1, 2, 10 and 100 with their parts: losses, gradients, metrics, and what the forward writes.
+            The step raises if the plan's `reduction`, or the `shift` of `num_labels`, does not fit and
+            another one does, if the forward writes trained parameters, or if a loss that calls
+            collectives depends on how rows are dealt to ranks; it warns once of what else depends on the
+            cut. `explain(step, state)` shows the result.
+        after: the step that this one follows in the same run, as after unfreezing. It takes over the counts
+            of transforms, averages, the moments of the optimizers and the position of schedules, and the
+            folders of checkpoints; the loss scale and the position of the run are in `state`, the newest one.
+            Parameters are matched by the object, by name where objects differ; optimizers by their class;
+            transforms by slot and name. Settings of groups, such as rates and weight decay, are the
+            plan's: schedules are stepped from these to the update that the run has come to. The main
+            rank logs, as a warning, what begins anew. The earlier step is used no more.
+
+    Returns:
+        The state with what transforms add to it (a loss scale), and the step.
+
+    Raises:
+        ValueError: on every rank, transforms that cannot be combined, an optimizer
+            over other parameters than the model's, a frozen model without values or with a parameter of
+            the model, nothing to train, a model on the CPU where the
+            state has an accelerator and nothing places it there, or several ranks and no strategy
+            that shares the step among them. With `after`: a step of another world or strategy, or
+            between two averages of `local_sgd`; no parameter of the model has an object or a name of that
+            step's, or one of its name has another shape; a `state` that is older than that of the step.
+        RuntimeError: ranks build different plans.
+
+    Cost: in a world of several, four small collectives, on a mesh two more for each other axis than `dp`, and
+    what transforms do: those that train on several ranks broadcast the parameters; frozen models are
+    broadcast. `check_loss` costs six
+    or seven forwards and backwards of 8 to 15 samples, not compiled, in each of those four steps, up to twice
+    as many where the program draws or writes, and three small collectives in a world of several; everything
+    is put back. It takes no more memory than a step. `after` steps schedules on the host and copies averages;
+    it copies moments if parameters are other objects.
+
+    >>> import accel_fn as af
+    >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.DistState(), plan)
+    """
+    if after is None:
+        return step_build.build(state, plan, check_loss=check_loss)
+    check_state("build", state)
+    check_world("build", state)
+    names = all_or_none(partial(_names, state, plan, after), state, "build")
+    built, step = step_build.build(state, plan, check_loss=check_loss)
+    new = all_or_none(lambda: _take_over(built, step, after, names), state, "build")
+    step.notes.update({**after.notes, "attributes": step.notes["attributes"]})
+    if new and state.is_main:
+        _LOG.warning("build: the run goes on after the step; new are:\n%s", listed(new))
+    return built, step
+
+
+def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
+    """The names of parameters here -> those in the earlier step; refuses one of another run."""
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))
+    if not isinstance(after, Step):
+        rule = "be the step that build gave before"
+        raise ArgumentTypeError(message("build", "after", rule, type(after).__name__))
+    after.check_follows(state)
+    check_plan(after.plan, "check_followed")
+    if type(after.strategy).whole is not Strategy.whole:
+        raise PlanError(
+            f"build: after must be a step whose model can be built again, got {type(after.strategy).__name__}"
+            '; save, make the model again, and load with match="names"'
+        )
+    before = dict(unwrapped(after.plan.model).named_parameters())
+    name_of = {id(each): name for name, each in before.items()}
+    here = dict(unwrapped(plan.model).named_parameters())
+    by_object = {name: name_of[id(each)] for name, each in here.items() if id(each) in name_of}
+    taken = {*by_object.values()}
+    by_name = sorted(here.keys() & before.keys() - by_object.keys() - taken)
+    names = {**by_object, **{name: name for name in by_name}}
+    if not names:
+        raise PlanError(
+            "build: after must be a step of this run, got one whose model has no parameter of this one, "
+            "neither the object nor its name; leave after out, or keep the names"
+        )
+    for name in by_name:
+        shape, own = (list(each.shape) for each in (before[name], here[name]))
+        if shape != own:
+            raise PlanError(
+                f"build: after must have parameters of the same shapes, got {shape} for {name}, {own} here; "
+                "give the new one another name"
+            )
+    return {name: names[name] for name in here if name in names}
+
+
+def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, str]) -> list[str]:
+    """Give the step what belongs to the run; return what is new."""
+    if type(step.strategy) is not type(after.strategy):
+        kinds = [type(each.strategy).__name__ for each in (after, step)]
+        raise PlanError(
+            f"build: after must be a step of the same strategy, got {kinds[0]}, here {kinds[1]}; save, and "
+            'load with match="names"'
+        )
+    earlier, here = run_state_of({"": after}), run_state_of({"": step})
+    run = OfRun({**earlier.tensors}, dict(earlier.rest), dict(earlier.plans))
+    found = by_names(run, here, {"": step}, {"": names})
+    tensors = {n: each for n, each in found.entries.items() if not is_model(n)}
+    _check_shapes(tensors, here)
+    kept = {*map(id, after.plan.optimizers.values())}
+    moved = [name for name, each in step.plan.optimizers.items() if id(each) not in kept]
+    _restart_schedules(step, after)
+    found.rests[""]["model"] = {}
+    resumed = ResumedSchedules({"": step}, found.rests, {}, {}, None, by_names=True)
+    obstacles = [*resumed.obstacles()]
+    if obstacles:
+        raise PlanError(f"build: schedules must reach the update of the run\n{listed(obstacles)}")
+    placed = _placed(tensors, step, after, moved, names)
+    put_back(step.plan, "", placed, found.rests[""], optimizers=moved, fresh=())
+    resumed.follow(state)
+    return found.new
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], here: RunState) -> None:
+    """Refuse state of transforms that has other shapes than this program's."""
+    for name, tensor in tensors.items():
+        own = here.tensors.get(name)
+        if own is not None and name.startswith("transforms/") and own.shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} in the step, {list(own.shape)} here"
+            raise PlanError(
+                "build: after must be a step whose transforms have state of the same shapes, got "
+                f"{name.removeprefix('transforms/')} of {shapes}; give the transform the same settings"
+            )
+
+
+def _restart_schedules(step: Step, after: Step) -> None:
+    """Let schedulers that are new begin from the rates that the run began with, as those of a new run do."""
+    same = {id(each.scheduler) for each in schedules_made(after.plan)}
+    new = [each for each in schedules_made(step.plan) if id(each.scheduler) not in same]
+    new = [each for each in new if not takes_metric(each.scheduler)]
+    with ExitStack() as stack:
+        for each in new:
+            stack.enter_context(each.rates_as_numbers())
+        by_itself = [each.scheduler.optimizer for each in new if not can_restart(each.scheduler)]
+        for optimizer in dict.fromkeys(each.scheduler.optimizer for each in new):
+            for group in optimizer.param_groups if optimizer not in by_itself else ():
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(group["initial_lr"])
+                else:
+                    group["lr"] = group["initial_lr"]
+        for each in new:
+            restart(each.scheduler)
+
+
+def _placed(
+    tensors: Mapping[str, Tensor],
+    step: Step,
+    after: Step,
+    optimizers: Collection[str],
+    names: Mapping[str, str],
+) -> dict[str, Tensor]:
+    """The tensors that the step takes: those of other parameter objects are copied to where these are."""
+    here = dict(unwrapped(step.plan.model).named_parameters())
+    before = dict(unwrapped(after.plan.model).named_parameters())
+    found = {name: each for name, each in tensors.items() if name.startswith("transforms/")}
+    for optimizer in optimizers:
+        for place, value in with_prefix(f"{optimizer}/", tensors).items():
+            name = place.rpartition("/")[0]
+            is_same = here[name] is before[names[name]]
+            found[f"{optimizer}/{place}"] = value if is_same else _copied(value, here[name])
+    return found
+
+
+def _copied(value: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a value that belongs to a parameter to where another one is, in the same shards."""
+    if not is_sharded(parameter) or value.shape != parameter.shape:
+        return value.clone()  # loading moves it, unless it is a count
+    copy = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+    local(copy).copy_(local(value))
+    return copy
