@@ -256,7 +256,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plant known bugs one by one and write what notices each to docs: `-- --minutes 30 --only NAME`."""
+    """Plant known bugs and write what notices each to docs; `-- --seed N --number 300`: drawn ones."""
     install(session, *EVERYTHING, groups=("tests",))
     session.run("python", "-m", "tests.tools.mutants", *session.posargs, env=ONE_THREAD)
 

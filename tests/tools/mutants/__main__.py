@@ -19,12 +19,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.mutants.covering import Covering, record
 from tests.tools.mutants.plans import PLANS, noticed_by
+from tests.tools.mutants.score import Results, copy_to, judge_all, report
 from tests.tools.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "mutants.md"
 FENCES = ("<!-- table: python -m tests.tools.mutants -->\n", "<!-- end of table -->\n")
+DRAWN = Path(__file__).with_name("drawn.jsonl")
+COVERING = ROOT / "runs" / "mutants"
+APART = ("--ignore=tests/examples", "--ignore=tests/integrations")
 DETECTORS = ("build", "assert_equivalent", "accel-fn test", "tests", "fuzz")
 TIMEOUT_S = 600
 HEAVY = (
@@ -42,7 +47,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no bug after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="bugs whose name contains this; writes no page")
-    given = parser.parse_args()
+    parser.add_argument("--seed", type=int, help="draw bugs over all files by this seed instead")
+    parser.add_argument("--number", type=int, default=300, help="how many are drawn")
+    parser.add_argument("--record", action="store_true", help="record anew which tests run a line")
+    parser.add_argument("--report", action="store_true", help="print the results so far, no more")
+    given, tests = parser.parse_known_args()
+    if given.seed is not None or given.report:
+        return drawn(given, tests)
+    if tests:
+        parser.error(f"unrecognized arguments: {' '.join(tests)}")
     chosen = [each for each in MUTANTS if given.only in each.name]
     results = plant_all(chosen, given.jobs, time.monotonic() + given.minutes * 60)
     users = {name: noticed_by(name) for name in PLANS if given.only in name}
@@ -56,6 +69,18 @@ def main() -> int:
     return int(bool(missed))
 
 
+def drawn(given: argparse.Namespace, tests: list[str]) -> int:
+    """Judge bugs that are drawn by a seed, and print the score by package and what survived."""
+    results = Results(DRAWN)
+    if not given.report:
+        if given.record or not (COVERING / "covering.json").exists():
+            print("recording which tests run which lines; this takes as long as the tests, twice")
+            record(ROOT, COVERING, tests or ["--numprocesses=4", "--dist=loadfile", *APART])
+        judge_all(ROOT, results, Covering(COVERING), given.seed, given.number)
+    print(report(results))
+    return 0
+
+
 def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dict[str, bool]]:
     """Plant all bugs, some at a time, each in its own copy; leave out those for which there is no
     time."""
@@ -65,7 +90,7 @@ def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dic
     results: dict[str, dict[str, bool]] = {}
     waiting, running = chosen[::-1], dict[Path, tuple[Mutant, float, BaseProcess, Connection]]()
     with tempfile.TemporaryDirectory() as folder:
-        copies = [copy_to(Path(folder) / str(job)) for job in range(jobs)]
+        copies = [copy_to(ROOT, Path(folder) / str(job)) for job in range(jobs)]
         while running or (waiting and time.monotonic() < deadline):
             while copies and waiting and time.monotonic() < deadline:
                 copy, mutant = copies.pop(), waiting.pop()
@@ -84,18 +109,6 @@ def plant_all(chosen: list[Mutant], jobs: int, deadline: float) -> dict[str, dic
                 print(f"{mutant.name}: {by} ({time.monotonic() - begun:.0f} s)", flush=True)
             time.sleep(0.1)
     return results
-
-
-def copy_to(folder: Path) -> Path:
-    """Copy everything that the tests read."""
-    folder.mkdir()
-    for name in ("accel_fn", "tests", "docs", "examples", ".ci"):
-        ignored = shutil.ignore_patterns("__pycache__", "_build")
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for path in ROOT.iterdir():
-        if path.is_file():
-            shutil.copy(path, folder)
-    return folder
 
 
 def plant(mutant: Mutant, copy: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_bug_is_planted_in_a_copy_and_noticed():
 )
 def test_programs_that_people_write_bring_out_a_bug(mutant, tmp_path):
     """In two minutes of the fuzzer with the kind of program that the bug makes wrong."""
-    copy = copy_to(tmp_path / "copy")
+    copy = copy_to(ROOT, tmp_path / "copy")
     plant(mutant, copy)
     assert is_found_by_fuzzing(mutant.kind, copy)
 
