@@ -1,0 +1,1 @@
+"""Bits of a table of runs, before and after a change that should change none."""
