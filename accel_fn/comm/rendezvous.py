@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import threading
 import time
@@ -12,14 +11,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.base.state import Watchdog
+from accel_fn.base.warn import LIBRARIES
 from accel_fn.comm.backends import current_world, device_backend, nccl_of
 from accel_fn.comm.meeting import Place, meet
 from accel_fn.comm.watchdog.store_log import StoreLog
@@ -34,7 +32,6 @@ T = TypeVar("T")
 
 _SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
 _NCCL_AFTER_WATCHDOG_S = 60.0
-_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def join_world(
@@ -145,7 +142,7 @@ def _watchdog(group: ProcessGroup, place: Place, mesh: Mapping[str, int]) -> Sto
         rank=place.rank,
         world_size=place.world_size,
         timeout_s=place.timeout_s,
-        libraries=_LIBRARIES,
+        libraries=LIBRARIES,
         times_steps=device_backend(group) is not None,
         mesh=mesh,
     )
