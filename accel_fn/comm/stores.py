@@ -46,6 +46,7 @@ class SignedStore(Store):
     def __init__(self, store: Any) -> None:
         super().__init__()
         self._store = store
+        self._clones: list[SignedStore] = []
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, _text(key, value))
@@ -56,8 +57,8 @@ class SignedStore(Store):
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set a value if it is the expected one; return the one that is there."""
         # Equal values of one key have equal signatures.
-        before = _text(key, expected) if expected else ""
-        return _value(key, self._store.compare_set(key, before, _text(key, desired)))
+        before, after = _text(key, expected), _text(key, desired)
+        return _value(key, self._store.compare_set(key, before, after))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -92,7 +93,9 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> SignedStore:
-        return SignedStore(self._store.clone())
+        # Torch's own code keeps the part in C++ of what this returns, which does nothing without this one.
+        self._clones.append(SignedStore(self._store.clone()))
+        return self._clones[-1]
 
     @property
     def served(self) -> Any:
@@ -101,15 +104,19 @@ class SignedStore(Store):
 
 
 def _text(key: str, value: Any) -> str:
+    """Return a signed value as text; an empty one stays empty, as that of a key that is not there."""
     data = value.encode() if isinstance(value, str) else bytes(value)
-    return signed(data, key).hex()
+    return signed(data, key).hex() if data else ""
 
 
 def _value(key: str, found: bytes) -> bytes:
-    # Of `compare_set`, an empty value is of a key that is not there.
-    return (
-        verified(bytes.fromhex(found.decode("ascii", "replace")), "init", key) if found else found
-    )
+    if not found:
+        return found
+    try:
+        data = bytes.fromhex(found.decode())
+    except ValueError:
+        data = b""
+    return verified(data, "init", key)
 
 
 def address_of(store: Store) -> tuple[str, int] | None:
