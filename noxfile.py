@@ -292,6 +292,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Runs of 1 to 3 ranks that save, evaluate, are killed and resume: `-- --minutes 15 --seed 0`."""
+    install(session, "testing", groups=("tests",))
+    session.run("python", "-m", "tests.tools.soak", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Plant known bugs one by one and write what notices each to docs: `-- --minutes 30 --only NAME`."""
     install(session, *EVERYTHING, groups=("tests",))
