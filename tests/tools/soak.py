@@ -101,11 +101,11 @@ def disturbed(folder: Path, chance: random.Random, counts: Counter[str], epochs:
     """Train with kills until the end; return what was wrong."""
     counts["runs"] += 1
     keeps, size, since = chance.random() < 0.5, chance.randint(1, 3), 0
-    first = size
+    first, num_kills = size, chance.randint(2, 12)
     for attempt in range(MOST_ATTEMPTS):
         size = size if keeps or not attempt else chance.randint(1, 3)
         kill: tuple[int, str, float] | None = None
-        if attempt < MOST_ATTEMPTS // 2:
+        if attempt < num_kills:
             by_time = chance.random() < 0.6
             when = chance.uniform(0.0, 1.5) if by_time else since + chance.randint(1, 12)
             kill = chance.randrange(3), "time" if by_time else "step", when
