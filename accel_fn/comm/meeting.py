@@ -249,7 +249,10 @@ def _linger(store: Store, own: str, place: Place) -> None:
 
 def _is_curable(failure: Exception) -> bool:
     """Has it failed because another rank is gone, or slow? Gloo raises a bare RuntimeError."""
-    return isinstance(failure, dist.DistError) or "connectFullMesh" in str(failure)
+    text = str(failure)
+    return (
+        isinstance(failure, dist.DistError) or "connectFullMesh" in text or "Wait timeout" in text
+    )
 
 
 def _named(ranks: list[int]) -> str:

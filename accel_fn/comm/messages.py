@@ -13,6 +13,7 @@ import torch
 
 from accel_fn.base.state import DistState
 from accel_fn.comm import primitives
+from accel_fn.comm.signed import signed, verified
 from accel_fn.errors import AccelError, PeerError
 
 _TAGS = 1 << 30
@@ -52,7 +53,7 @@ class Channel:
         Rank 0 alone calls `answers_of`, with all values in rank order, for one answer a
         rank. If that raises, or a rank called `fail`, all ranks raise.
 
-        Cost: two messages a rank, and one more for each value or answer of over 248 bytes pickled.
+        Cost: two messages a rank, and one more for each value or answer of over 216 bytes pickled.
         """
         if not self.state.is_main:
             sent = self.send(value, rank=0)
@@ -119,7 +120,7 @@ class Channel:
         head = self._read(_HEAD, source)
         size = int.from_bytes(head[:8], "little")
         rest = self._read(8 + size - _HEAD, source) if 8 + size > _HEAD else b""
-        return pickle.loads(head[8 : 8 + size] + rest)
+        return pickle.loads(verified(head[8 : 8 + size] + rest, "shard_loader"))
 
     def _others(self) -> range:
         """Return all ranks but rank 0."""
@@ -147,6 +148,7 @@ class Channel:
             finalize(self.state.group, works.clear).atexit = False
 
     def _post(self, block: bytes, rank: int) -> list[primitives.Work]:
+        block = signed(block)
         whole = bytearray(len(block).to_bytes(8, "little") + block).ljust(_HEAD)
         data = torch.frombuffer(whole, dtype=torch.uint8)
         parts = [part for part in (data[:_HEAD], data[_HEAD:]) if len(part)]

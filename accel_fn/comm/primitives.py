@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel_fn.base.raw_bytes import bytes_of
 from accel_fn.base.state import DistState
+from accel_fn.comm.signed import signed, verified
 from accel_fn.comm.unpickle import unpickled
 from accel_fn.errors import StateError, WorldError
 
@@ -237,7 +238,7 @@ def exchange(value: Any, state: DistState, function: str, leaves: Sequence[Any] 
     """
     if state.world_size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(signed(pickle.dumps(value))), dtype=torch.uint8)
     with waiting(state, function, leaves):
         heads = _Heads(struct.pack("q", len(data)), function, state, function)
         heads.wait()
@@ -246,7 +247,7 @@ def exchange(value: Any, state: DistState, function: str, leaves: Sequence[Any] 
         padded[: len(data)] = data
         parts = _all_gather(padded, state, function)
     return [
-        unpickled(part[:size].numpy().tobytes(), state.device)
+        unpickled(verified(part[:size].numpy().tobytes(), function), state.device)
         for part, size in zip(parts, sizes, strict=True)
     ]
 

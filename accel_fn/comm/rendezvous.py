@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import socket
 import threading
 import time
@@ -12,16 +11,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from accel_fn.base.state import Watchdog
+from accel_fn.base.warn import LIBRARIES
 from accel_fn.comm.backends import current_world, device_backend, nccl_of
 from accel_fn.comm.meeting import Place, meet
+from accel_fn.comm.signed import run_token
+from accel_fn.comm.stores import FolderStore, SignedStore, address_of
 from accel_fn.comm.watchdog.store_log import StoreLog
 from accel_fn.comm.watchdog.watchdog import StoreWatchdog, ending_error
 from accel_fn.errors import WorldError, WorldTimeoutError
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 _SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
 _NCCL_AFTER_WATCHDOG_S = 60.0
-_LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def join_world(
@@ -44,13 +43,15 @@ def join_world(
     host: str,
     port: int,
     serves: bool,
+    store_file: str | None,
     backend: str,
     timeout_s: float,
     mesh: Mapping[str, int],
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     """Join the world of all processes that call this; return its group and this rank's watchdog.
 
-    A process that is in a world already gets a second group over it.
+    They meet in the file, if there is one, else at the address. A process that is in a world already
+    gets a second group over it.
     """
     in_world = dist.is_initialized()
     if in_world:
@@ -60,7 +61,7 @@ def join_world(
         world_size=world_size,
         timeout_s=timeout_s,
         deadline=time.monotonic() + timeout_s,
-        task="call it again" if in_world else f"come to {host}:{port}",
+        task="call it again" if in_world else f"come to {store_file or f'{host}:{port}'}",
     )
 
     def meet_in(store: Store) -> tuple[ProcessGroup, StoreWatchdog]:
@@ -74,6 +75,8 @@ def join_world(
             group, watchdog = _meet_in_world(place, meet_in)
         else:
             reach = partial(_reach_store, place, host, port, serves)
+            if store_file is not None:
+                reach = partial(_open_store, place, store_file)
             group, watchdog = meet_at(reach, place, meet_in)
     except BaseException as error:
         _clear_frames(error)
@@ -145,7 +148,7 @@ def _watchdog(group: ProcessGroup, place: Place, mesh: Mapping[str, int]) -> Sto
         rank=place.rank,
         world_size=place.world_size,
         timeout_s=place.timeout_s,
-        libraries=_LIBRARIES,
+        libraries=LIBRARIES,
         times_steps=device_backend(group) is not None,
         mesh=mesh,
     )
@@ -178,11 +181,7 @@ def _clear_frames(error: BaseException) -> None:
 def _store_log(group: ProcessGroup) -> StoreLog:
     """Return a log in the group's own part of the store of its rendezvous."""
     store = dist.distributed_c10d._world.pg_map[group][1]
-    served = store
-    while isinstance(served, PrefixStore):
-        served = served.underlying_store
-    address = (served.host, served.port) if isinstance(served, TCPStore) else None
-    return StoreLog(cast("Any", store), address)  # torch's stubs lack clone and append
+    return StoreLog(cast("Any", store), address_of(store))  # torch's stubs lack clone and append
 
 
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
@@ -214,6 +213,17 @@ def _check_world(rank: int, world_size: int) -> None:
         )
 
 
+def _open_store(place: Place, path: str) -> Store:
+    """Open the file that the launcher of this machine has named for its ranks."""
+    try:
+        return FolderStore(path, place.timeout_s)
+    except RuntimeError as error:
+        raise WorldTimeoutError(
+            f"init: rank {place.rank} of {place.world_size} could not open {path}, the store of its "
+            f"launcher; does the launcher run? ({str(error).splitlines()[0]})"
+        ) from error
+
+
 def _reach_store(place: Place, host: str, port: int, serves: bool) -> Store:
     """Connect to the key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
     try:
@@ -235,7 +245,8 @@ def _reach_store(place: Place, host: str, port: int, serves: bool) -> Store:
     try:
         if not serves:
             _wait_for_server(host, port, len(addresses), place.deadline)
-        return _made_in_time(make, place.deadline)
+        store = _made_in_time(make, place.deadline)
+        return SignedStore(store) if run_token() else store
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         verb = "serve" if serves else "reach"
         raise WorldTimeoutError(

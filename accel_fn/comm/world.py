@@ -40,6 +40,8 @@ class Launch:
     port: int
     serves: bool
     """Does this process serve the store at that address? Else a peer does, or torchrun's agent."""
+    store_file: str | None = None
+    """The store of a launch on this machine; None where ranks meet at the address."""
 
 
 def init(
@@ -182,6 +184,7 @@ def _join(
             host=launch.host,
             port=launch.port,
             serves=launch.serves,
+            store_file=launch.store_file,
             backend=backend,
             timeout_s=timeout_s,
             mesh=shape,
@@ -250,9 +253,17 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         host=given["MASTER_ADDR"],
         port=numbers["MASTER_PORT"],
         serves=numbers["RANK"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        store_file=_store_file(environment),
     )
     _check_launch(launch)
     return launch
+
+
+def _store_file(environment: Mapping[str, str]) -> str | None:
+    """Return the store of the launch that started this process; None if another launcher has."""
+    # A rank may start a launcher of another kind, whose ranks inherit the variable, and have another port.
+    path = environment.get("ACCEL_FN_STORE")
+    return path if path and path.endswith(f"_{environment.get('MASTER_PORT')}") else None
 
 
 def _from_cluster(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -18,11 +19,14 @@ from accel_fn.base.batch import map_tensors
 from accel_fn.base.host_copies import remember_source
 from accel_fn.base.origin import carry_mark
 from accel_fn.base.state import DistState, check_state
+from accel_fn.base.warn import LIBRARIES, warn_user
+from accel_fn.comm.watchdog.hang_report import Stack
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
 
 _COPIED = ("mps", "meta")  # their memory belongs to no stream
+_REPORT_AFTER_S = 60.0
 _PATIENCE_S = 1.0  # how long the end of a program waits for a batch that is being read
 
 
@@ -211,9 +215,14 @@ class _Pass(Iterator[Any]):
             self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
             # The thread alone holds the batches, so their workers end with it.
             del self._batches
+            self._reader = reader
         if not self._close.alive:
             raise StopIteration
-        found = handover.ready.get()
+        try:
+            found = handover.ready.get(timeout=_REPORT_AFTER_S)
+        except queue.Empty:
+            _report(self._reader)
+            found = handover.ready.get()
         if isinstance(found, _End):
             self._close()
             if self._parts is not None and found.error is not None:
@@ -233,6 +242,16 @@ class _Pass(Iterator[Any]):
         """Take samples in the thread of the loop, which may change the sampler as it goes."""
         if self._parts is not None:
             self._parts.take_ahead(num_batches * self._num_each)
+
+
+def _report(reader: Reader) -> None:
+    """Warn of a batch that lasts, with the line of the data set that its thread is at."""
+    stack = Stack.of_thread(sys._current_frames().get(reader.ident or 0))
+    place = stack.place(LIBRARIES)
+    warn_user(
+        f"prefetch: a batch should come soon, got none for more than {_REPORT_AFTER_S:g} s: its thread is at "
+        f"{place or 'a line of the library'}"
+    )
 
 
 def _stop(reader: Reader, handover: _Handover, together: bool) -> None:

@@ -2,8 +2,9 @@
 
 Torch alone raises in the main thread wherever that is when a worker dies, in the middle of a step
 too, and names no sample. Every part of the watching here guards a fault that a test shows:
-tests/data/test_workers.py (errors in the middle of a step, a message that a worker sent in part)
-and tests/data/test_workers_end.py (workers that outlive a killed process).
+tests/data/test_workers.py (errors in the middle of a step, a message that a worker sent in part),
+tests/data/test_workers_end.py (workers that outlive a killed process) and
+tests/data/test_stopped_workers.py (workers that are stopped, or killed while they hold a lock).
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.queues import Queue
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as _torch_worker
 
+from accel_fn.base.warn import warn_user
 from accel_fn.errors import WorkerError
 
 WORKER_OPTIONS = (
@@ -45,6 +50,7 @@ WORKER_OPTIONS = (
 
 _PATIENCE_S = 0.5  # a connection may be seen to break before the worker's process has ended
 _POLL_MS = 200
+_REPORT_AFTER_S, _MOST_SHOWN = 60.0, 8
 _SHARED = "/dev/shm"  # noqa: S108
 _HINTS = {
     "SIGKILL": "was there memory enough? fewer workers take less",
@@ -67,8 +73,11 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-def start_workers(loader: DataLoader[Any]) -> Any:
-    """Return the loader's iterator; a death of its workers is raised by `next` alone."""
+def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda _: "") -> Any:
+    """Return the loader's iterator; a death of its workers is raised by `next` alone.
+
+    A `next` that lasts warns of what it waits for. `where` adds what a worker is reading.
+    """
     try:
         running: Any = iter(loader)
     except RuntimeError as error:
@@ -79,11 +88,87 @@ def start_workers(loader: DataLoader[Any]) -> Any:
         # Without their ids, torch's handler of SIGCHLD raises nothing in the middle of a step.
         signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
         running._worker_pids_set = False
-        _end_partial_messages(running)
+        wait = _Wait(running._workers, where)
+        _end_partial_messages(running, wait)
+        _report_waits(running, wait)
+        weakref.finalize(running, _kill_stopped, running._workers)
     return running
 
 
-def _end_partial_messages(running: Any) -> None:
+@dataclass(slots=True)
+class _Wait:
+    """A wait for workers: what they are doing is a warning if it lasts, and a death an error."""
+
+    workers: Sequence[Any]
+    where: Callable[[int], str]
+    since: float | None = None
+    """When it was seen first."""
+    is_reported: bool = False
+
+    def end(self) -> None:
+        self.since, self.is_reported = None, False
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        # Torch looks at those alone that it still wants something of.
+        if dead := [each for each in self.workers if each.exitcode]:
+            raise EOFError(f"DataLoader worker (pid {dead[0].pid}) ended while it was waited for")
+        stopped = [each for each in self.workers if _is_stopped(each.pid)]
+        if not self.is_reported and (stopped or now > self.since + _REPORT_AFTER_S):
+            self.is_reported = True
+            warn_user(self._report(now - self.since, stopped))
+
+    def _report(self, waited_s: float, stopped: Sequence[Any]) -> str:
+        doing = [
+            f"worker {number} (process {each.pid}) {'is stopped' if each in stopped else 'reads'}{place}"
+            for number, each in enumerate(self.workers)
+            if (place := self.where(number)) or each in stopped
+        ]
+        if len(doing) > _MOST_SHOWN:
+            doing[_MOST_SHOWN:] = [f"{len(doing) - _MOST_SHOWN} more"]
+        repair = "DataLoader(timeout=...) makes a long wait an error"
+        if stopped:
+            repair = f"kill -CONT {' '.join(str(each.pid) for each in stopped)} lets it go on"
+        return (
+            f"shard_loader: a batch should come soon, got none for more than {waited_s:.0f} s: "
+            f"{', '.join(doing) or 'no worker has one to read'}; {repair}"
+        )
+
+
+def _report_waits(running: Any, wait: _Wait) -> None:
+    """Look at the workers each time that torch has waited for some seconds in vain."""
+    # The class's function with a proxy: a bound method in the object itself would be a cycle.
+    try_get = partial(type(running)._try_get_data, weakref.proxy(running))
+
+    def try_get_data(*timeout: float) -> tuple[bool, Any]:
+        found: tuple[bool, Any] = try_get(*timeout)
+        if not found[0]:
+            wait.check()
+        elif wait.since is not None:
+            wait.end()
+        return found
+
+    running._try_get_data = try_get_data
+
+
+def _is_stopped(pid: int) -> bool:
+    """Has a signal such as SIGSTOP stopped the process? False where the system has no /proc."""
+    with suppress(OSError, IndexError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _kill_stopped(workers: Sequence[Any]) -> None:
+    """Kill workers that are stopped: they would not see that they should end, and exit waits for them."""
+    for each in workers:
+        if each.pid and each.exitcode is None and _is_stopped(each.pid):
+            each.kill()
+
+
+def _end_partial_messages(running: Any, wait: _Wait) -> None:
     """Raise EOFError if a worker died in the middle of sending; the read would never return."""
     # All workers write into one pipe, which the living ones keep open: no end of file is seen.
     reader, workers = running._worker_result_queue._reader, running._workers
@@ -94,6 +179,7 @@ def _end_partial_messages(running: Any) -> None:
         while not arriving.poll(_POLL_MS):
             if any(worker.exitcode for worker in workers):
                 raise EOFError("a worker died while it was sending")
+            wait.check()
         return os.read(handle, size)
 
     reader._recv = partial(type(reader)._recv, weakref.proxy(reader), read=read)
@@ -215,7 +301,7 @@ class WorkerPool:
 
     def start(self) -> None:
         """Begin a pass. Ends what was begun before."""
-        self._running = start_workers(self.loader)
+        self._running = start_workers(self.loader, self._where)
 
     def items(self) -> Iterator[Any]:
         """Yield what the loader gives in this pass."""
@@ -242,6 +328,7 @@ class WorkerPool:
         """End the workers. Dropping them would not do: a stored error refers to them by its frames."""
         self.drop_rest()
         if hasattr(self._running, "_workers"):
+            _kill_stopped(self._running._workers)
             self._running._shutdown_workers()
         self._running = None
 

@@ -100,6 +100,20 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, held):
     assert [each.step for each in af.list_checkpoints(tmp_path)] == [2, 4]
 
 
+def test_a_write_that_lasts_is_named_by_the_call_that_waits_for_it(tmp_path, held, monkeypatch):
+    monkeypatch.setattr(background_module, "_REPORT_AFTER_S", 0.05)
+    warned = []
+    monkeypatch.setattr(
+        background_module._LOG, "warning", lambda text, *values: warned.append(text % values)
+    )
+    state, step = make()
+    path = af.save(tmp_path, state, step, wait=False)
+    threading.Timer(0.5, held.set).start()
+    af.load(tmp_path, state, step)
+    [text] = warned
+    assert text.startswith(f"{path} has been waited for for more than 0.05 s: it is being ")
+
+
 def test_load_waits_for_what_is_being_written(tmp_path, held):
     state, step = make()
     state = advance(state, step)

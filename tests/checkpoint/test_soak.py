@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections import Counter
 
 import pytest
 
@@ -12,6 +14,7 @@ from accel_fn.checkpoint import listing
 from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_checkpoint_files import put, with_manifest
 from tests.support.forked_ranks import run_worlds
+from tests.tools import soak
 
 
 @pytest.mark.slow
@@ -88,3 +91,20 @@ def test_memory_threads_and_files_are_flat(tmp_path, num_processes):
         for before, after in zip(*[iter(json.loads(rank.stdout))] * 2, strict=True):
             assert after[0] - before[0] < 6 * 2**20  # 300 bytes per step, 30 KB per build
             assert after[1:] == before[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_that_are_killed_and_resumed_end_as_undisturbed_ones_do(tmp_path, seed):
+    counts = Counter()
+    assert soak.disturbed(tmp_path, random.Random(seed), counts, epochs=4) == ""
+    assert counts["kills"]
+
+
+def test_an_end_that_is_a_bit_off_is_noticed_where_bits_are_kept():
+    expected, off = (3, [[1.0, [2.0]]]), (3, [[1.0, [2.0 + 2**-51]]])
+    assert soak.difference(expected, expected, exact=True) == ""
+    assert soak.difference(off, expected, exact=False) == ""
+    assert "parameters 4.44089e-16 off" in soak.difference(off, expected, exact=True)
+    assert "step 2, not 3" in soak.difference((2, expected[1]), expected, exact=False)

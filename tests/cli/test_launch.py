@@ -87,6 +87,7 @@ def test_a_dry_run_shows_what_each_rank_then_gets_and_starts_nothing(launchers, 
         known = {name: value for name, value in shown.items() if value is not None}
         assert known == {name: variables[name] for name in known}
         later = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+        later |= {"ACCEL_FN_STORE", "ACCEL_FN_TOKEN"}
         assert shown.keys() - known.keys() == later
 
 

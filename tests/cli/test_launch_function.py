@@ -95,7 +95,7 @@ def test_ranks_have_what_a_launch_sets():
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "GROUP_RANK": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "OMP_NUM_THREADS": "1",
             "ACCEL_FN_DEVICE": "cpu",

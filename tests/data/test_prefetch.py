@@ -1,15 +1,18 @@
 """prefetch gives the batches of the loader, in its order and at its positions, from a thread."""
 
+import sys
 import threading
 import time
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
+from accel_fn.data.prefetch import Reader
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.prefetch import (
@@ -248,3 +251,19 @@ def test_the_host_does_not_wait_for_a_copy():
     with no_waiting():
         found = list(af.prefetch(batches, state))
     assert float(torch.stack(found).sum()) == 10_000
+
+
+def test_a_batch_that_lasts_is_named_by_the_line_that_its_thread_is_at(monkeypatch):
+    monkeypatch.setattr(sys.modules[Reader.__module__], "_REPORT_AFTER_S", 0.1)
+
+    def slow():
+        yield 1
+        time.sleep(0.5)  # this line
+        yield 2
+
+    with pytest.warns(
+        UserWarning, match=r"got none for more than 0.1 s: its thread is at "
+    ) as warned:
+        assert list(af.prefetch(slow(), af.DistState())) == [1, 2]
+    line = int(str(warned[0].message).rpartition(":")[2].split()[0])
+    assert "# this line" in Path(__file__).read_text().splitlines()[line - 1]

@@ -15,14 +15,16 @@ MAIN = ROOT / ".ci/constraints.txt"
 TRACKERS = sorted(ROOT.glob(".ci/trackers/*.txt"))
 DEEPSPEED = ROOT / ".ci/deepspeed.txt"
 FILES = [MAIN, *TRACKERS, DEEPSPEED]
-PINS = {
-    path: [
-        Requirement(line)
-        for line in path.read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
-    for path in FILES
-}
+HASHED = sorted(ROOT.glob(".ci/hashes/*.txt"))
+
+
+def releases_of(path):
+    """The releases of a file, by their lines without hashes, each with its number of hashes."""
+    blocks = re.split(r"\n(?! )", path.read_text().strip())[1:]
+    return {each.partition(" \\")[0]: each.count("--hash=sha256:") for each in blocks}
+
+
+PINS = {path: [*map(Requirement, releases_of(path))] for path in FILES}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 ASKED = sorted(
@@ -89,7 +91,36 @@ def test_every_session_but_those_that_choose_their_releases_installs_under_the_c
         if "session.install(" in text.replace('session.install("--constraint", CONSTRAINTS', "")
     }
     assert free == {"deepspeed", "lock", "minimums", "newest", "trackers"}
-    assert 'session.install("--constraint", CONSTRAINTS, TORCH' in noxfile
+    assert noxfile.count("--no-build-isolation") == 1
+
+
+@pytest.mark.parametrize("path", HASHED, ids=lambda path: path.stem)
+def test_a_lock_has_hashes_for_each_release_which_is_that_of_the_constraints(path):
+    locked = releases_of(path)
+    assert all(locked.values())
+    names = {canonicalize_name(Requirement(line).name) for line in locked}
+    assert not [name for name in names if re.search(r"^torch$|nvidia|cuda|triton", name)]
+    constrained = {pin.name: str(pin.specifier) for pin in PINS[MAIN]}
+    for pin in map(Requirement, locked):
+        assert constrained[pin.name] == str(pin.specifier)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_of_tests_has_all_that_they_and_the_build_ask_for(python):
+    here = {**default_environment(), "sys_platform": "linux", "python_full_version": f"{python}.0"}
+    pins = [*map(Requirement, releases_of(ROOT / ".ci/hashes/tests.txt"))]
+    named = {pin.name for pin in pins if pin.marker is None or pin.marker.evaluate(here)}
+    extras = ("testing", "examples", "float8", "migrate", "plots", "transformers")
+    asked = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
+    asked += chain.from_iterable(EXTRAS[name] for name in extras)
+    asked += PROJECT["dependency-groups"]["tests"]
+    assert {canonicalize_name(Requirement(each).name) for each in asked} - named == {"torch"}
+
+
+def test_no_dependency_has_an_upper_bound_without_the_break_that_it_guards():
+    for line in (ROOT / "pyproject.toml").read_text().splitlines():
+        if re.search(r'"[A-Za-z][\w\[\]-]*[^"]*(<|==|~=)', line):
+            assert "#" in line, line
 
 
 def test_deepspeed_has_one_release_that_fits():

@@ -29,6 +29,20 @@ def test_sessions_that_are_named_exist(path):
     assert named <= SESSIONS
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_the_hash_of_a_commit_with_the_version_beside_it(path):
+    used = re.findall(r"uses: (.+)", path.read_text())
+    assert used
+    for each in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", each), each
+
+
+@pytest.mark.parametrize("path", [ROOT / ".ci/run", *WORKFLOWS], ids=lambda path: path.stem)
+def test_ci_installs_nox_by_hash(path):
+    installed = re.findall(r"pip install (.+)", path.read_text())
+    assert set(installed) == {"--require-hashes --requirement .ci/hashes/nox.txt"}
+
+
 def test_ci_runs_the_tests_below_a_path_that_is_long_and_has_spaces():
     script = (ROOT / ".ci/run").read_text()
     [clone] = re.findall(r'^clone="(.+)"$', script, re.MULTILINE)

@@ -25,6 +25,7 @@ FOREIGN = {
     "testing/__init__.py AttributeError": "likewise",
     "checkpoint/format/manifest.py ValueError": "caught in read_manifest: a CheckpointError",
     "cli/*.py click": "the command line's own errors, which click prints",
+    "comm/stores.py dist.DistStoreError": "as torch's stores raise it; caught in comm/meeting.py",
     "comm/gather.py pickle.PicklingError": "caught by gather: a BatchError",
     "data/prefetch.py StopIteration": "the end of an iterator",
     "step/checks/draws.py CannotReplayError": "caught by the comparison, of which it is the reason",

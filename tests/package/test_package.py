@@ -81,6 +81,10 @@ DISTRIBUTED = {
     },  # worlds of processes
     # groups of simulated ranks
     "comm/thread_groups.py": {"torch.distributed", "torch._C._distributed_c10d"},
+    "comm/stores.py": {
+        "torch.distributed",
+        "torch._C._distributed_c10d",
+    },  # stores that ranks meet in
     "comm/meeting.py": {
         "torch.distributed",
         "torch._C._distributed_c10d",
@@ -123,9 +127,6 @@ DISTRIBUTED = {
     "transforms/tp/styles.py": {"torch.distributed.tensor", "torch.distributed.tensor.parallel"},
     "transforms/deepspeed/deepspeed.py": {"torch._C._distributed_c10d"},  # the store of one rank
     "testing/simulation.py": {"torch._C._distributed_c10d", "torch.nn.parallel"},
-    "launcher/function/ranks.py": {
-        "torch._C._distributed_c10d"
-    },  # the store of the ranks' rendezvous
     "launcher/processes/agent.py": {
         "torch.distributed.elastic.agent.server.api",
         "torch.distributed.elastic.agent.server.local_elastic_agent",

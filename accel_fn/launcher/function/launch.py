@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
-import socket
 import sys
 import uuid
 from collections import defaultdict
@@ -30,6 +29,7 @@ from accel_fn.launcher.function.ranks import run_ranks
 from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
 from accel_fn.launcher.machines.detect import Machine, detect
 from accel_fn.launcher.machines.machines import Machines
+from accel_fn.launcher.machines.network import free_port
 from accel_fn.launcher.plan_launch import check_temporary_folder
 from accel_fn.launcher.processes.environment import launch_variables, rank_variables
 from accel_fn.launcher.settings.setting_checks import check_machine
@@ -137,11 +137,9 @@ def launch(
     check_machine(settings, where, os.environ, machine)
     check_temporary_folder()
     call = _pickle(fn, args, kwargs or {})
-    # The port is taken before a rank starts, so no other program can take it in between.
-    with socket.create_server((_HOST, 0)) as listener:
-        variables = _variables(settings, listener.getsockname()[1])
-        with shown_displays(shell) as displays:
-            return run_ranks(call, variables, _processors(settings, machine), listener, displays)
+    variables = _variables(settings, free_port(_HOST, 0))
+    with shown_displays(shell) as displays:
+        return run_ranks(call, variables, _processors(settings, machine), displays)
 
 
 def _pickle(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import selectors
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from accel_fn.errors import RankError
 from accel_fn.launcher.function.child import CALL, RAISED, VALUE, Raised
 from accel_fn.launcher.function.notebook import NO_PIPE
 from accel_fn.launcher.processes.failures import Failure, cause, read_crash
+from accel_fn.launcher.processes.private_folder import parent_of_store, store_variables
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
@@ -65,24 +65,25 @@ def run_ranks(
     call: bytes,
     variables: Sequence[Mapping[str, str]],
     cpus: Sequence[str],
-    listener: socket.socket,
     displays: int | None = None,
 ) -> list[Any]:
     """Run a pickled call on a rank for each set of variables; return the results in rank order.
 
-    If ranks fail, raise the error of the rank that caused it, once all have ended. The socket is
-    that of the rendezvous. In a notebook, rank 0 sends what it displays to `displays`.
+    If ranks fail, raise the error of the rank that caused it, once all have ended. In a notebook,
+    rank 0 sends what it displays to `displays`.
     """
     reaper = Reaper(variables[0]["TORCHELASTIC_RUN_ID"])
     folder = reaper.make_folder(tempfile.gettempdir())
+    store = reaper.make_folder(parent_of_store(os.environ))
+    met = store_variables(store, 0, variables[0]["MASTER_PORT"], os.environ)
     ranks: list[Rank] = []
     try:
         (folder / CALL).write_bytes(call)
         for number, own in enumerate(variables):
-            ranks.append(_start(number, own, cpus[number], folder, displays))
+            ranks.append(_start(number, {**own, **met}, cpus[number], folder, displays))
             # One at a time: if this process is killed here, no started rank is left behind.
             reaper.watch([ranks[-1].process.pid])
-        failed_at = _wait(ranks, listener)
+        failed_at = _wait(ranks)
         if failed_at is not None:
             raise _failure(ranks, failed_at)
         # Not a comprehension, which is a frame in some Pythons: `_result` counts frames to warn.
@@ -114,31 +115,16 @@ def _start(
     return Rank(number, own, process)
 
 
-def _wait(ranks: Sequence[Rank], listener: socket.socket) -> float | None:
+def _wait(ranks: Sequence[Rank]) -> float | None:
     """Wait until all have ended, or `_SETTLE_S` after one has failed; return when it failed."""
-    store, failed_at = None, None
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while not all(rank.has_ended() for rank in ranks):
-            if failed_at is None and any(rank.has_failed() for rank in ranks):
-                failed_at = time.time()
-            if failed_at is not None and time.time() > failed_at + _SETTLE_S:
-                return failed_at
-            # Torch is imported, for its store, when a rank connects: many functions need no world.
-            if selector.select(_POLL_S) and store is None:
-                selector.unregister(listener)
-                store = _serve(listener)
+    failed_at = None
+    while not all(rank.has_ended() for rank in ranks):
+        if failed_at is None and any(rank.has_failed() for rank in ranks):
+            failed_at = time.time()
+        if failed_at is not None and time.time() > failed_at + _SETTLE_S:
+            return failed_at
+        time.sleep(_POLL_S)
     return failed_at or (time.time() if any(rank.has_failed() for rank in ranks) else None)
-
-
-def _serve(listener: socket.socket) -> Any:
-    """Serve the store of the ranks' rendezvous while the result is referenced."""
-    from torch._C._distributed_c10d import TCPStore
-
-    host, port = listener.getsockname()
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:

@@ -47,6 +47,13 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
         ) from None
 
 
+def free_port(host: str, port: int) -> int:
+    """Return that port of this machine, or a free one for 0, which nobody listens at then."""
+    with listen(host, port, alone=True) as listener:
+        found: int = listener.getsockname()[1]
+        return found
+
+
 def is_listening(host: str, port: int, timeout_s: float) -> bool:
     """Does a process accept connections there?"""
     try:

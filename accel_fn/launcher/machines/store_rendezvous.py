@@ -14,8 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -23,9 +24,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from accel_fn.comm.signed import run_token
+from accel_fn.comm.stores import SignedStore
 from accel_fn.errors import WorldError, WorldTimeoutError
 from accel_fn.launcher.machines.machines import Machines
-from accel_fn.launcher.machines.network import is_listening, listen
+from accel_fn.launcher.machines.network import free_port, is_listening, listen
 
 _MEET_WITHIN_S, _LOG_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
 _BEAT_S, GONE_AFTER_S = 1.0, 30.0
@@ -34,17 +37,24 @@ _logger = logging.getLogger(__name__)
 
 
 class StoreRendezvous(RendezvousHandler):
-    """One machine's side of the rendezvous; it ends with the launcher, so it is never closed."""
+    """One machine's side of the rendezvous; it ends with the launcher, so it is never closed.
 
-    use_agent_store = True  # ranks use a store that the launcher serves
+    A machine alone has a store in memory, which serves nobody: its ranks meet in a file.
+    """
 
     def __init__(self, machines: Machines, rank: int, run_id: str) -> None:
         self._machines, self._rank, self._run_id = machines, rank, run_id
-        self._store: TCPStore | None = None
-        self._attempt_store: TCPStore | None = None
+        self._store: Any = None
+        self._attempt_store: Any = None
         self._beat_at = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}
         self.attempt = -1
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Do ranks use a store that the launcher serves?"""
+        # Where it serves none, rank 0 does for scripts that call torch's init_process_group themselves.
+        return self._machines.num_machines > 1
 
     def get_backend(self) -> str:
         return "static"
@@ -75,26 +85,32 @@ class StoreRendezvous(RendezvousHandler):
         port = 0
         if self._store is None:
             self._store, port = self._open()
+        elif self._machines.num_machines == 1:
+            port = free_port(self._machines.host, self._machines.port)
         self.attempt += 1
         self._join(self._store)
-        if self._rank == 0 and self.attempt > 0:
+        if self._rank == 0 and self.attempt > 0 and self._machines.num_machines > 1:
             # The ranks of an attempt must not read what those before them wrote.
             self._attempt_store, port = _serve(self._machines, 0)
         own = PrefixStore(f"store/{self.attempt}", self._store)
         info = RendezvousStoreInfo.build(self._rank, own, self._machines.host, port)
         return RendezvousInfo(own, self._rank, self._machines.num_machines, info)
 
-    def _open(self) -> tuple[TCPStore, int]:
+    def _open(self) -> tuple[Any, int]:
         host, port = self._machines.host, self._machines.port
+        if self._machines.num_machines == 1:
+            return HashStore(), free_port(host, port)
         if self._rank == 0:
             return _serve(self._machines, port)
         self._wait(lambda: is_listening(host, port, 1.0), f"machine 0 at {host}:{port}")
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEET_WITHIN_S))
+        store = _signed(
+            TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_MEET_WITHIN_S))
+        )
         if store.add(f"machine/{self._rank}", 1) > 1:
             self._take_over(store)
-        return store, port
+        return _signed(store), port
 
-    def _take_over(self, store: TCPStore) -> None:
+    def _take_over(self, store: Any) -> None:
         """Take the place of an earlier launcher of this machine, once it has ended."""
         # It has ended if the other machines are at an attempt without it, or if its beat has stopped.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
@@ -135,7 +151,7 @@ class StoreRendezvous(RendezvousHandler):
             pass  # machine 0 is gone: `has_ended` returns True
         return None
 
-    def _join(self, store: TCPStore) -> None:
+    def _join(self, store: Any) -> None:
         """Wait until all machines are at one attempt."""
         size = json.dumps([self._machines.num_machines, self._machines.num_local])
         while True:
@@ -146,7 +162,7 @@ class StoreRendezvous(RendezvousHandler):
             if self._all_joined(store, size):
                 return
 
-    def _all_joined(self, store: TCPStore, size: str) -> bool:
+    def _all_joined(self, store: Any, size: str) -> bool:
         """False if a later attempt starts before all have joined; an error if worlds differ in size."""
         for peer in range(self._machines.num_machines):
             key = f"here/{self.attempt}/{peer}"
@@ -162,8 +178,8 @@ class StoreRendezvous(RendezvousHandler):
                 )
         return True
 
-    def _has_key(self, store: TCPStore, key: str) -> bool:
-        return store.check([key]) or self._attempt_is_over()
+    def _has_key(self, store: Any, key: str) -> bool:
+        return bool(store.check([key])) or self._attempt_is_over()
 
     def _attempt_is_over(self) -> bool:
         return self.num_nodes_waiting() > 0 or self.has_ended()
@@ -187,7 +203,7 @@ class StoreRendezvous(RendezvousHandler):
             self.beat()
             time.sleep(_POLL_S)
 
-    def _linger(self, store: TCPStore) -> None:
+    def _linger(self, store: Any) -> None:
         """Wait on machine 0, which serves the store, until all machines have read it."""
         store.add("left", 1)
         deadline = time.monotonic() + _LINGER_S
@@ -201,7 +217,7 @@ class StoreRendezvous(RendezvousHandler):
         if self._machines.num_machines == 1 or self._store is None:
             return False
         try:
-            return self._store.check(["ended"])
+            return bool(self._store.check(["ended"]))
         except DistError:
             return True
 
@@ -218,7 +234,7 @@ class StoreRendezvous(RendezvousHandler):
         peers = range(self._machines.num_machines)
         try:
             self._store.set(f"done/{self.attempt}/{self._rank}", "")
-            return self._store.check([f"done/{self.attempt}/{peer}" for peer in peers])
+            return bool(self._store.check([f"done/{self.attempt}/{peer}" for peer in peers]))
         except DistError:
             return False  # machine 0 is gone: `has_ended` returns True
 
@@ -250,7 +266,12 @@ def _readable(rank: int, size: str) -> str:
     return f"{machines} machines of {processes} processes from machine {rank}"
 
 
-def _serve(machines: Machines, port: int) -> tuple[TCPStore, int]:
+def _signed(store: TCPStore) -> Any:
+    """Sign values where the run has a token."""
+    return SignedStore(store) if run_token() else store
+
+
+def _serve(machines: Machines, port: int) -> tuple[Any, int]:
     """Serve a store at a port of this machine's address, 0 being a free one; return both."""
     listener = listen(machines.host, port, alone=machines.num_machines == 1)
     port = listener.getsockname()[1]
@@ -262,4 +283,4 @@ def _serve(machines: Machines, port: int) -> tuple[TCPStore, int]:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, port
+    return _signed(store), port

@@ -38,6 +38,7 @@ from accel_fn.launcher.processes.failures import (
     lost_peer,
     read_failure,
 )
+from accel_fn.launcher.processes.private_folder import store_variables
 from accel_fn.launcher.processes.reaper import Reaper, kill_left
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
@@ -55,8 +56,19 @@ _logger = logging.getLogger(__name__)
 class RankFolders(DefaultLogsSpecs):
     """Torch's folders of logs, and a folder of the launch's own for the record of each rank's end."""
 
-    def __init__(self, logs: Path, records: Path, *, redirects: Std, tee: Std, size: int) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        records: Path,
+        *,
+        store: Path | None,
+        redirects: Std,
+        tee: Std,
+        size: int,
+    ) -> None:
         super().__init__(log_dir=str(logs), redirects=redirects, tee=tee)
+        self._store = store
+        """The folder of the ranks' store, where they are all on this machine."""
         self._records, self._size, self._attempts = records, size, itertools.count()
         self.ranks: dict[int, Path] = {}
         self.logs = logs
@@ -72,7 +84,12 @@ class RankFolders(DefaultLogsSpecs):
             )
         logs = super().reify(envs)
         self.logs = Path(logs.error_files[0]).parents[1]
-        attempt = self._records / f"records_{next(self._attempts)}"
+        number = next(self._attempts)
+        if self._store is not None:
+            found = store_variables(self._store, number, envs[0]["MASTER_PORT"], os.environ)
+            for each in envs.values():
+                each |= found
+        attempt = self._records / f"records_{number}"
         self.ranks = {rank: attempt / str(rank) for rank in envs}
         for rank, folder in self.ranks.items():
             folder.mkdir(parents=True)

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from accel_fn.comm.signed import TOKEN
 from accel_fn.launcher.machines.cpus import Processors
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import interface_towards
 from accel_fn.launcher.settings.settings import Settings
 
-ROLE = "rank"
+ROLE, STORE = "rank", "ACCEL_FN_STORE"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
 """The largest value that every glibc before 2.36 accepts; one that refuses it maps large tensors again."""
@@ -137,12 +138,17 @@ def rank_variables(
         ("TORCHELASTIC_MAX_RESTARTS", max_restarts, "max_restarts"),
         (
             "TORCHELASTIC_USE_AGENT_STORE",
-            machines.backend == "static",
+            machines.backend == "static" and machines.num_machines > 1,
             "if the launcher serves MASTER_PORT",
         ),
         ("TORCHELASTIC_ERROR_FILE", None, "where a rank writes what ended it"),
         (nccl, environment.get(nccl, 1), "torch's agent"),
     ]
+    if machines.backend == "static" and machines.num_machines == 1:
+        found += [
+            (STORE, None, "a file of this user alone, in which the ranks meet"),
+            (TOKEN, None, "ranks sign what they pickle for each other"),
+        ]
     return [
         Variable(name, None if value is None else str(value), why) for name, value, why in found
     ]

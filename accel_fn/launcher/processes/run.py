@@ -31,6 +31,7 @@ from accel_fn.launcher.processes import worker
 from accel_fn.launcher.processes.agent import STOPS, Agent, RankFolders
 from accel_fn.launcher.processes.environment import ROLE
 from accel_fn.launcher.processes.failures import Failure, cause, report
+from accel_fn.launcher.processes.private_folder import parent_of_store
 from accel_fn.launcher.processes.reaper import Reaper
 from accel_fn.launcher.settings.settings import Settings
 
@@ -52,10 +53,13 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
     os.environ.update({each.name: each.value for each in plan.variables if each.value is not None})
     _quieten_torch()
     redirects = Std.ALL if settings.log_dir or settings.tee else Std.NONE
-    records = reaper.make_folder(tempfile.gettempdir())
+    records, store = reaper.make_folder(tempfile.gettempdir()), None
+    if machines.num_machines == 1 and machines.backend == "static":
+        store = reaper.make_folder(parent_of_store(os.environ))
     folders = RankFolders(
         _log_folder(settings.log_dir) or records,
         records,
+        store=store,
         redirects=redirects,
         tee=Std.ALL if settings.tee else Std.NONE,
         size=machines.num_processes,

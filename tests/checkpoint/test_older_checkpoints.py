@@ -1,0 +1,54 @@
+"""Checkpoints that older commits wrote: they are loaded, and training goes on as if nobody had stopped.
+
+Two ranks wrote each file with the program in `older/`; frozen parameters are left out, by their hash.
+"""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import accel_fn as af
+from accel_fn.testing import simulate
+from tests.checkpoint.older import program
+
+WRITTEN = {
+    "1_before_mesh": "878e88f8",
+    "2_mesh": "1f53e8cd",
+    "3_compact_manifest": "f4f5e9fb",
+    "4_frozen_models": "abdb5a13",
+}
+"""The commit that wrote each: the last ones that changed what a checkpoint holds, and one before."""
+
+
+def trained(state, folder=None):
+    """Return the parameters at the last step, and their averages; resumed from a folder if given."""
+    state, step = program.make_step(state, program.make_model())
+    loader = program.make_loader(state)
+    if folder is not None:
+        state = af.load(folder, state, step, extras={"loader": loader})
+        assert state.step == program.BEFORE
+    program.train(state, step, loader, program.STEPS)
+    with af.use_average(step):
+        averages = [each.detach().clone() for each in step.plan.model.parameters()]
+    return [*step.plan.model.parameters(), *averages]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_checkpoint_of_an_older_commit_ends_where_an_undisturbed_run_does(
+    tmp_path, name, world_size
+):
+    with zipfile.ZipFile(Path(program.__file__).with_name(f"{name}.zip")) as written:
+        written.extractall(tmp_path)
+    [entry] = af.list_checkpoints(tmp_path)
+    assert (entry.step, entry.damage) == (program.BEFORE, "")
+    expected = simulate(trained, world_size=world_size, seed=7)[0]
+    for found in simulate(lambda state: trained(state, tmp_path), world_size=world_size, seed=7):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_each_file_beside_the_program_is_loaded():
+    folder = Path(program.__file__).parent
+    assert sorted(WRITTEN) == sorted(path.stem for path in folder.glob("*.zip"))
