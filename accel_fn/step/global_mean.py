@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -17,6 +17,7 @@ from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import TRAINING
 from accel_fn.errors import BatchError
 from accel_fn.step.loss_module import Metrics
+from accel_fn.step.loss_terms import COUNTED, counted_in
 from accel_fn.step.metric_sums import Layout, MetricSums, differing_elsewhere
 from accel_fn.step.plan import Plan
 
@@ -64,6 +65,8 @@ class GlobalMean:
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: Weight | None = None
         self.num_microbatches = len(weights)
+        self.is_open = False
+        """Of a loss that is a sum and a count: are gradients those of the sum, for `open_factor` to divide?"""
         self.of_ranks: list[tuple[bool, int]] = []
         """In a world of several, once the total is known: for each rank of the world, does its batch have a
         weight > 0, and its number of micro-batches."""
@@ -145,7 +148,9 @@ class GlobalMean:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
         if not factor:
             return
-        if isinstance(factor, tuple):
+        if counted_in(metrics):
+            pass  # the loss is a sum, which the metrics have beside its count
+        elif isinstance(factor, tuple):
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
         else:
             self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
@@ -195,6 +200,42 @@ class GlobalMean:
         )
         return self.layout.means(sums, total, self._mean)
 
+    def loss(self) -> Tensor:
+        """The mean loss over the global batch, [], of a forward alone."""
+        mean, metrics, total = self.close()
+        return self.layout.report(mean, total, metrics=metrics).loss
+
+    def is_single(self) -> bool:
+        """Has each rank one micro-batch at most?"""
+        self.total()
+        numbers = [num for _, num in self.of_ranks[data_places(self._state)]] if self.of_ranks else []
+        return max(numbers or [self.num_microbatches]) <= 1
+
+    def agree_on_counts(self, found: tuple[str, ...] | None) -> None:
+        """In the first batch, let ranks without items know whether the loss is sums and counts."""
+        weighing = [weighs for weighs, _ in self.of_ranks[data_places(self._state)]]
+        if all(weighing) or not any(weighing):
+            self.layout.counts = found
+            return
+        every = primitives.exchange(found, self._data, "step")
+        self.layout.counts = next((each for each in every if each is not None), None)
+
+    def seed_by_counts(self, pairs: Mapping[str, Any]) -> Tensor:
+        """The factor of each sum, [terms]: number of ranks / count over the ranks; 0 where nothing counts."""
+        names = self.layout.counts or ()
+        like = self._mean.reshape(-1)[:1]
+        own = [pairs[COUNTED + n][1] if COUNTED + n in pairs else like.new_zeros(()) for n in names]
+        counts = torch.stack([each.to(like) for each in own])
+        if self._num_ranks > 1:
+            self._sum(counts, self._data, "counts").wait()
+        return torch.where(counts > 0, self._num_ranks / counts, torch.zeros_like(counts))
+
+    def open_factor(self, metrics: Mapping[str, Tensor]) -> Tensor:
+        """The factor of gradients of a sum, averaged over the ranks, by its count over them."""
+        (pair,) = counted_in(metrics).values()
+        count = pair[1]
+        return torch.where(count > 0, self._num_ranks / count, torch.zeros_like(count))
+
     def extras(self, plan: Plan) -> dict[str, Any]:
         """Return the entries that it adds to the report of a step."""
         return {"stop": self.stop} if plan.should_stop else {}
@@ -239,4 +280,4 @@ def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | N
         return None
     if isinstance(share, tuple):
         return torch.stack([loss.new_full((), each) for each in share])
-    return loss.new_full((), share)
+    return loss.new_full(loss.shape, share)

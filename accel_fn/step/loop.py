@@ -7,12 +7,15 @@ from operator import call
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from accel_fn.base.given_batches import PLACES, place_of
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
 from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads
+from accel_fn.step.loss_module import Metrics, Outcome
+from accel_fn.step.loss_terms import COUNTED, counted_in
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -85,12 +88,18 @@ def run(
         else strategy.backward
     )
 
+    layout = strategy.layout
+
     def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
         loss, metrics = outputs(part, weight)
+        if layout.counts != ():
+            loss, metrics, seed = _counted(strategy, state, mean, (loss, metrics), weight)
+        else:
+            seed = None
         mean.add(loss.detach(), metrics, weight)
         if sends:
             mean.send()
-        backward(loss, seed_of(loss, mean.share(weight), state.scaler))
+        backward(loss, seed_of(loss, mean.share(weight), state.scaler) if seed is None else seed)
 
     if num_local:
         # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
@@ -111,6 +120,50 @@ def run(
         mean.send()
 
 
+def _counted(
+    strategy: Strategy, state: DistState, mean: GlobalMean, outcome: Outcome, weight: Weight
+) -> tuple[Tensor, Metrics, Tensor | None]:
+    """The outcome, and the seed of its backward where its terms are sums and counts.
+
+    The gradient of one sum may wait for its count as an open factor, up to the end of the step. Several
+    sums have several factors, and in float16 a sum may overflow: these need their counts before.
+    """
+    loss, metrics = outcome
+    layout, pairs = strategy.layout, counted_in(metrics)
+    if layout.counts is None:
+        names = tuple([name.removeprefix(COUNTED) for name in pairs])
+        found = names if weight and "" not in metrics else None
+        if state.world_size > 1 and not strategy.retries:
+            mean.total()
+            mean.agree_on_counts(found)
+        else:
+            layout.counts = found
+        if layout.counts is None:  # nothing is known yet, and so nothing is counted
+            layout.counts = names or None
+    if not layout.counts:
+        return loss, metrics, None
+    first = len(layout.counts) > 1 or state.scaler is not None or strategy.counts_first
+    is_single = mean.is_single()
+    if first and (not is_single or strategy.retries):
+        # On all ranks: marked as wrong metrics are, since one that raised here would raise alone.
+        what = "several terms" if len(layout.counts) > 1 else "gradients in float16, or of wrap_deepspeed"
+        rule = (
+            f"return means, by weight_fn, where {what} are computed in several micro-batches, whose counts "
+            "are not known before the first backward, got (sum, count); use one micro-batch a rank, or "
+            "Plan(..., weight_fn={name: ...}) and the mean of each term"
+        )
+        return loss, {"": rule}, torch.zeros_like(loss)
+    scale = None if state.scaler is None else state.scaler.scale
+    mean.is_open = not (first or (is_single and state.world_size == 1))
+    if mean.is_open:
+        return loss, metrics, torch.ones_like(loss) if weight else torch.zeros_like(loss)
+    seed = mean.seed_by_counts(pairs if weight else {})
+    seed = seed if scale is None else seed * scale
+    if not weight or not pairs:  # other metrics than in the first batch are refused once losses are added up
+        return loss, metrics, torch.zeros_like(loss)
+    return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
+
+
 def finish(
     strategy: Strategy, plan: Plan, state: DistState, mean: GlobalMean
 ) -> tuple[Grads, Report]:
@@ -118,6 +171,8 @@ def finish(
     strategy.average(state)
     loss, metrics, total = mean.close()
     grads = strategy.take(state, total)
+    if strategy.layout.counts and mean.is_open:
+        grads = grads.scaled(mean.open_factor(metrics))
     extras = mean.extras(plan)
     return grads, strategy.layout.report(loss, total, metrics=metrics, extras=extras)
 
