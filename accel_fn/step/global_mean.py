@@ -66,7 +66,7 @@ class GlobalMean:
         self._total: Weight | None = None
         self.num_microbatches = len(weights)
         self.is_open = False
-        """Of a loss that is a sum and a count: are gradients those of the sum, for `open_factor` to divide?"""
+        """Of a loss that is a sum and a count: are gradients those of the sum, not divided yet?"""
         self.of_ranks: list[tuple[bool, int]] = []
         """In a world of several, once the total is known: for each rank of the world, does its batch have a
         weight > 0, and its number of micro-batches."""
@@ -208,7 +208,9 @@ class GlobalMean:
     def is_single(self) -> bool:
         """Has each rank one micro-batch at most?"""
         self.total()
-        numbers = [num for _, num in self.of_ranks[data_places(self._state)]] if self.of_ranks else []
+        numbers = (
+            [num for _, num in self.of_ranks[data_places(self._state)]] if self.of_ranks else []
+        )
         return max(numbers or [self.num_microbatches]) <= 1
 
     def agree_on_counts(self, found: tuple[str, ...] | None) -> None:

@@ -19,7 +19,7 @@ from accel_fn.step.loss_terms import COUNTED, counted_in
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
-from accel_fn.step.wide_sums import WideBackward
+from accel_fn.step.wide_sums import Backward, WideBackward
 
 if TYPE_CHECKING:
     from accel_fn.step.strategy import Strategy
@@ -81,21 +81,14 @@ def run(
     every = [*zip(parts, weights, strict=True)]
     # If a rank may run out of memory, gradients stay on the ranks until all have voted.
     num_local = len(every) if strategy.retries else len(every) - 1
-    sums_wide = strategy.halves and len(every) > 1
-    backward = (
-        WideBackward(strategy.backward, strategy.halves, len(every))
-        if sums_wide
-        else strategy.backward
-    )
+    backward = _backward_of(strategy, len(every))
 
-    layout = strategy.layout
+    counts = partial(_counted, strategy, state, mean)
 
     def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
-        loss, metrics = outputs(part, weight)
-        if layout.counts != ():
-            loss, metrics, seed = _counted(strategy, state, mean, (loss, metrics), weight)
-        else:
-            seed = None
+        outcome = outputs(part, weight)
+        is_mean = strategy.layout.counts == ()
+        loss, metrics, seed = (*outcome, None) if is_mean else counts(outcome, weight)
         mean.add(loss.detach(), metrics, weight)
         if sends:
             mean.send()
@@ -118,6 +111,12 @@ def run(
     if strategy.retries or strategy.settles:
         strategy.settle(state)
         mean.send()
+
+
+def _backward_of(strategy: Strategy, num_microbatches: int) -> Backward:
+    if strategy.halves and num_microbatches > 1:
+        return WideBackward(strategy.backward, strategy.halves, num_microbatches)
+    return strategy.backward
 
 
 def _counted(
@@ -146,20 +145,26 @@ def _counted(
     is_single = mean.is_single()
     if first and (not is_single or strategy.retries):
         # On all ranks: marked as wrong metrics are, since one that raised here would raise alone.
-        what = "several terms" if len(layout.counts) > 1 else "gradients in float16, or of wrap_deepspeed"
+        what = (
+            "several terms"
+            if len(layout.counts) > 1
+            else "gradients in float16, or of wrap_deepspeed"
+        )
         rule = (
             f"return means, by weight_fn, where {what} are computed in several micro-batches, whose counts "
             "are not known before the first backward, got (sum, count); use one micro-batch a rank, or "
             "Plan(..., weight_fn={name: ...}) and the mean of each term"
         )
-        return loss, {"": rule}, torch.zeros_like(loss)
+        return loss, {**pairs, "": rule}, torch.zeros_like(loss)
     scale = None if state.scaler is None else state.scaler.scale
     mean.is_open = not (first or (is_single and state.world_size == 1))
     if mean.is_open:
         return loss, metrics, torch.ones_like(loss) if weight else torch.zeros_like(loss)
     seed = mean.seed_by_counts(pairs if weight else {})
     seed = seed if scale is None else seed * scale
-    if not weight or not pairs:  # other metrics than in the first batch are refused once losses are added up
+    if (
+        not weight or not pairs
+    ):  # other metrics than in the first batch are refused once losses are added up
         return loss, metrics, torch.zeros_like(loss)
     return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
 

@@ -136,7 +136,8 @@ def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
     found: dict[str, Any] = {}
     for name, (total, count) in pairs.items():
         value, number = _number(total, sums), _number(count, sums)
-        assert value is not None and number is not None
+        assert value is not None
+        assert number is not None
         # A part may have a sum and no count: all anchors, by the number of the positive ones.
         found[COUNTED + name] = value, number
     return sums, found if metrics is None else {**found, **checked_metrics(metrics, sums, [*pairs])}

@@ -70,9 +70,13 @@ def broken_pair(pairs: Mapping[str, Any]) -> str:
             return f"return all terms as (sum, count), or none, got {name!r} as {kind_of(pair)}"
         total, count = pair
         if not is_mean(total):
-            return f"return the sum of {name!r} as a 0-dim floating-point tensor, got {kind_of(total)}"
+            return (
+                f"return the sum of {name!r} as a 0-dim floating-point tensor, got {kind_of(total)}"
+            )
         if isinstance(count, Tensor) and count.is_complex():
-            return f"return the count of {name!r} as a number or a 0-dim tensor, got {kind_of(count)}"
+            return (
+                f"return the count of {name!r} as a number or a 0-dim tensor, got {kind_of(count)}"
+            )
     return ""
 
 

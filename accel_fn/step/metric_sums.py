@@ -52,7 +52,7 @@ class Layout:
         """Error that all ranks raise in the next step."""
 
     def without_metrics(self) -> Layout:
-        """The layout of a forward alone: of its metrics, that of sums and counts, which the loss is made of."""
+        """The layout of a forward alone: of its metrics, the sums and counts that the loss is made of."""
         sizes = None if self.counts is None else {COUNTED + name: 2 for name in self.counts}
         return Layout(self.dtype, sizes=sizes, is_sum=self.is_sum, terms=self.terms)
 
@@ -170,7 +170,9 @@ def finish_means(
     found = {}
     for name, fn in finish.items():
         if name in means:
-            raise LossError(f"{function}: finish must name new metrics, got {name!r}, which the loss has")
+            raise LossError(
+                f"{function}: finish must name new metrics, got {name!r}, which the loss has"
+            )
         value = fn(means)
         is_number = isinstance(value, int | float) or (
             isinstance(value, Tensor) and not value.ndim and not value.is_complex()

@@ -54,7 +54,7 @@ class Strategy:
     hooks_parameters: bool = False
     """Does it register hooks on parameters, beside which those of the user's are not found?"""
     counts_first: bool = False
-    """Must the count of a loss be known before its backward: are gradients in float16, or not to be scaled?"""
+    """Must the count of a loss be known before its backward, as where gradients are in float16?"""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
 
     def __init__(

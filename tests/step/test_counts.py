@@ -98,3 +98,144 @@ def test_ranks_and_microbatches_are_one_process(wrap, loss_fn, largest_k, data):
     for reports, actual in ranks:
         ours.assert_close(actual, expected)
         assert [float(each.loss) for each in reports] == pytest.approx(losses, rel=1e-12, abs=1e-12)
+
+
+def test_counts_terms_and_metrics_are_reported():
+    batch = a_batch(6)
+    (report,), _ = trained(af.DistState(), two, [[batch]], af.wrap_ddp())
+    out = network()(batch[0]).detach()
+    assert report.weight == 6
+    assert {name: float(each) for name, each in report.counts.items()} == {
+        "all": 6,
+        "some": int((out > 0).sum()),
+    }
+    assert float(report.metrics["largest"]) == pytest.approx(out.mean().item(), rel=1e-12)
+    assert float(report.terms["all"] + report.terms["some"]) == pytest.approx(float(report.loss))
+
+
+@pytest.mark.parametrize("loss_fn", [positives, two])
+def test_evaluate_and_forward_divide_over_all_ranks_and_batches(loss_fn):
+    batches = [a_batch(5, 1), a_batch(2, 2)]
+    whole = tuple(map(torch.cat, zip(*batches, strict=True)))
+    expected = mean_of(loss_fn)(network(), whole).item()
+
+    def run(state):
+        model = network()
+        plan = af.Plan(
+            loss_fn,
+            model,
+            ours.sgd(model.parameters()),
+            finish={"perplexity": lambda means: means["loss"].exp()},
+        )
+        state, step = af.build(state, af.wrap_ddp()(plan))
+        one = step.forward(state, af.part(whole, state))
+        found = af.evaluate(step, [af.part(each, state) for each in batches], state)
+        other = af.evaluate(
+            step,
+            [af.part(each, state) for each in batches],
+            state,
+            lambda model, batch: (
+                (loss_fn(model, batch), None) if loss_fn is positives else loss_fn(model, batch)
+            ),
+        )
+        return one.item(), found["loss"], other["loss"], found["perplexity"]
+
+    for world_size in (1, 2, 3):
+        for *losses, perplexity in simulate(run, world_size=world_size):
+            assert losses == pytest.approx([expected] * 3, rel=1e-12)
+            assert perplexity == pytest.approx(torch.tensor(expected).double().exp().item())
+
+
+def test_finish_gives_functions_of_means_with_every_report():
+    batch = a_batch(6)
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    def run(state):
+        options = {"finish": {"rmse": lambda means: means["loss"].sqrt()}}
+        parts = [[af.part(batch, state)]] * 3
+        (report,), _ = trained(state, loss_fn, parts, af.wrap_ddp(), **options)
+        return report.metrics["rmse"].item()
+
+    expected = loss_fn(network(), batch).sqrt().item()
+    for world_size in (1, 2, 3):
+        assert simulate(run, world_size=world_size) == pytest.approx([expected] * world_size)
+
+
+@pytest.mark.parametrize(
+    ("transform", "options", "text"),
+    [
+        (af.wrap_ddp(), {"weight_fn": lambda batch: 3}, "leave weight_fn out"),
+        (af.wrap_ddp(), {"reduction": "sum"}, "leave reduction out"),
+        (af.local_sgd(every=2), {}, "use wrap_ddp"),
+        (af.reproducible(num_virtual_ranks=2), {}, "give a weight_fn"),
+    ],
+)
+def test_what_knows_no_counts_refuses_them_on_all_ranks(transform, options, text):
+    def run(state):
+        model = network()
+        plan = af.Plan(positives, model, ours.sgd(model.parameters()), **options)
+        state, step = af.build(state, transform(plan), check_loss=False)
+        with pytest.raises(LossError, match=text):
+            step(state, af.part(a_batch(6), state))
+        return True
+
+    assert simulate(run, world_size=2) == [True, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_several_counts_in_several_microbatches_are_refused_on_all_ranks(world_size):
+    def run(state):
+        transform = af.compose(af.accumulate(2), af.wrap_ddp())
+        with pytest.raises(LossError, match="one micro-batch a rank"):
+            trained(state, two, [[af.part(a_batch(6), state)]] * 2, transform)
+        return True
+
+    assert all(simulate(run, world_size=world_size))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_loss_scale_has_its_counts_before_the_backward(wrap):
+    scale = 2.0**10
+
+    def scaled(plan):
+        from dataclasses import replace
+
+        def start(state):
+            return replace(state, scaler=af.LossScale.start(scale))
+
+        return replace(plan, init_state=(start,))
+
+    batches = [a_batch(5, seed) for seed in range(3)]
+    _, expected = by_hand(positives, batches)
+    for sizes in ([5], [2, 3], [5, 0]):
+        parts = ours.dealt(batches, [sizes] * 3)
+        ranks = simulate(
+            lambda state, parts=parts: trained(
+                state, positives, parts, af.compose(scaled, WRAPS[wrap])
+            ),
+            world_size=len(sizes),
+        )
+        for _, actual in ranks:
+            ours.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (lambda model, batch: (model(batch[0]).square().sum(), 6), "count of the items"),
+        (lambda model, batch: (model(batch[0]).square().sum().sqrt(), len(batch[0])), "add up"),
+    ],
+)
+def test_sums_and_counts_that_do_not_add_up_are_warned_of(loss_fn, text):
+    with pytest.warns(UserWarning, match=text):
+        trained(af.DistState(), loss_fn, [[a_batch(12)]], af.accumulate(2))
+
+
+def test_a_mean_beside_a_count_is_refused():
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1]), len(batch[0])
+
+    with pytest.raises(LossError, match="got a mean"):
+        trained(af.DistState(), loss_fn, [[a_batch(12)]], af.accumulate(2))

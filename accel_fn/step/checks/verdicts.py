@@ -192,8 +192,8 @@ class Verdicts:
         if self._is_counted and "mean" in self._fitting:
             raise LossError(
                 "step: loss_fn must return the sum over its items beside a count, got a mean: "
-                f"{cut.whole:.6g} for a batch, {_numbers(cut.losses)} for parts; return (mean * count, count), "
-                "or the mean alone, with a weight_fn, or build(..., check_loss=False)"
+                f"{cut.whole:.6g} for a batch, {_numbers(cut.losses)} for parts; return (mean * count, "
+                "count), or the mean alone, with a weight_fn, or build(..., check_loss=False)"
             )
         if self._is_counted:
             return
@@ -322,9 +322,9 @@ class Verdicts:
             name, (whole, parts) = next(iter(pairs.items()))
             self._warn(
                 "step: loss_fn should return a count of the items of its own rows, got a mean of "
-                f"{name.removeprefix(COUNTED)!r} of {whole:.6g} for a batch and {parts:.6g} by its parts, whose "
-                "sums agree; so the result depends on the number of ranks and micro-batches. Count the part's "
-                "own items, or build(..., check_loss=False)"
+                f"{name.removeprefix(COUNTED)!r} of {whole:.6g} for a batch and {parts:.6g} by its "
+                "parts, whose sums agree; so the result depends on the number of ranks and "
+                "micro-batches. Count the part's own items, or build(..., check_loss=False)"
             )
             return
         self._warn(wrong_metrics("step", found))
