@@ -21,6 +21,7 @@ from accel_fn.checkpoint.save import save as save
 from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
 from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
 from accel_fn.checkpoint.weights.whole_state_dict import whole_state_dict as whole_state_dict
+from accel_fn.comm.batch_mean import batch_mean as batch_mean
 from accel_fn.comm.collectives import any_rank as any_rank
 from accel_fn.comm.collectives import barrier as barrier
 from accel_fn.comm.collectives import broadcast as broadcast

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,3 +32,17 @@ def copied_buffers(model: nn.Module, *, saved: bool = False) -> list[BufferCopy]
         for name, buffer in module.named_buffers(recurse=False)
         if not (saved and name in module._non_persistent_buffers_set)
     ]
+
+
+@contextmanager
+def spare_buffers(model: nn.Module) -> Iterator[None]:
+    """A context in which forwards write to copies of the buffers, of which nothing is kept."""
+    # Not copied back: a graph that is still to run backward refuses buffers that were written since.
+    homes = [(vars(module)["_buffers"], dict(module._buffers)) for module in model.modules()]
+    try:
+        for home, own in homes:
+            home.update({n: each if each is None else each.clone() for n, each in own.items()})
+        yield
+    finally:
+        for home, own in homes:
+            home.update(own)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel_fn.base.state import DistState
@@ -28,10 +29,20 @@ from accel_fn.step.checks.first_batches import Looks
 from accel_fn.step.checks.metrics import MetricsLook
 from accel_fn.step.checks.trial import Outputs
 from accel_fn.step.frozen_models import given_frozen
-from accel_fn.step.loss_module import Outcome, checked_metrics, run_placed
-from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, stacked
+from accel_fn.step.loss_module import Outcome, checked_metrics, counted, parted, run_placed
+from accel_fn.step.loss_terms import (
+    COUNTED,
+    broken_pair,
+    broken_rule,
+    counted_in,
+    is_mean,
+    kind_of,
+    pairs_in,
+    stacked,
+)
+from accel_fn.step.metric_sums import finish_means
 from accel_fn.step.microbatches import Parts, Weights, microbatches
-from accel_fn.step.plan import Plan
+from accel_fn.step.plan import FinishFn, Plan, check_finish
 from accel_fn.step.step import Step
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
@@ -45,6 +56,7 @@ def evaluate(
     metric_fn: MetricFn | None = None,
     *,
     progress: bool | None = None,
+    finish: Mapping[str, FinishFn] | None = None,
 ) -> dict[str, float | Tensor]:
     """Compute metrics, or a loss, over every sample of a loader, once, and over all ranks: sums over counts.
 
@@ -75,10 +87,13 @@ def evaluate(
             (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
             each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
         progress: a bar on the main rank. Default: in a terminal or a notebook.
+        finish: by name, functions of the means of the whole loader, `means -> number`, where `means` maps
+            names to float64 tensors: `{"perplexity": lambda means: means["loss"].exp()}`. Default: those
+            of the plan, without a `metric_fn`; else none.
 
     Returns:
-        The mean of every metric, on all ranks: a float, or a tensor in float64 on the host where
-        values have trailing dimensions. nan where nothing was counted.
+        The values of `finish`, and the mean of every metric, on all ranks: a float, or a tensor in float64
+        on the host where values have trailing dimensions. nan where nothing was counted.
 
     Raises:
         ValueError: on every rank: values that are a mean already, of another length
@@ -113,7 +128,12 @@ def evaluate(
     """
     check_step("evaluate", step, state)
 
-    def read() -> tuple[tuple[Totals, bool], Looks]:
+    if finish is not None:
+        check_finish("evaluate", finish)
+    own_finish = step.plan.finish if metric_fn is None else {}
+    functions = own_finish if finish is None else finish
+
+    def read() -> tuple[tuple[Totals, Sequence[str] | None], Looks]:
         check_loader("evaluate", loader, state)
         if metric_fn is not None and not callable(metric_fn):
             rule = "be a function (model, batch) -> {name: values} or (loss, metrics)"
@@ -122,12 +142,23 @@ def evaluate(
         own = _RankTotals(step, state, given)
         looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
         totals = {name: total.to_host() for name, total in own.totals.items()}
-        return (totals, own.has_losses), looks
+        return (totals, own.terms if own.has_losses else None), looks
 
     every = read_on_all_ranks("evaluate", step, state, read)
     found = means([totals for totals, _ in every], is_main=state.is_main)
-    has_losses = any(each for _, each in every)
-    return _with_sum(found, step.plan.terms) if has_losses and step.plan.terms else found
+    terms = max((each for _, each in every if each is not None), key=len, default=())
+    found = _with_sum(found, terms) if len(terms) > 1 or step.plan.terms else found
+    return {**found, **_finished(functions, found)} if functions else found
+
+
+def _finished(
+    functions: Mapping[str, FinishFn], found: Mapping[str, float | Tensor]
+) -> dict[str, float]:
+    """The values of functions of the means."""
+    zero = torch.zeros((), dtype=torch.float64)
+    means = {name: torch.as_tensor(each, dtype=torch.float64) for name, each in found.items()}
+    values = finish_means("evaluate", functions, means, zero)
+    return {name: each.item() for name, each in values.items()}
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
@@ -145,6 +176,8 @@ class _RankTotals:
         self.totals: Totals = {}
         self.has_losses = metric_fn is None
         """Does it hold the terms of a loss, whose sum is wanted too?"""
+        self.terms: Sequence[str] = step.plan.terms
+        """The names of its terms."""
         self._has_means = False
         """Are there metrics beside a loss that are no pairs?"""
         self._look = MetricsLook(step.plan, step.strategy, state, self._outputs_of(metric_fn))
@@ -190,8 +223,15 @@ class _RankTotals:
             for part, weight in zip(parts, weights, strict=True):
                 outcome = strategy.outputs(plan, state, part, weight)
                 if weight:
-                    self._note(outcome[1])
-                    self._add(totals_of(_sums_of(plan, outcome, weight, "loss_fn"), None))
+                    self._add_outcome(outcome, weight, "loss_fn")
+
+    def _add_outcome(self, outcome: Outcome, weight: Weight, function: str) -> None:
+        """Add loss and metrics of a micro-batch."""
+        pairs = counted_in(outcome[1])
+        if pairs:
+            self.terms = [name.removeprefix(COUNTED) for name in pairs]
+        self._note(outcome[1])
+        self._add(totals_of(_sums_of(self._step.plan, outcome, weight, function), None))
 
     def _add_part(self, part: Any, found: Any) -> None:
         """Add what `metric_fn` returned for a micro-batch."""
@@ -202,13 +242,17 @@ class _RankTotals:
         plan = self._step.plan
         (weight,) = weigh(plan.weight_fn, [part])
         if weight:
-            outcome = _outcome(plan, *found)
-            self._note(outcome[1])
-            self._add(totals_of(_sums_of(plan, outcome, weight, "metric_fn"), None))
+            self._add_outcome(_outcome(plan, *parted(found)), weight, "metric_fn")
 
 
 def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:
     """Check what `metric_fn` returned, as the step checks what `loss_fn` returns."""
+    pairs = {} if isinstance(loss, Tensor) or plan.terms else pairs_in(loss)
+    if pairs:
+        broken = broken_pair(pairs)
+        if broken:
+            raise LossError(f"evaluate: metric_fn must {broken}")
+        return counted(pairs, metrics)
     broken = broken_rule(loss, plan.terms) if plan.terms else ""
     if not plan.terms and not is_mean(loss):
         broken = f"return (loss, metrics) with a 0-dim floating-point loss, got {kind_of(loss)}"
@@ -221,7 +265,10 @@ def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:
 def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dict[str, Metric]:
     """Sums and counts of the loss and the metrics of a micro-batch."""
     loss, metrics = outcome
-    if isinstance(weight, tuple):
+    sums: dict[str, Metric]
+    if counted_in(metrics):
+        sums = {}
+    elif isinstance(weight, tuple):
         terms = zip(plan.terms, loss, weight, strict=True)
         sums = {name: _sum_of(mean, each) for name, mean, each in terms}
     elif plan.reduction == "sum":
@@ -232,7 +279,7 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
         if isinstance(value, str):
             raise LossError(f"evaluate: {function} must {value}")
         if isinstance(value, tuple):
-            sums[name] = value
+            sums[name.removeprefix(COUNTED)] = value
         else:
             assert not isinstance(weight, tuple)  # beside terms, metrics are pairs
             sums[name] = _sum_of(value, weight)

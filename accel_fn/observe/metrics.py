@@ -161,7 +161,10 @@ def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor
 
 
 def _is_nothing(totals: Totals) -> bool:
-    return totals.keys() == NOTHING.keys() and not totals["loss"].count.any()
+    # A rank may have a sum and no count: all anchors, by the number of the positive ones.
+    if totals.keys() != NOTHING.keys():
+        return False
+    return not (totals["loss"].count.any() or totals["loss"].sum.any())
 
 
 def _mean(name: str, total: Total) -> float | Tensor:

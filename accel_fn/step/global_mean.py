@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -17,6 +17,7 @@ from accel_fn.comm import primitives
 from accel_fn.comm.differentiable import TRAINING
 from accel_fn.errors import BatchError
 from accel_fn.step.loss_module import Metrics
+from accel_fn.step.loss_terms import COUNTED, by_count, counted_in
 from accel_fn.step.metric_sums import Layout, MetricSums, differing_elsewhere
 from accel_fn.step.plan import Plan
 
@@ -65,6 +66,8 @@ class GlobalMean:
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: Weight | None = None
         self.num_microbatches = len(weights)
+        self.is_open = False
+        """Of a loss that is a sum and a count: are gradients those of the sum, not divided yet?"""
         self.of_ranks: list[tuple[bool, int]] = []
         """In a world of several, once the total is known: for each rank of the world, does its batch have a
         weight > 0, and its number of micro-batches."""
@@ -150,7 +153,9 @@ class GlobalMean:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
         if not factor:
             return
-        if isinstance(factor, tuple):
+        if counted_in(metrics):
+            pass  # the loss is a sum, which the metrics have beside its count
+        elif isinstance(factor, tuple):
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
         else:
             self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
@@ -200,6 +205,39 @@ class GlobalMean:
         )
         return self.layout.means(sums, total, self._mean)
 
+    def loss(self) -> Tensor:
+        """The mean loss over the global batch, [], of a forward alone."""
+        mean, metrics, total = self.close()
+        return self.layout.report(mean, total, metrics=metrics).loss
+
+    def agree_on_counts(self, found: tuple[str, ...] | None) -> None:
+        """In the first batch, let ranks without items know whether the loss is sums and counts."""
+        weighing = [weighs for weighs, _ in self.of_ranks[data_places(self._state)]]
+        if all(weighing) or not any(weighing):
+            self.layout.counts = found
+            return
+        every = primitives.exchange(found, self._data, "step")
+        self.layout.counts = next((each for each in every if each is not None), None)
+
+    def seed_by_counts(self, every: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The factor of each sum, [terms]: number of ranks / count over the ranks; 0 where nothing counts.
+
+        `every` has the sums and counts of each micro-batch of this rank.
+        """
+        names = [COUNTED + name for name in self.layout.counts or ()]
+        counts = torch.zeros(len(names), dtype=self._mean.dtype, device=self._mean.device)
+        for pairs in every:
+            if all(name in pairs for name in names):
+                counts = counts + torch.stack([pairs[name][1].to(counts) for name in names])
+        if self._num_ranks > 1:
+            self._sum(counts, self._data, "counts").wait()
+        return by_count(counts, self._num_ranks)
+
+    def open_factor(self, metrics: Mapping[str, Tensor]) -> Tensor:
+        """The factor of gradients of a sum, averaged over the ranks, by its count over them."""
+        (pair,) = counted_in(metrics).values()
+        return by_count(pair[1], self._num_ranks)
+
     def extras(self, plan: Plan) -> dict[str, Any]:
         """Return the entries that it adds to the report of a step."""
         return {"stop": self.stop} if plan.should_stop else {}
@@ -244,4 +282,4 @@ def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | N
         return None
     if isinstance(share, tuple):
         return torch.stack([loss.new_full((), each) for each in share])
-    return loss.new_full((), share)
+    return loss.new_full(loss.shape, share)

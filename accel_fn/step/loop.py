@@ -11,12 +11,13 @@ import torch
 from accel_fn.base.given_batches import PLACES, place_of
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
+from accel_fn.step.counted_loss import CountedLoss
 from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
-from accel_fn.step.wide_sums import WideBackward
+from accel_fn.step.wide_sums import wide_backward
 
 if TYPE_CHECKING:
     from accel_fn.step.strategy import Strategy
@@ -78,19 +79,17 @@ def run(
     every = [*zip(parts, weights, strict=True)]
     # If a rank may run out of memory, gradients stay on the ranks until all have voted.
     num_local = len(every) if strategy.retries else len(every) - 1
-    sums_wide = strategy.halves and len(every) > 1
-    backward = (
-        WideBackward(strategy.backward, strategy.halves, len(every))
-        if sums_wide
-        else strategy.backward
-    )
+    backward = wide_backward(strategy.backward, strategy.halves, len(every))
+    is_mean = strategy.layout.counts == ()
+    counts = None if is_mean else CountedLoss(strategy, plan, state, mean, every)
 
     def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
-        loss, metrics = outputs(part, weight)
+        outcome = outputs(part, weight)
+        loss, metrics, seed = (*outcome, None) if counts is None else counts(outcome, weight)
         mean.add(loss.detach(), metrics, weight)
         if sends:
             mean.send()
-        backward(loss, seed_of(loss, mean.share(weight), state.scaler))
+        backward(loss, seed_of(loss, mean.share(weight), state.scaler) if seed is None else seed)
 
     if num_local:
         # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
@@ -118,6 +117,8 @@ def finish(
     strategy.average(state)
     loss, metrics, total = mean.close()
     grads = strategy.take(state, total)
+    if strategy.layout.counts and mean.is_open:
+        grads = grads.scaled(mean.open_factor(metrics))
     extras, samples = mean.extras(plan), mean.samples
     report = strategy.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
     return grads, report

@@ -17,14 +17,27 @@ from accel_fn.base.weights import Weight
 from accel_fn.comm.dtensor import is_sharded, whole
 from accel_fn.errors import BatchError, LossError
 from accel_fn.step.frozen_models import given_frozen
-from accel_fn.step.loss_terms import broken_rule, is_mean, kind_of, leave_out, stacked
+from accel_fn.step.loss_terms import (
+    COUNTED,
+    broken_pair,
+    broken_rule,
+    is_mean,
+    is_pair,
+    kind_of,
+    leave_out,
+    pairs_in,
+    stacked,
+)
 from accel_fn.step.plan import ContextFn, LossFn, Plan, describe
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
 """By name a mean, [], or a sum and its count; a str is the rule that a value breaks."""
 Outcome = tuple[Tensor, Metrics]
-"""The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics."""
+"""The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics.
+
+Of a loss that is a sum and a count, the sums, [] or [terms]; `counted_in` finds both in the metrics.
+"""
 
 
 class LossModule(nn.Module):
@@ -53,6 +66,8 @@ class LossModule(nn.Module):
         self.idle: nn.Parameter | None = None
         self.shards: Collection[Tensor] = ()
         """The parameters whose gradients `wrap_fsdp` adds up, but for what of them is unsharded."""
+        self.refuses_counts = ""
+        """Why a loss may be no sum and count; empty if it may."""
         self.joining: Sequence[Node | None] = ()
         """Nodes of the graph where gradients of all ranks meet: a term that is left out ends before them."""
 
@@ -64,12 +79,21 @@ class LossModule(nn.Module):
         if batch is None:
             return self._zero(), {}
         found: Any = self.loss_of(self.model, batch)
-        loss, metrics = found if type(found) is tuple and len(found) == 2 else (found, None)
+        loss, metrics = parted(found)
+        if not isinstance(loss, Tensor) and not self.terms and pairs_in(loss):
+            return self._counted(pairs_in(loss), metrics)
         if self.terms:
             return self._of_terms(loss, metrics, left_out)
         if not is_mean(loss):
             _refuse_loss(loss)
         return loss, {} if metrics is None else checked_metrics(metrics, loss)
+
+    def _counted(self, pairs: Mapping[str, Any], metrics: Any) -> Outcome:
+        broken = self.refuses_counts or broken_pair(pairs)
+        if broken:
+            terms = [each[0] for each in pairs.values() if is_pair(each) and is_mean(each[0])]
+            return sum(terms, self._zero()), {"": broken}
+        return counted(pairs, metrics)
 
     def _zero(self) -> Tensor:
         """A zero that reaches every parameter."""
@@ -97,6 +121,26 @@ class LossModule(nn.Module):
                 terms[0] = terms[0] + self._zero()
         loss = stacked(terms)
         return loss, {} if metrics is None else checked_metrics(metrics, loss, self.terms)
+
+
+def parted(found: Any) -> tuple[Any, Any]:
+    """The loss, and the metrics beside it or None, of what a loss function returned."""
+    is_two = type(found) is tuple and len(found) == 2 and not is_pair(found)
+    return found if is_two else (found, None)
+
+
+def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
+    """The outcome of a loss whose terms are sums and counts; counts carry no gradient."""
+    totals = [total for total, _ in pairs.values()]
+    sums = stacked(totals) if len(totals) > 1 else totals[0]
+    found: dict[str, Any] = {}
+    for name, (total, count) in pairs.items():
+        value, number = _number(total, sums), _number(count, sums)
+        assert value is not None
+        assert number is not None
+        # A part may have a sum and no count: all anchors, by the number of the positive ones.
+        found[COUNTED + name] = value, number
+    return sums, found if metrics is None else {**found, **checked_metrics(metrics, sums, [*pairs])}
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:

@@ -39,6 +39,66 @@ def kind_of(value: object) -> str:
     )
 
 
+COUNTED = "(sum, count) of "
+"""Begins the name of the metric that holds a term which is a sum and its count; no name of a user's."""
+
+
+def is_pair(value: object) -> bool:
+    """Is it a sum and a count?"""
+    if type(value) is not tuple or len(value) != 2:
+        return False
+    total, count = value
+    is_count = not count.ndim if isinstance(count, Tensor) else isinstance(count, int | float)
+    return is_count and isinstance(total, Tensor | int | float)
+
+
+def pairs_in(loss: object) -> Mapping[str, tuple[Any, Any]]:
+    """The terms of a loss that are sums and counts, by name: "loss" if it is one; none of a loss of means."""
+    if is_pair(loss):
+        return {"loss": loss}  # type: ignore[dict-item]
+    if isinstance(loss, Mapping) and loss and any(map(is_pair, loss.values())):
+        return loss
+    return {}
+
+
+def broken_pair(pairs: Mapping[str, Any]) -> str:
+    """The rule that sums and counts break; "" where they break none."""
+    for name, pair in pairs.items():
+        if not isinstance(name, str) or (name == "loss" and len(pairs) > 1):
+            return f'name terms by strings other than "loss", got {name!r}'
+        if not is_pair(pair):
+            return f"return all terms as (sum, count), or none, got {name!r} as {kind_of(pair)}"
+        total, count = pair
+        if not is_mean(total):
+            return (
+                f"return the sum of {name!r} as a 0-dim floating-point tensor, got {kind_of(total)}"
+            )
+        if isinstance(count, Tensor) and count.is_complex():
+            return (
+                f"return the count of {name!r} as a number or a 0-dim tensor, got {kind_of(count)}"
+            )
+    return ""
+
+
+def counted_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The terms of a loss that are sums and counts, by the names of their metrics."""
+    # They come first, so that most steps look at one name.
+    if not metrics or not next(iter(metrics)).startswith(COUNTED):
+        return {}
+    return {name: value for name, value in metrics.items() if name.startswith(COUNTED)}
+
+
+def by_count(count: Tensor, factor: float = 1.0) -> Tensor:
+    """The factor by the count, for each of several; 0 where nothing was counted."""
+    return torch.where(count > 0, factor / count, torch.zeros_like(count))
+
+
+def divided(pair: Tensor) -> Tensor:
+    """The mean of a sum and its count, [2]; 0 where nothing was counted."""
+    total, count = pair.unbind()
+    return torch.where(count > 0, total / count, torch.zeros_like(total))
+
+
 def stacked(terms: Iterable[Tensor]) -> Tensor:
     """The terms as one tensor, [terms], in the widest of their dtypes."""
     every = list(terms)

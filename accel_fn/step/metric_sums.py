@@ -5,7 +5,8 @@ Apart from `global_mean`, because virtual ranks and compiled steps add metrics u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from accel_fn.base.weights import Weight
 from accel_fn.comm import primitives
 from accel_fn.errors import LossError
 from accel_fn.step.loss_module import Metrics
+from accel_fn.step.loss_terms import COUNTED, counted_in, divided
 from accel_fn.step.report import Report
 
 _REPAIR = "return all metrics for every batch"
@@ -42,12 +44,17 @@ class Layout:
         """The names of the loss's terms, whose means are one tensor, [terms]; none: it has one mean, []."""
         self.sizes = sizes
         """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
+        self.counts: tuple[str, ...] | None = None
+        """The terms of a loss that are sums and counts; none of a loss of means. None: not known yet."""
+        self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
+        """Functions of the means of a step, whose values are metrics too."""
         self.pending_error: LossError | None = None
         """Error that all ranks raise in the next step."""
 
     def without_metrics(self) -> Layout:
-        """The layout of a forward alone."""
-        return Layout(self.dtype, sizes={}, is_sum=self.is_sum, terms=self.terms)
+        """The layout of a forward alone: of its metrics, the sums and counts that the loss is made of."""
+        sizes = None if self.counts is None else {COUNTED + name: 2 for name in self.counts}
+        return Layout(self.dtype, sizes=sizes, is_sum=self.is_sum, terms=self.terms)
 
     def zero(self, state: DistState) -> Tensor:
         """The mean loss of nothing, or those of its terms."""
@@ -56,6 +63,22 @@ class Layout:
 
     def report(self, mean: Tensor, total: Weight, **others: Any) -> Report:
         """A report of the mean loss, or of the means of its terms."""
+        report = self._report(mean, total, **others)
+        return finished("step", self.finish, report) if self.finish else report
+
+    def _report(
+        self, mean: Tensor, total: Weight, metrics: Mapping[str, Tensor], **others: Any
+    ) -> Report:
+        others["metrics"] = metrics
+        pairs = counted_in(metrics)
+        if pairs:
+            others["metrics"] = {n: each for n, each in metrics.items() if n not in pairs}
+            every = {name.removeprefix(COUNTED): pair for name, pair in pairs.items()}
+            means = {name: divided(pair) for name, pair in every.items()}
+            loss = torch.stack([*means.values()]).sum()
+            counts = {name: pair[1] for name, pair in every.items()}
+            terms = means if len(means) > 1 else {}
+            return Report(loss=loss, weight=total, counts=counts, terms=terms, **others)  # type: ignore[arg-type]
         if not self.terms:
             return Report(loss=mean, weight=total, **others)  # type: ignore[arg-type]
         weights = total if isinstance(total, tuple) else (0,) * len(self.terms)
@@ -98,10 +121,17 @@ class Layout:
     def means(self, values: Mapping[str, Tensor], total: Weight, like: Tensor) -> dict[str, Tensor]:
         """The means, from the sums over all ranks; nan where nothing was counted."""
         nothing = like.new_full((), torch.nan)
-        return {
+        means = {
             name: _mean(values[name]) if total and name in values else nothing
             for name, _ in self._sorted()
+            if not name.startswith(COUNTED)
         }
+        return {**self.pairs(values, like), **means}
+
+    def pairs(self, values: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+        """The sums and counts of the loss over all ranks, [2] each."""
+        names = [name for name, _ in self._sorted() if name.startswith(COUNTED)]
+        return {name: values[name] if name in values else like.new_zeros(2) for name in names}
 
     def vector(self, values: Mapping[str, Tensor], like: Tensor, *, is_wrong: bool) -> list[Tensor]:
         """The sums in the order of names, 0 if this rank has none; nan if its metrics are others."""
@@ -119,6 +149,41 @@ class Layout:
 
     def _sorted(self) -> list[tuple[str, int]]:
         return sorted((self.sizes or {}).items())
+
+
+def finished(
+    function: str, finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]], report: Report
+) -> Report:
+    """The report with functions of its means among the metrics."""
+    means = {"loss": report.loss, **report.terms, **report.metrics}
+    found = finish_means(function, finish, means, report.loss)
+    return replace(report, metrics={**report.metrics, **found})
+
+
+def finish_means(
+    function: str,
+    finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]],
+    means: Mapping[str, Tensor],
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """The values of functions of means, by name, each []."""
+    found = {}
+    for name, fn in finish.items():
+        if name in means:
+            raise LossError(
+                f"{function}: finish must name new metrics, got {name!r}, which the loss has"
+            )
+        value = fn(means)
+        is_number = isinstance(value, int | float) or (
+            isinstance(value, Tensor) and not value.ndim and not value.is_complex()
+        )
+        if not is_number:
+            got = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise LossError(
+                f"{function}: finish must return a real number or 0-dim tensor for {name!r}, got {got}"
+            )
+        found[name] = torch.as_tensor(value).detach().to(like)
+    return found
 
 
 def _mean(value: Tensor) -> Tensor:

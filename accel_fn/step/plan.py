@@ -24,8 +24,9 @@ Batch = TypeVar("Batch", contravariant=True, default=Any)
 """The type of a batch: that of `loss_fn`'s second parameter; Any if it has no annotation."""
 Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
 """A mean over the batch's items, or a sum and its count."""
-Loss = Tensor | Mapping[str, Tensor]
-"""A mean, or several by the names of `weight_fn`."""
+Pair = tuple[Tensor, float | Tensor]
+Loss = Tensor | Mapping[str, Tensor] | Pair | Mapping[str, Pair]
+"""A mean, or several by the names of `weight_fn`; or a sum and its count, or several by name."""
 
 
 class FrozenLossFn(Protocol[Batch]):
@@ -53,6 +54,7 @@ AcceptFn = Callable[[DistState, Grads], Tensor]
 GradientFn = Callable[[DistState, Grads], Grads]
 UpdateFn = Callable[[DistState, Report], DistState]
 StopFn = Callable[[], bool]
+FinishFn = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -67,7 +69,9 @@ class Plan(Generic[Batch]):
         loss_fn: `(model, batch) -> loss` or `(loss, metrics)`: the *mean* loss over the batch's
             items, [], floating-point, and a dict of what to report beside it: by name, the same
             names for every batch, a real number or tensor [], which is a mean over the same items,
-            or a pair `(sum, count)`. The report has them over the global batch. A function with a
+            or a pair `(sum, count)`. The report has them over the global batch. In place of the mean it may
+            return a pair `(sum, count)`, or a dict of pairs: the loss is then the sum over the global batch
+            by the count over the global batch, and `weight_fn` is left out. A function with a
             parameter named `frozen` also gets the frozen models by it.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
         optimizer: any `torch.optim.Optimizer` over parameters of `model`, or several by name, over
@@ -85,6 +89,9 @@ class Plan(Generic[Batch]):
             a teacher or a reference: `{"vae": vae, "text": encoder}`. `build` places them, puts them into
             evaluation mode and calls `requires_grad_(False)`; every rank gets rank 0's values. `place` can
             cast them. A checkpoint holds a hash of each tensor, and no values.
+        finish: by name, functions of the means of a step, `means -> number`, where `means` maps "loss", terms
+            and metrics to tensors []: `{"perplexity": lambda means: means["loss"].exp()}`. Their values are
+            metrics, too, and `evaluate` calls them with the means of its loss.
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
         place_frozen: `(state, model) -> model` for each frozen model, in place; at most one.
@@ -108,7 +115,7 @@ class Plan(Generic[Batch]):
             any rank returns True, `report.extras["stop"]` is True on all.
 
     Raises:
-        TypeError: one of the four, or a frozen model, is not what it must be.
+        TypeError: one of the four, a frozen model or `finish` is not what it must be.
         ValueError: `weight_fn` is an empty mapping, has a term "loss", or stands beside `reduction="sum"`; a
             frozen model has an empty name, or one with "/" or "@".
 
@@ -123,6 +130,7 @@ class Plan(Generic[Batch]):
     weight_fn: WeightFn | Mapping[str, WeightFn] = num_samples
     reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
     frozen: Mapping[str, nn.Module] = field(default_factory=dict, kw_only=True)
+    finish: Mapping[str, FinishFn] = field(default_factory=dict, kw_only=True)
     init_state: tuple[InitFn, ...] = field(default=(), kw_only=True)
     place_model: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
     place_frozen: tuple[ModuleFn, ...] = field(default=(), kw_only=True)
@@ -160,6 +168,8 @@ class Plan(Generic[Batch]):
             object.__setattr__(self, "weight_fn", dict(self.weight_fn))
         self._check_frozen()
         object.__setattr__(self, "frozen", dict(self.frozen))
+        check_finish("Plan", self.finish)
+        object.__setattr__(self, "finish", dict(self.finish))
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
@@ -326,6 +336,16 @@ class Stateful(SlotFunction):
         """`fn(state, plan, **settings)` makes the function."""
 
 
+def check_finish(function: str, finish: object) -> None:
+    """Refuse what is no mapping of names to functions of means."""
+    holds = isinstance(finish, Mapping) and all(
+        isinstance(name, str) and name and callable(fn) for name, fn in finish.items()
+    )
+    if not holds:
+        rule = "be a mapping of names to functions of means"
+        raise ArgumentTypeError(message(function, "finish", rule, type(finish).__name__))
+
+
 def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters of an optimizer that require a gradient, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -333,7 +353,7 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def slot_names() -> list[str]:
     """The slots of a plan, in the order of its fields."""
-    return [each.name for each in fields(Plan)[6:]]
+    return [each.name for each in fields(Plan)[7:]]
 
 
 def describe(fn: Any) -> str:

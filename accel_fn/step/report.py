@@ -25,6 +25,8 @@ class Report:
             the loss's dtype, detached; nan where nothing was counted.
         terms: where `weight_fn` is a mapping, the mean of each term over its own items of the global
             batch, by name: each [], as `loss`; 0 where nothing was counted.
+        counts: where `loss_fn` returns sums and counts, the count of each term over the global batch, by name
+            ("loss" of one alone): each [], as `loss`. `weight` is then the number of samples.
         applied: [], bool: was the optimizer run? False where the update was skipped.
         extras: what transforms add, by name.
     """
@@ -36,6 +38,7 @@ class Report:
     applied: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     terms: Mapping[str, Tensor] = field(default_factory=dict)
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     _verdict: Tensor | None = field(default=None, repr=False)
     """As `verdict_of` returns it; None: the same as `applied`."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from accel_fn.base.batch import num_samples
 from accel_fn.base.given_batches import Place
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
@@ -21,6 +22,7 @@ from accel_fn.step.checks.parameters import TrainedParameters
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads, global_norm
 from accel_fn.step.loss_module import Outcome, in_contexts, loss_module_of, placed, run_terms
+from accel_fn.step.loss_terms import counted_in
 from accel_fn.step.main_buffers import main_buffers
 from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
@@ -51,6 +53,8 @@ class Strategy:
     """Does its backward leave gradients in `.grad`?"""
     hooks_parameters: bool = False
     """Does it register hooks on parameters, beside which those of the user's are not found?"""
+    counts_first: bool = False
+    """Must the count of a loss be known before its backward, as where gradients are in float16?"""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
 
     def __init__(
@@ -87,6 +91,9 @@ class Strategy:
             loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
         )
         """Dtype of losses and metrics, and their names once a batch had items."""
+        self.layout.finish = plan.finish
+        loss_module_of(module).refuses_counts = _counts_refused(state, plan)
+        self.counts_first |= any(each.dtype == torch.float16 for each in self.reachable)
         self.parameters = TrainedParameters(plan)
         self.check_parts: Callable[[Parts], Exception | None] | None = None
         """Returns the error of micro-batches that must not run; None if nothing need be checked."""
@@ -143,13 +150,14 @@ class Strategy:
             with torch.no_grad():
                 parts, weights = self.pad(state, mean, parts, weights)
                 for part, weight in zip(parts, weights, strict=True):
-                    mean.add(self.outputs(plan, state, part, weight)[0], {}, weight)
+                    loss, metrics = self.outputs(plan, state, part, weight)
+                    mean.add(loss, counted_in(metrics), weight)
                 self.settle(state)
         except BaseException:
             self.reset()
             raise
         mean.send()
-        return mean.close()[0].sum()
+        return mean.loss()
 
     def global_mean(
         self,
@@ -276,6 +284,20 @@ class Strategy:
 
     def reset(self) -> None:
         """Forget what a step that failed has left behind."""
+
+
+def _counts_refused(state: DistState, plan: Plan) -> str:
+    """Why a loss may return no sum and count in this plan; empty if it may."""
+    what = "return the mean over the items that weight_fn counts, got (sum, count)"
+    if plan.weight_fn is not num_samples:
+        return f"{what} beside a weight_fn; leave weight_fn out"
+    if plan.reduction == "sum":
+        return f'{what} beside reduction="sum"; leave reduction out'
+    if plan.having("local_gradients") and state.world_size > 1:
+        return f"{what} under local_sgd, which averages ranks by their items; use wrap_ddp"
+    if plan.compile_step:
+        return f'{what} under compiled(scope="step"); use scope="loss"'
+    return ""
 
 
 def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:

@@ -85,6 +85,7 @@ def apply(
         applied=always if accepted is None else accepted,
         metrics=report.metrics,
         terms=report.terms,
+        counts=report.counts,
         extras=report.extras,
         _verdict=verdict,
     )

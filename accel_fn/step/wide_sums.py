@@ -51,6 +51,15 @@ class WideBackward:
         self._sums = []
 
 
+def wide_backward(
+    backward: Backward, halves: Sequence[nn.Parameter], num_microbatches: int
+) -> Backward:
+    """The backward of micro-batches, of which several are summed in float32 where parameters are in half."""
+    if halves and num_microbatches > 1:
+        return WideBackward(backward, halves, num_microbatches)
+    return backward
+
+
 def half_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Select the parameters in half precision."""
     return [each for each in parameters if each.dtype in HALF]

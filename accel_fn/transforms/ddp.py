@@ -220,6 +220,7 @@ class DDP(Strategy):
         options = {"gradient_as_bucket_view": True, **ddp_options}
         if state.device.type == "cpu":
             options.setdefault("bucket_cap_mb", 100)
+        self.counts_first = comm_hook == "fp16"
         self.finds_unused = bool(options.get("find_unused_parameters"))
         if self.finds_unused:
             loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))

@@ -81,6 +81,72 @@ def two_denominators(case: Case):
 
 
 @kind("equal")
+def all_anchors_by_the_positives(case: Case):
+    """A sum over all rows, by the number of those that the forward calls positive; a part may have none."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def pair(model, batch):
+        out = model(batch[0])
+        return (out - batch[1]).square().sum(), (batch[1] > out.detach()).sum()
+
+    def by_hand(model, batch):
+        total, count = pair(model, batch)
+        return total / count if count else 0 * total
+
+    return (
+        lambda: train_by_hand(network(), by_hand, loader),
+        lambda state: train(state, case, network(), pair, af.shard_loader(loader, state)),
+    )
+
+
+@kind("equal", k=(1,))
+def two_sums_with_counts(case: Case):
+    """Classes by the weights of their labels, boxes by the rows that the forward chooses."""
+    x, y = samples(case)
+    weight = torch.tensor([1.0, 7.0, 0.5]).double()
+    loader = DataLoader(TensorDataset(x, labels(case), y), batch_size=case.batch_size)
+
+    def pairs(model, batch):
+        out = model(batch[0])
+        chosen = out.detach()[:, 3] > 0
+        losses = F.cross_entropy(out[:, :3], batch[1], weight=weight, reduction="sum")
+        boxes = (out[:, 3:] - batch[2]).abs()[chosen].sum()
+        return {"cls": (losses, weight[batch[1]].sum()), "box": (boxes, chosen.sum())}
+
+    def by_hand(model, batch):
+        return sum(
+            total / count if count else 0 * total for total, count in pairs(model, batch).values()
+        )
+
+    return (
+        lambda: train_by_hand(network(4), by_hand, loader),
+        lambda state: train(state, case, network(4), pairs, af.shard_loader(loader, state)),
+    )
+
+
+@kind("equal", k=(1,))
+def balance_of_experts(case: Case):
+    """A product of two means over the batch: the load of each expert and its probability."""
+    loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
+
+    def loss_of(mean):
+        def loss_fn(model, batch):
+            scores = model(batch[0])
+            routed = scores.softmax(1)
+            chosen = F.one_hot(routed.argmax(1), 3).to(routed)
+            out = (scores * chosen).sum(1, keepdim=True)
+            return F.mse_loss(out, batch[1]) + (mean(chosen) * mean(routed)).sum()
+
+        return loss_fn
+
+    def run(state):
+        loss_fn = loss_of(lambda x: af.batch_mean(x, state, "mean"))
+        return train(state, case, network(3), loss_fn, af.shard_loader(loader, state))
+
+    return lambda: train_by_hand(network(3), loss_of(lambda x: x.mean(0)), loader), run
+
+
+@kind("equal")
 def terms(case: Case):
     """Each term has a denominator of its own, which is 0 in some parts and in some batches."""
     x, y = samples(case)

@@ -300,7 +300,7 @@ def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
         (lambda model, batch: 3.0, "0-dim floating-point tensor, got float"),
         (lambda model, batch: model(batch[0]), r"got torch.float64 \[4, 1\]"),
         (lambda model, batch: model(batch[0]).argmax(), r"got torch.int64 \[\]"),
-        (lambda model, batch: (ours.mse(model, batch), 1), "metrics as a mapping .*, got int"),
+        (lambda model, batch: (ours.mse(model, batch), [1]), "metrics as a mapping .*, got list"),
         (lambda model, batch: (ours.mse(model, batch), {}, 1), "tensor, got tuple"),
         (lambda model, batch: (1, {}), "tensor, got int"),
         (lambda model, batch: ours.mse(model, batch).detach(), "a loss with a graph"),

@@ -19,7 +19,7 @@ SIGNATURES = {
     af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
     af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
     af.Report: "*, loss, weight, samples=0, grad_norm=None, applied=None, metrics=<factory>, "
-    "terms=<factory>, extras=<factory>",
+    "terms=<factory>, counts=<factory>, extras=<factory>",
     af.compose: "*transforms",
     af.build: "state, plan, *, check_loss=True, after=None",
     af.Step.__call__: "self, state, batch, *, advance=True",
@@ -40,7 +40,7 @@ SIGNATURES = {
     af.to_device: "tree, state",
     af.autocast: "step, state",
     af.compute_dtype: "plan",
-    af.evaluate: "step, loader, state, metric_fn=None, *, progress=None",
+    af.evaluate: "step, loader, state, metric_fn=None, *, progress=None, finish=None",
     af.predict: "step, loader, state, fn, *, progress=None",
     af.progress: "loader, state",
     af.log_values: "state, step, values, *, prefix=''",
@@ -75,12 +75,14 @@ def test_a_public_function_takes_what_it_is_documented_to_take(function):
 
 def test_a_plan_is_four_things_a_reduction_frozen_models_and_slots_by_name():
     given = list(inspect.signature(af.Plan).parameters.values())
-    first, (reduction, frozen, *slots) = given[:4], given[4:]
+    first, (reduction, frozen, finish, *slots) = given[:4], given[4:]
     assert [each.name for each in first] == ["loss_fn", "model", "optimizer", "weight_fn"]
     assert first[3].default is af.num_samples
     assert (reduction.name, reduction.default) == ("reduction", "mean")
-    assert {each.kind for each in (reduction, frozen, *slots)} == {inspect.Parameter.KEYWORD_ONLY}
-    assert frozen.name == "frozen"
+    assert {each.kind for each in (reduction, frozen, finish, *slots)} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
+    assert (frozen.name, finish.name) == ("frozen", "finish")
     assert {each.default for each in slots} == {()}
 
 

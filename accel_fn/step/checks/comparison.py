@@ -140,7 +140,8 @@ class Comparison:
         if not isinstance(every, str) and any(each.calls_collectives for each in every):
             writes = [each.writes for each in every]
             narrow = any(each.has_one_value_a_row for each in every)
-            dealt = Deals(state, plan, strategy, rows)
+            is_counted = any(each.is_counted for each in every)
+            dealt = Deals(state, plan, strategy, rows, is_counted=is_counted)
             every = _on_all_ranks(state, strategy, dealt.compare)
             if not isinstance(every, str):
                 pairs = zip(every, writes, strict=True)

@@ -35,7 +35,16 @@ from accel_fn.step.strategy import Strategy
 class Deals:
     """The rows of all ranks, dealt in a row, in turn, and with one row moved to another rank."""
 
-    def __init__(self, state: DistState, plan: Plan, strategy: Strategy, rows: Rows) -> None:
+    def __init__(
+        self,
+        state: DistState,
+        plan: Plan,
+        strategy: Strategy,
+        rows: Rows,
+        *,
+        is_counted: bool = False,
+    ) -> None:
+        self._is_sum = is_counted or plan.reduction == "sum"
         self._state, self._plan, self._strategy = state, plan, strategy
         self._ranks = over(state)
         self._rows = rows
@@ -87,7 +96,7 @@ class Deals:
         mine = parts[ranks.rank]
         (weight,) = weigh(plan.weight_fn, [mine])
         total = total_weight(primitives.exchange(weight, ranks, "step"))
-        share = (1.0 if weight else 0.0) if plan.reduction == "sum" else shares(weight, total)
+        share = (1.0 if weight else 0.0) if self._is_sum else shares(weight, total)
         seed = times(share, factor)
         ran = trial.run(mine, weight, seed if self._strategy.leaves_gradients else None)
         if trial.draws.has_any:

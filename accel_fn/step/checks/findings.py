@@ -112,6 +112,8 @@ class Found:
     """Numbers that a collate_fn computes over its samples, and by which the loss differs."""
     has_one_value_a_row: bool = False
     """Does a BatchNorm that trains get one value a feature of each row, so that one row has no variance?"""
+    is_counted: bool = False
+    """Is the loss a sum and its count?"""
     unseen: str = ""
     """What could not be compared, though the losses were."""
 

@@ -108,7 +108,7 @@ class _Measure:
         """The factor by which a part is taken off."""
         if not self._has_gradients:
             return None
-        if self._plan.reduction == "sum":
+        if self._plan.reduction == "sum" or self._trial.is_counted:
             return -1.0
         return shares(weight, total, -1)
 
@@ -157,6 +157,7 @@ class _Looks:
         if trial.calls_collectives:
             return Found(
                 calls_collectives=True,
+                is_counted=trial.is_counted,
                 writes=self._writes_of_all(first),
                 has_one_value_a_row=self._has_one_value_a_row(),
             )
@@ -182,6 +183,7 @@ class _Looks:
             has_one_value_a_row=self._has_one_value_a_row(),
             unseen=unseen,
             denominators=self._denominators(tolerance),
+            is_counted=trial.is_counted,
         )
 
     def _of_two_rows(self) -> list[float]:

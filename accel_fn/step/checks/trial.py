@@ -33,7 +33,8 @@ from accel_fn.step.checks.graph import hides_parameters
 from accel_fn.step.checks.parameters import no_graph
 from accel_fn.step.checks.writes import Snapshot, Written, tensors_written
 from accel_fn.step.global_mean import seed_of
-from accel_fn.step.loss_module import Outcome
+from accel_fn.step.loss_module import Outcome, loss_module_of
+from accel_fn.step.loss_terms import counted_in
 from accel_fn.step.plan import Plan
 from accel_fn.step.strategy import Strategy
 
@@ -86,6 +87,9 @@ class Trial:
         self._forwards = _plain_forwards(strategy.module)
         self._collectives = _num_collectives(state, plan)
         self._is_first = True
+        self._refused = loss_module_of(strategy.module).refuses_counts
+        self.is_counted = False
+        """Is the loss a sum and its count? Known after the first run."""
         # DTensors compute shapes by operations of their own, in which a mode cannot stand.
         self._is_split = bool(plan.shard_model)
         self._is_plain = self._is_split
@@ -155,6 +159,11 @@ class Trial:
                 self._plan.model.eval()  # without dropout, which would draw unseen
             with self._around():
                 loss, metrics = self._outputs(own, weight)
+                if metrics.get("") and metrics[""] == self._refused:
+                    raise CannotReplayError("the step refuses a sum with its count")
+                if counted_in(metrics):
+                    # Of a sum and its count, parts add up; so do several, in one number.
+                    self.is_counted, loss = True, loss.sum()
                 losses = loss.detach().reshape(-1)
                 figures = {name: _figures(value) for name, value in metrics.items()}
                 if factor is not None:

@@ -11,6 +11,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.warn import warn_user
 from accel_fn.errors import BatchError, LossError, PlanError
 from accel_fn.step.checks.findings import Cut, Found, Gradients, Reads, Write, wrong_gradient
+from accel_fn.step.loss_terms import COUNTED
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
 
@@ -38,6 +39,8 @@ class Verdicts:
         self._warned: set[str] = set()
         self.sums: list[str] = []
         """Buffers that add up what each rank has, which the loop is to add up over ranks."""
+        self._is_counted = False
+        """Is the loss a sum and its count?"""
         self.is_open = True
         """Is there anything left to judge?"""
         self.text = "is not compared with those of its parts"
@@ -58,6 +61,8 @@ class Verdicts:
         self, every: Sequence[Found] | str, of_samples: Sequence[Found] | str, number: int
     ) -> None:
         """Judge a batch that was cut along its rows, and where they are known, by its samples."""
+        found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
+        self._is_counted |= any(each.is_counted for each in found)
         if isinstance(of_samples, str):
             assert not isinstance(every, str)
             self._judge_cut(every, number)
@@ -120,13 +125,13 @@ class Verdicts:
         """Are losses and gradients of parts those of the batch?"""
         if any(each.calls_collectives for each in every):
             return True
-        fits = all(self._plan.reduction in each.fitting(each.cuts) for each in every)
+        fits = all(self._declared in each.fitting(each.cuts) for each in every)
         gradients = [each.gradients for each in every]
         return fits and self._wrong(gradients, every[0].precisions) is None
 
     def _judge_cut(self, every: Sequence[Found], number: int) -> None:
         """Refuse a plan of another reduction; warn once of a program that depends on how it is cut."""
-        declared, precisions = self._plan.reduction, every[0].precisions
+        declared, precisions = self._declared, every[0].precisions
         # A loss that differs from run to run keeps state that nobody could put back.
         differing = next(filter(None, [each.differing() for each in every]), None)
         if differing is not None:
@@ -165,7 +170,7 @@ class Verdicts:
     ) -> None:
         self._batches.append(number)
         self.text = (
-            f"is a {self._plan.reduction} over the items of {_listed(self._batches)}: those of its parts "
+            f"is a {self._declared} over the items of {_listed(self._batches)}: those of its parts "
             "agree, and their gradients"
         )
         if all(each.gradients is None for each in every):
@@ -177,8 +182,21 @@ class Verdicts:
         if unseen:
             self.text += f"; not seen are {unseen}"
 
+    @property
+    def _declared(self) -> str:
+        """By what the parts of a loss give the loss of the batch."""
+        return "sum" if self._is_counted else self._plan.reduction
+
     def _refuse_reduction(self, every: Sequence[Found]) -> None:
-        declared, cut = self._plan.reduction, every[0].cuts[0]
+        declared, cut = self._declared, every[0].cuts[0]
+        if self._is_counted and "mean" in self._fitting:
+            raise LossError(
+                "step: loss_fn must return the sum over its items beside a count, got a mean: "
+                f"{cut.whole:.6g} for a batch, {_numbers(cut.losses)} for parts; return (mean * count, "
+                "count), or the mean alone, with a weight_fn, or build(..., check_loss=False)"
+            )
+        if self._is_counted:
+            return
         if declared == "mean" and "shift" in self._fitting:
             fitting = 0 if getattr(self._plan.weight_fn, "keywords", {}).get("shift") else 1
             raise LossError(
@@ -197,7 +215,7 @@ class Verdicts:
     def _warn_of_neither(
         self, every: Sequence[Found], number: int, of_ranks: Sequence[Sequence[Cut]]
     ) -> None:
-        declared = self._plan.reduction
+        declared = self._declared
         cut = next(
             cut
             for found, cuts in zip(every, of_ranks, strict=False)
@@ -208,6 +226,14 @@ class Verdicts:
         got = f"{of_term}parts give {_numbers(cut.losses)}, the batch {cut.whole:.6g}"
         self.is_open = False
         self.text = f"is neither a mean nor a sum over the items of {_listed([number])}: {got}"
+        if self._is_counted:
+            self._warn(
+                "step: loss_fn should return a sum over items beside its count, of which ranks and "
+                f"micro-batches add up their own, got one in batch {number} whose parts do not add up: "
+                f"{got}; so the result depends on their number. Return the sum of what each item gives, use "
+                "batch_mean for statistics of the batch, or build(..., check_loss=False)"
+            )
+            return
         self._warn(
             "step: loss_fn should return the mean over the items that weight_fn counts, of which ranks "
             f"and micro-batches compute their share, got one in batch {number} that is neither a mean "
@@ -230,7 +256,7 @@ class Verdicts:
         self.is_open = False
         got = f"the gradient of {name} differs by {off:.2g} of its norm"
         self.text = (
-            f"is a {self._plan.reduction} over its items, its gradient is not: in "
+            f"is a {self._declared} over its items, its gradient is not: in "
             f"{_listed([number])} {got}"
         )
         self._warn(
@@ -291,6 +317,16 @@ class Verdicts:
         if not found or "metrics" in self._warned:
             return
         self._warned.add("metrics")
+        pairs = {name: pair for name, pair in found.items() if name.startswith(COUNTED)}
+        if pairs:
+            name, (whole, parts) = next(iter(pairs.items()))
+            self._warn(
+                "step: loss_fn should return a count of the items of its own rows, got a mean of "
+                f"{name.removeprefix(COUNTED)!r} of {whole:.6g} for a batch and {parts:.6g} by its "
+                "parts, whose sums agree; so the result depends on the number of ranks and "
+                "micro-batches. Count the part's own items, or build(..., check_loss=False)"
+            )
+            return
         self._warn(wrong_metrics("step", found))
 
     def _judge_writes(self, every: Sequence[Found]) -> bool:

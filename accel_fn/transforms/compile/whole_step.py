@@ -189,7 +189,7 @@ def _graph_function(
         ]
         # Without metrics, the graph does not depend on the layout, which the first step fixes.
         if sums.wrong or (sums.found and sums.differ_from(layout)):
-            raise LossError("loss_fn returns other metrics than for the first batch")
+            raise LossError(sums.wrong or "loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
             grads = Grads(tuple(tensors), _factor(tensors, scaler), owners=owners)
             ok = None if scaler is None else torch.isfinite(grads.norm())

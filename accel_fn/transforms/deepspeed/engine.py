@@ -78,6 +78,7 @@ class ZeRO(Strategy):
 
     hooks_parameters = True
     leaves_gradients = False
+    counts_first = True
 
     def __init__(
         self,

@@ -242,6 +242,7 @@ class FSDP(PaddingStrategy):
         reshard_after_forward: bool,
         **settings: Any,
     ) -> None:
+        self.counts_first = torch.float16 in (settings["param_dtype"], settings["reduce_dtype"])
         before = dict(plan.model.named_parameters())
         sharded = ShardedLoss(module, keeps_whole=not reshard_after_forward)
         settings["frozen"] = plan.frozen if settings["frozen"] else {}

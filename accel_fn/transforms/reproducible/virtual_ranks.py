@@ -27,12 +27,13 @@ from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
 from accel_fn.step.loop import take_gradients
 from accel_fn.step.loss_module import loss_module_of
+from accel_fn.step.loss_terms import by_count, counted_in
 from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
 from accel_fn.step.microbatches import Parts, Weights, microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.strategy import Strategy
-from accel_fn.step.wide_sums import WideBackward
+from accel_fn.step.wide_sums import wide_backward
 from accel_fn.transforms.reproducible.tree_sum import Tensors, Tree, sum_over_ranks
 
 _TRACKING = (
@@ -90,7 +91,10 @@ class VirtualRanks(Strategy):
             parameter.grad = tensor
         extras = {"stop": stop} if plan.should_stop else {}
         report = self.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
-        return state, take_gradients(self, state, total), report
+        grads = take_gradients(self, state, total)
+        for pair in counted_in(metrics).values():
+            grads = grads.scaled(by_count(pair[1]))
+        return state, grads, report
 
     def evaluating(
         self, plan: Plan, state: DistState, function: str
@@ -169,14 +173,17 @@ class VirtualRanks(Strategy):
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
         outputs = self.checks.watched(partial(self.outputs, plan, state))
-        sums_wide = self.halves and len(parts) > 1
-        backward = (
-            WideBackward(self.backward, self.halves, len(parts)) if sums_wide else self.backward
-        )
+        backward = wide_backward(self.backward, self.halves, len(parts))
         for part, weight in zip(parts, weights, strict=True):
             loss, found = outputs(_in_own_memory(state, part), weight)
             part_of_all = shares(weight, total)
-            share = 1.0 if self.layout.is_sum else part_of_all
+            counted = counted_in(found)
+            if len(counted) > 1:
+                raise LossError(
+                    "step: loss_fn must return one (sum, count) under reproducible with virtual ranks, got "
+                    f"{len(counted)} terms; give weight_fn a mapping, and return means"
+                )
+            share = 1.0 if self.layout.is_sum or counted else part_of_all
             backward(loss, seed_of(loss, share, state.scaler))
             if not weight:
                 self.zero_gradients()

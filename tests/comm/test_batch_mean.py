@@ -1,0 +1,153 @@
+"""batch_mean: W ranks give value and gradient of the mean over the rows of one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel_fn as af
+from accel_fn.errors import BatchError
+from accel_fn.testing import simulate, strategies
+from tests.support import strategies as ours
+from tests.support.processes import launch
+
+WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp(blocks=torch.nn.Linear)}
+
+
+class Experts(torch.nn.Module):
+    """Two experts, of which a router gives each row to one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = torch.nn.Linear(3, 2).double()
+        self.experts = torch.nn.Linear(3, 2).double()
+
+    def forward(self, x):
+        routed = self.router(x).softmax(1)
+        chosen = F.one_hot(routed.argmax(1), 2).double()
+        return (self.experts(x) * routed * chosen).sum(1, keepdim=True), routed, chosen
+
+
+def loss_of(state):
+    def loss_fn(model, batch):
+        out, routed, chosen = model(batch[0])
+        load = af.batch_mean(chosen, state, "load")
+        probability = af.batch_mean(routed, state, "probability")
+        return F.mse_loss(out, batch[1]) + 0.1 * 2 * (load * probability).sum()
+
+    return loss_fn
+
+
+def by_hand(model, batch):
+    out, routed, chosen = model(batch[0])
+    return F.mse_loss(out, batch[1]) + 0.1 * 2 * (chosen.mean(0) * routed.mean(0)).sum()
+
+
+def trained(state, parts, wrap):
+    model = Experts()
+    plan = af.Plan(loss_of(state), model, ours.sgd(model.parameters()))
+    state, step = af.build(state, WRAPS[wrap](plan))
+    losses = []
+    for batch in parts[state.rank]:
+        state, report = step(state, batch)
+        losses.append(report.loss.item())
+    return losses, ours.whole(model.state_dict())
+
+
+def a_batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 3, generator=generator).double()
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@ours.share(0.5)
+@given(data=st.data())
+def test_a_balance_loss_trains_as_in_one_process(wrap, data):
+    world_size = data.draw(strategies.world_sizes(3))
+    batches = [a_batch(data.draw(st.integers(world_size, 8)), seed) for seed in (1, 2)]
+    extra = [
+        data.draw(strategies.uneven_parts(len(each[0]) - world_size, world_size))
+        for each in batches
+    ]
+    losses, expected = ours.trained_by_hand(Experts(), batches, loss_fn=by_hand, optimizer=ours.sgd)
+    parts = ours.dealt(batches, [[1 + size for size in sizes] for sizes in extra])
+    for found, actual in simulate(lambda state: trained(state, parts, wrap), world_size=world_size):
+        ours.assert_close(actual, expected)
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("detached", [False, True])
+def test_several_microbatches_are_refused_on_all_ranks(world_size, detached):
+    def run(state):
+        def loss_fn(model, batch):
+            out = model(batch[0])
+            mean = af.batch_mean(out.detach() if detached else out, state, "mean")
+            return F.mse_loss(out - mean, batch[1])
+
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        plan = af.compose(af.accumulate(2), af.wrap_ddp())(plan)
+        state, step = af.build(state, plan, check_loss=False)
+        with pytest.raises(BatchError, match="leave out accumulate"):
+            step(state, af.part(a_batch(6, 0), state))
+        return True
+
+    assert all(simulate(run, world_size=world_size))
+
+
+def test_ranks_that_average_different_statistics_raise():
+    def run(state):
+        with pytest.raises(BatchError, match="one structure"):
+            af.batch_mean(torch.ones(2, 3), state, f"mean {state.rank}")
+        return True
+
+    assert all(simulate(run, world_size=2))
+
+
+def test_rows_without_a_rank_are_no_rows_of_the_mean():
+    def run(state):
+        rows = torch.arange(3.0)[: 3 * state.rank, None]
+        return af.batch_mean(rows, state, "mean").item()
+
+    assert simulate(run, world_size=2) == [1.0, 1.0]
+
+
+SCRIPT = """
+import accel_fn as af
+from tests.comm.test_batch_mean import a_batch, trained
+from tests.step import test_counts
+from tests.support import strategies as ours
+state = af.init(device="cpu", timeout_s=60)
+parts = ours.dealt([a_batch(5, seed) for seed in range(3)], [[3, 2], [1, 4], [4, 1]])
+for wrap in ("wrap_ddp", "wrap_fsdp"):
+    _, found = trained(state, parts, wrap)
+    say(sum(float(each.sum()) for each in found.values()))
+parts = ours.dealt([test_counts.a_batch(5, seed) for seed in range(3)], [[3, 2], [5, 0], [4, 1]])
+for wrap in ("wrap_ddp", "wrap_fsdp"):
+    for fn, k in ((test_counts.positives, 2), (test_counts.positives, 1), (test_counts.two, 1)):
+        transform = af.compose(af.accumulate(k), test_counts.WRAPS[wrap])
+        _, found = test_counts.trained(state, fn, parts, transform)
+        say(sum(float(each.sum()) for each in found.values()))
+"""
+
+
+@pytest.mark.slow
+def test_statistics_and_counts_over_processes_are_those_of_one():
+    from tests.step import test_counts
+
+    _, expected = ours.trained_by_hand(
+        Experts(), [a_batch(5, seed) for seed in range(3)], loss_fn=by_hand, optimizer=ours.sgd
+    )
+    batches = [test_counts.a_batch(5, seed) for seed in range(3)]
+    of_sums = test_counts.by_hand(test_counts.positives, batches)[1]
+    of_two = test_counts.by_hand(test_counts.two, batches)[1]
+    sums = [
+        sum(float(each.sum()) for each in model.values()) for model in (expected, of_sums, of_two)
+    ]
+    wanted = [*[sums[0]] * 2, *[sums[1], sums[1], sums[2]] * 2]
+    found = [float(line) for line in launch(SCRIPT).splitlines()]
+    assert sorted(found) == pytest.approx(sorted(wanted * 2), rel=1e-10)
