@@ -41,6 +41,8 @@ class CountedLoss:
         self._strategy, self._plan, self._state, self._mean = strategy, plan, state, mean
         self._every = every
         """Micro-batches and their weights."""
+        self._is_first = True
+        """Has no micro-batch of this step been run?"""
         self._seeds: Tensor | None = None
         """The factor of each sum, [terms], once counts are known."""
 
@@ -48,7 +50,7 @@ class CountedLoss:
         """The outcome of the next micro-batch, and the seed of its backward; None for that of a mean."""
         loss, metrics = outcome
         layout, pairs = self._strategy.layout, counted_in(metrics)
-        if layout.counts is None:
+        if layout.counts is None and self._is_first:
             self._know(metrics, weight)
         if not layout.counts:
             return loss, metrics, None
@@ -75,6 +77,7 @@ class CountedLoss:
 
     def _know(self, metrics: Metrics, weight: Weight) -> None:
         """In the first batch, let all ranks know whether the loss is sums and counts."""
+        self._is_first = False
         layout, pairs = self._strategy.layout, counted_in(metrics)
         names = tuple([name.removeprefix(COUNTED) for name in pairs])
         found = names if weight and "" not in metrics else None
@@ -83,6 +86,9 @@ class CountedLoss:
             self._mean.agree_on_counts(found)
         else:
             layout.counts = found
+            self._mean.is_open = (
+                self._strategy.retries
+            )  # also on a rank without rows, which knows nothing
         if layout.counts is None:  # nothing is known yet, and so nothing is counted
             layout.counts = names or None
 

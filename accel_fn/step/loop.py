@@ -14,6 +14,7 @@ from accel_fn.base.weights import Weight
 from accel_fn.step.counted_loss import CountedLoss
 from accel_fn.step.global_mean import GlobalMean, seed_of
 from accel_fn.step.grads import Grads
+from accel_fn.step.loss_terms import counted_in
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -117,7 +118,7 @@ def finish(
     strategy.average(state)
     loss, metrics, total = mean.close()
     grads = strategy.take(state, total)
-    if strategy.layout.counts and mean.is_open:
+    if mean.is_open and counted_in(metrics):
         grads = grads.scaled(mean.open_factor(metrics))
     extras, samples = mean.extras(plan), mean.samples
     report = strategy.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)

@@ -92,7 +92,10 @@ class Strategy:
         )
         """Dtype of losses and metrics, and their names once a batch had items."""
         self.layout.finish = plan.finish
-        loss_module_of(module).refuses_counts = _counts_refused(state, plan)
+        refused = _counts_refused(state, plan)
+        loss_module_of(module).refuses_counts = refused
+        if refused:
+            self.layout.counts = ()
         self.counts_first |= any(each.dtype == torch.float16 for each in self.reachable)
         self.parameters = TrainedParameters(plan)
         self.check_parts: Callable[[Parts], Exception | None] | None = None
