@@ -91,6 +91,7 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
         wait = _Wait(running._workers, where)
         _end_partial_messages(running, wait)
         _report_waits(running, wait)
+        _end_by_kill(running._workers)
         weakref.finalize(running, _kill_stopped, running._workers)
     return running
 
@@ -166,6 +167,12 @@ def _kill_stopped(workers: Sequence[Any]) -> None:
     for each in workers:
         if each.pid and each.exitcode is None and _is_stopped(each.pid):
             each.kill()
+
+
+def _end_by_kill(workers: Sequence[Any]) -> None:
+    """Let `terminate` kill: a worker that is stopped while it is waited for sees no other signal."""
+    for each in workers:
+        each._popen.terminate = each._popen.kill
 
 
 def _end_partial_messages(running: Any, wait: _Wait) -> None:

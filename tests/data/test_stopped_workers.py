@@ -130,15 +130,17 @@ def test_a_worker_that_is_killed_with_the_lock_of_the_queue_is_an_error(data):
 
 
 def test_a_worker_that_lasts_is_named_with_what_it_reads(monkeypatch):
+    warned = []
     monkeypatch.setattr(workers, "_REPORT_AFTER_S", 0.5)
+    monkeypatch.setattr(workers, "warn_user", warned.append)
     words = (
         r"got none for more than \d+ s: .*worker 1 \(process \d+\) reads in sample 5 of batch 1 of "
         r"epoch 0.*; "
         r"DataLoader\(timeout=...\) makes a long wait an error"
     )
-    with pytest.warns(UserWarning, match=words) as warned:
-        assert ids(loader_of(lambda: time.sleep(1.5))) == [*range(24)]
-    assert len(warned) == 1
+    assert ids(loader_of(lambda: time.sleep(1.5))) == [*range(24)]
+    # On a busy machine other batches may last as long.
+    assert len([text for text in warned if re.search(words, text)]) == 1
 
 
 SCRIPT = """
@@ -164,8 +166,15 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_with_a_stopped_worker_ends(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+UNSEEN = """
+from accel_fn.data import workers
+workers._is_stopped = lambda pid: False
+"""
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "stopped after the last look"])
+def test_a_program_with_a_stopped_worker_ends(tmp_path, seen):
+    (tmp_path / "script.py").write_text(SCRIPT if seen else UNSEEN + SCRIPT)
     started = time.monotonic()
     done = run_python(tmp_path, "script.py", timeout_s=60)
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr

@@ -141,20 +141,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def read_as(kind: Any, value: Any, name: str) -> Any:
     """Make a value of that type out of JSON, which has lists for tuples; an `int` is a count."""
-    arguments = get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
+    origin, arguments, is_record = _form(kind)
+    if is_record and isinstance(value, dict):
         hints: dict[str, Any] = _hints(cast("Any", kind))
         _require(value.keys() == hints.keys(), f"keys of {name}", [*value], f"{[*hints]}")
-        return kind(**{key: read_as(hints[key], value[key], f"{name}.{key}") for key in hints})  # type: ignore[operator]
-    if get_origin(kind) is Mapping and isinstance(value, dict):
+        return kind(**{key: read_as(hints[key], value[key], f"{name}.{key}") for key in hints})
+    if origin is Mapping and isinstance(value, dict):
         return {key: read_as(arguments[1], value[key], f"{name}[{key!r}]") for key in value}
-    if get_origin(kind) is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list):
+        # Shapes and offsets, of which a model may have many: without a call for each number.
+        if arguments[0] is int and all(
+            type(each) is int and 0 <= each < _LARGEST for each in value
+        ):
+            return tuple(value)
         return tuple(read_as(arguments[0], each, name) for each in value)
-    kinds = arguments if get_origin(kind) is UnionType else (kind,)
+    kinds = arguments if origin is UnionType else (kind,)
     fits = kind is Any or (type(value) in kinds and (kind is not int or 0 <= value < _LARGEST))
     rule = "an integer >= 0 and < 2**63" if kind is int else getattr(kind, "__name__", kind)
     _require(fits, name, value, rule)
     return value
+
+
+@cache
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """What a type is made of, and whether it is a dataclass."""
+    return get_origin(kind), get_args(kind), is_dataclass(kind)
 
 
 @cache

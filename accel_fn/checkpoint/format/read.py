@@ -16,6 +16,8 @@ from accel_fn.checkpoint.format.manifest import Entry, Manifest
 from accel_fn.checkpoint.format.shard_plan import Reading, plan_readings
 from accel_fn.errors import CheckpointError
 
+_AT_A_TIME = 16
+
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
     for name, mark in manifest.files.items():
@@ -48,7 +50,11 @@ def read_tensors(
     with ExitStack() as stack, _pool() as pool:
         names = {each.chunk.file for each in readings}
         files = {name: stack.enter_context(opened(path / name)) for name in names}
-        for num_bytes in pool.map(lambda each: _read(each, files[each.chunk.file]), readings):
+        # Some at a time: a thread takes longer to begin than to read a small tensor.
+        some = [readings[at : at + _AT_A_TIME] for at in range(0, len(readings), _AT_A_TIME)]
+        for num_bytes in pool.map(
+            lambda own: sum(_read(each, files[each.chunk.file]) for each in own), some
+        ):
             count(num_bytes)  # an error of a thread is raised here
 
 
