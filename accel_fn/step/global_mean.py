@@ -153,7 +153,7 @@ class GlobalMean:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
         if not factor:
             return
-        if counted_in(metrics):
+        if metrics and counted_in(metrics):
             pass  # the loss is a sum, which the metrics have beside its count
         elif isinstance(factor, tuple):
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))

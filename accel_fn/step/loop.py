@@ -80,7 +80,8 @@ def run(
     every = [*zip(parts, weights, strict=True)]
     # If a rank may run out of memory, gradients stay on the ranks until all have voted.
     num_local = len(every) if strategy.retries else len(every) - 1
-    backward = wide_backward(strategy.backward, strategy.halves, len(every))
+    halves, plain = strategy.halves, strategy.backward
+    backward = wide_backward(plain, halves, len(every)) if halves else plain
     is_mean = strategy.layout.counts == ()
     counts = None if is_mean else CountedLoss(strategy, plan, state, mean, every)
 

@@ -79,7 +79,7 @@ class LossModule(nn.Module):
         if batch is None:
             return self._zero(), {}
         found: Any = self.loss_of(self.model, batch)
-        loss, metrics = parted(found)
+        loss, metrics = (found, None) if isinstance(found, Tensor) else parted(found)
         if not isinstance(loss, Tensor) and not self.terms and pairs_in(loss):
             return self._counted(pairs_in(loss), metrics)
         if self.terms:

@@ -61,9 +61,13 @@ class Layout:
         shape = (len(self.terms),) if self.terms else ()
         return torch.zeros(shape, dtype=self.dtype, device=state.device)
 
-    def report(self, mean: Tensor, total: Weight, **others: Any) -> Report:
+    def report(
+        self, mean: Tensor, total: Weight, metrics: Mapping[str, Tensor], **others: Any
+    ) -> Report:
         """A report of the mean loss, or of the means of its terms."""
-        report = self._report(mean, total, **others)
+        if not (metrics or self.terms or self.finish):  # faster, for most steps
+            return Report(loss=mean, weight=total, metrics=metrics, **others)  # type: ignore[arg-type]
+        report = self._report(mean, total, metrics, **others)
         return finished("step", self.finish, report) if self.finish else report
 
     def _report(
