@@ -213,6 +213,7 @@ KEPT = {
     "transforms/schedule/rival_check.py _CHECKS": "the checks of schedulers that live",
     "base/rng.py GENERATORS": "a lock",
     "base/torch_compile.py _is_uncompiled": "whether a thread runs modules uncompiled, while it does",
+    "checkpoint/format/manifest.py _form": "what a type is made of",
     "checkpoint/format/manifest.py _hints": "the fields of a class",
     "checkpoint/save.py _VERSION": "the version that is installed",
     "checkpoint/weights/entries.py _has_code": "a fact about a dtype",
