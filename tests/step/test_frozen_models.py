@@ -27,12 +27,16 @@ class Encoder(nn.Module):
 
     def __init__(self, seed=0):
         super().__init__()
-        torch.manual_seed(seed)
         self.first = nn.Linear(3, 3)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
         self.last = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3))
         self.register_buffer("shift", torch.ones(3))
         self.double()
+        # By a generator of its own: simulated ranks, which are threads, share that of the process.
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for each in self.parameters():
+                each.copy_(torch.randn(each.shape, generator=generator, dtype=each.dtype) * 0.5)
 
     def forward(self, inputs):
         for block in self.blocks:
