@@ -1,4 +1,4 @@
-"""What a loader knows of the batches that it gives: its pass, if it is the first, and its samples."""
+"""The place of a batch in its loader's pass: whether the pass is the first, and the batch's samples."""
 
 from __future__ import annotations
 

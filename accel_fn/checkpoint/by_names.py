@@ -1,4 +1,4 @@
-"""What another program takes of a run: moments of parameters, and state of transforms, by their names."""
+"""Moments of parameters and state of transforms, matched by name between a run and another program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OfRun(Generic[_Entry]):
     plans: dict[str, Mapping[str, Any]]
     """As `RunState.plans`."""
     new: list[str] = field(default_factory=list)
-    """What of the program begins anew, and what of the run is left out, a line each."""
+    """A line for each part of the program that starts fresh, and of the run that is dropped."""
 
 
 def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> OfRun[_Entry]:

@@ -1,4 +1,4 @@
-"""What ranks pickle for each other, signed with the token of the run: forged bytes are never unpickled."""
+"""Pickles between ranks, signed with the token of the run: a rank never unpickles forged bytes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class _Count:
 
 @dataclass(slots=True)
 class Progress:
-    """What the loop has received of a pass, in batches of a view."""
+    """The place of the loop in a pass: the batches that it has received, counted in those of a view."""
 
     epoch: int
     count: int

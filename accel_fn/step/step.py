@@ -251,12 +251,7 @@ class Step(Generic[Batch]):
         built = self._built_with
         if type(state) is not DistState:
             check_state("step", state)
-        if (
-            state.group is not built.group
-            or state.rank != built.rank
-            or state.world_size != built.world_size
-            or state.device != built.device
-        ):
+        if not _is_of_one_world(state, built):
             raise StateError(
                 f"step: state must be of the world it was built in, got {state}, built with {built}"
             )
@@ -270,12 +265,7 @@ class Step(Generic[Batch]):
     def check_follows(self, state: DistState) -> None:
         """Refuse a state that a step after this one cannot begin with."""
         built, newest = self._built_with, self.checks.newest
-        if (
-            state.group is not built.group
-            or state.rank != built.rank
-            or state.world_size != built.world_size
-            or state.device != built.device
-        ):
+        if not _is_of_one_world(state, built):
             raise StateError(
                 f"build: after must be a step of the world of the state, got {built} for {state}; "
                 'save, and load with match="names"'
@@ -310,6 +300,15 @@ class Step(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"Step({self.plan!r})"
+
+
+def _is_of_one_world(state: DistState, other: DistState) -> bool:
+    return (
+        state.group is other.group
+        and state.rank == other.rank
+        and state.world_size == other.world_size
+        and state.device == other.device
+    )
 
 
 def _still(before: DistState, after: DistState) -> DistState:

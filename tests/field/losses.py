@@ -99,7 +99,7 @@ def all_anchors_by_the_positives(case: Case):
     )
 
 
-@kind("equal", k=(1,))
+@kind("equal")
 def two_sums_with_counts(case: Case):
     """Classes by the weights of their labels, boxes by the rows that the forward chooses."""
     x, y = samples(case)

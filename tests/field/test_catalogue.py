@@ -7,18 +7,7 @@ import sys
 
 import pytest
 
-from tests.field import (  # noqa: F401
-    cuts,
-    data,
-    evaluations,
-    loops,
-    losses,
-    models,
-    phases,
-    ports,
-    schedules,
-    shards,
-)
+import tests.field.every  # noqa: F401
 from tests.field.catalogue import KINDS, FieldProgram
 
 NUM_DRAWS = 5

@@ -164,7 +164,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
 
 @cache
 def _form(kind: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """What a type is made of, and whether it is a dataclass."""
+    """Return the origin and the arguments of a type, and whether it is a dataclass."""
     return get_origin(kind), get_args(kind), is_dataclass(kind)
 
 

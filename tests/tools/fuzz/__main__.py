@@ -13,17 +13,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.field import (  # noqa: F401
-    cuts,
-    data,
-    evaluations,
-    loops,
-    losses,
-    models,
-    ports,
-    schedules,
-    shards,
-)
+import tests.field.every  # noqa: F401
 from tests.field.catalogue import FieldProgram, named
 from tests.tools.fuzz.judge import Judge, Program, fails, printed, shrunk
 from tests.tools.fuzz.programs import ChosenProgram

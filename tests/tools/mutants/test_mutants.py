@@ -7,18 +7,8 @@ from multiprocessing import get_context
 
 import pytest
 
+import tests.field.every  # noqa: F401
 from accel_fn.transforms import clip
-from tests.field import (  # noqa: F401
-    cuts,
-    data,
-    evaluations,
-    loops,
-    losses,
-    models,
-    ports,
-    schedules,
-    shards,
-)
 from tests.field.catalogue import named
 from tests.tools.mutants.__main__ import (
     PAGE,
