@@ -5,32 +5,111 @@ Names load on first use, so `import accel_fn` does not import torch.
 
 from __future__ import annotations
 
-import importlib
-import re
+from accel_fn.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# The loader's, not `open`: a package may lie in a zip file.
-_STUB = __spec__.loader.get_data(f"{__file__}i").decode()
-_HOMES = {
-    name: module
-    for module, name in re.findall(
-        r"^from (accel_fn\.\S+) import \(?\s*(\w+) as", _STUB, re.MULTILINE
-    )
-}
-_PUBLIC_MODULES = ("errors", "testing")
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> object:
-    if name in _PUBLIC_MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_PUBLIC_MODULES, "__version__"})
+MODULES = ("checkpoint", "contrib", "data", "errors", "extend", "launcher", "testing")
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "base.batch": ("count_samples",),
+        "base.rng": ("seed_all",),
+        "base.samples": ("samples",),
+        "base.state": ("DistState",),
+        "base.weights": ("count_labels",),
+        "checkpoint.build": ("build",),
+        "checkpoint.listing": ("latest",),
+        "checkpoint.load": ("load",),
+        "checkpoint.resume": ("resume",),
+        "checkpoint.save": ("save",),
+        "checkpoint.weights.save_load_model": (
+            "load_model",
+            "save_model",
+        ),
+        "comm.batch_mean": ("batch_mean",),
+        "comm.collectives": (
+            "any_rank",
+            "barrier",
+            "broadcast",
+        ),
+        "comm.gather": ("gather",),
+        "comm.main_rank": (
+            "main_first",
+            "main_logger",
+            "on_main",
+            "print_on_main",
+        ),
+        "comm.mesh": ("device_mesh",),
+        "comm.reduce": (
+            "reduce_max",
+            "reduce_mean",
+            "reduce_min",
+            "reduce_sum",
+        ),
+        "comm.world": (
+            "distributed",
+            "init",
+        ),
+        "data.draw": ("draw",),
+        "data.group_batches": ("group_batches",),
+        "data.loader": (
+            "Epoch",
+            "ShardedLoader",
+        ),
+        "data.prefetch": ("prefetch",),
+        "data.shard_batch": ("shard_batch",),
+        "data.shard_loader": ("shard_loader",),
+        "errors": ("AccelError",),
+        "launcher.function.launch": ("launch",),
+        "observe.evaluate": ("evaluate",),
+        "observe.explain": ("explain",),
+        "observe.log_to": (
+            "log_to",
+            "log_values",
+        ),
+        "observe.predict": ("predict",),
+        "observe.profile": ("profile",),
+        "observe.progress": ("progress",),
+        "step.autocast": ("autocast",),
+        "step.grads": ("Grads",),
+        "step.plan": ("Plan",),
+        "step.report": ("Report",),
+        "step.step": ("Step",),
+        "step.transform": (
+            "Transform",
+            "compose",
+        ),
+        "transforms.accumulate.accumulate": ("accumulate",),
+        "transforms.activation_checkpointing": ("checkpoint_activations",),
+        "transforms.amp.amp": ("with_amp",),
+        "transforms.average": (
+            "averaged",
+            "ema",
+            "swa",
+        ),
+        "transforms.check_replicas": ("check_replicas",),
+        "transforms.clip": (
+            "clip",
+            "clip_value",
+        ),
+        "transforms.compile.compiled": ("compiled",),
+        "transforms.ddp": ("wrap_ddp",),
+        "transforms.deepspeed.deepspeed": ("wrap_deepspeed",),
+        "transforms.freeze": ("freeze",),
+        "transforms.fsdp.fsdp": ("wrap_fsdp",),
+        "transforms.local_sgd.local_sgd": ("local_sgd",),
+        "transforms.place": ("place",),
+        "transforms.preemption": ("Preemption",),
+        "transforms.reproducible.reproducible": ("reproducible",),
+        "transforms.schedule.schedule": ("schedule",),
+        "transforms.skip": (
+            "skip_nonfinite",
+            "skip_spikes",
+        ),
+        "transforms.tp.wrap_tp": ("wrap_tp",),
+        "transforms.when": ("when",),
+        "transforms.wrap_as_launched": ("wrap_as_launched",),
+    },
+    modules=MODULES,
+)

@@ -1,34 +1,31 @@
-# Every public name and its module. Type checkers read this file, and so does __init__.py when it is imported.
+# Every public name and its module, for type checkers; __init__.py has the same table, and a test compares.
+from accel_fn import checkpoint as checkpoint
+from accel_fn import contrib as contrib
+from accel_fn import data as data
 from accel_fn import errors as errors
+from accel_fn import extend as extend
+from accel_fn import launcher as launcher
 from accel_fn import testing as testing
-from accel_fn.base.batch import num_samples as num_samples
-from accel_fn.base.batch import to_device as to_device
-from accel_fn.base.launch_options import LaunchOptions as LaunchOptions
-from accel_fn.base.launch_options import launch_options as launch_options
+from accel_fn.base.batch import count_samples as count_samples
 from accel_fn.base.rng import seed_all as seed_all
 from accel_fn.base.samples import samples as samples
 from accel_fn.base.state import DistState as DistState
-from accel_fn.base.state import LossScale as LossScale
-from accel_fn.base.weights import num_labels as num_labels
+from accel_fn.base.weights import count_labels as count_labels
 from accel_fn.checkpoint.build import build as build
-from accel_fn.checkpoint.from_accelerate import load_accelerate as load_accelerate
-from accel_fn.checkpoint.listing import Checkpoint as Checkpoint
 from accel_fn.checkpoint.listing import latest as latest
-from accel_fn.checkpoint.listing import list_checkpoints as list_checkpoints
 from accel_fn.checkpoint.load import load as load
 from accel_fn.checkpoint.resume import resume as resume
 from accel_fn.checkpoint.save import save as save
 from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
 from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
-from accel_fn.checkpoint.weights.whole_state_dict import whole_state_dict as whole_state_dict
 from accel_fn.comm.batch_mean import batch_mean as batch_mean
 from accel_fn.comm.collectives import any_rank as any_rank
 from accel_fn.comm.collectives import barrier as barrier
 from accel_fn.comm.collectives import broadcast as broadcast
 from accel_fn.comm.gather import gather as gather
 from accel_fn.comm.main_rank import main_first as main_first
+from accel_fn.comm.main_rank import main_logger as main_logger
 from accel_fn.comm.main_rank import on_main as on_main
-from accel_fn.comm.main_rank import on_main_only as on_main_only
 from accel_fn.comm.main_rank import print_on_main as print_on_main
 from accel_fn.comm.mesh import device_mesh as device_mesh
 from accel_fn.comm.reduce import reduce_max as reduce_max
@@ -38,19 +35,14 @@ from accel_fn.comm.reduce import reduce_sum as reduce_sum
 from accel_fn.comm.world import distributed as distributed
 from accel_fn.comm.world import init as init
 from accel_fn.data.draw import draw as draw
+from accel_fn.data.group_batches import group_batches as group_batches
 from accel_fn.data.loader import Epoch as Epoch
 from accel_fn.data.loader import ShardedLoader as ShardedLoader
-from accel_fn.data.part import part as part
-from accel_fn.data.plan_batches import plan_batches as plan_batches
 from accel_fn.data.prefetch import prefetch as prefetch
-from accel_fn.data.seed_samples import sample_seed as sample_seed
-from accel_fn.data.seed_samples import seed_samples as seed_samples
+from accel_fn.data.shard_batch import shard_batch as shard_batch
 from accel_fn.data.shard_loader import shard_loader as shard_loader
-from accel_fn.data.window import window as window
 from accel_fn.errors import AccelError as AccelError
 from accel_fn.launcher.function.launch import launch as launch
-from accel_fn.observe.estimate_memory import MemoryEstimate as MemoryEstimate
-from accel_fn.observe.estimate_memory import estimate_memory as estimate_memory
 from accel_fn.observe.evaluate import evaluate as evaluate
 from accel_fn.observe.explain import explain as explain
 from accel_fn.observe.log_to import log_to as log_to
@@ -60,23 +52,19 @@ from accel_fn.observe.profile import profile as profile
 from accel_fn.observe.progress import progress as progress
 from accel_fn.step.autocast import autocast as autocast
 from accel_fn.step.grads import Grads as Grads
-from accel_fn.step.plan import GradFn as GradFn
 from accel_fn.step.plan import Plan as Plan
-from accel_fn.step.plan import SlotFunction as SlotFunction
-from accel_fn.step.plan import Stateful as Stateful
 from accel_fn.step.report import Report as Report
 from accel_fn.step.step import Step as Step
-from accel_fn.step.strategy import Strategy as Strategy
 from accel_fn.step.transform import Transform as Transform
 from accel_fn.step.transform import compose as compose
 from accel_fn.transforms.accumulate.accumulate import accumulate as accumulate
 from accel_fn.transforms.activation_checkpointing import (
     checkpoint_activations as checkpoint_activations,
 )
-from accel_fn.transforms.amp.amp import compute_dtype as compute_dtype
 from accel_fn.transforms.amp.amp import with_amp as with_amp
-from accel_fn.transforms.average import average as average
-from accel_fn.transforms.average import use_average as use_average
+from accel_fn.transforms.average import averaged as averaged
+from accel_fn.transforms.average import ema as ema
+from accel_fn.transforms.average import swa as swa
 from accel_fn.transforms.check_replicas import check_replicas as check_replicas
 from accel_fn.transforms.clip import clip as clip
 from accel_fn.transforms.clip import clip_value as clip_value
@@ -94,7 +82,7 @@ from accel_fn.transforms.skip import skip_nonfinite as skip_nonfinite
 from accel_fn.transforms.skip import skip_spikes as skip_spikes
 from accel_fn.transforms.tp.wrap_tp import wrap_tp as wrap_tp
 from accel_fn.transforms.when import when as when
-from accel_fn.transforms.wrap import wrap as wrap
+from accel_fn.transforms.wrap_as_launched import wrap_as_launched as wrap_as_launched
 
 __version__: str
 

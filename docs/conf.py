@@ -99,9 +99,9 @@ MADE_BY_FUNCTIONS = (
     "accel_fn.Epoch",
     "accel_fn.data.loader.Epochs",
     "accel_fn.data.prefetch.Prefetched",
-    "accel_fn.data.window.Windowed",
-    "accel_fn.data.seed_samples.SeededSamples",
-    "accel_fn.data.plan_batches.BatchPlan",
+    "accel_fn.data.group_batches.Windowed",
+    "accel_fn.data.sample_seeds.SeededSamples",
+    "accel_fn.data.batch_plan.BatchPlan",
     "accel_fn.observe.progress.Progress",
     "accel_fn.observe.progress.ShownEpoch",
 )

@@ -30,8 +30,8 @@ def held(state):
             layer.weight.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight))
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
     recipe = af.compose(af.wrap_ddp(), af.wrap_tp({"0": "colwise", "2": "rowwise"}))
-    af.build(state, recipe(plan))
-    rows = af.part(torch.arange(NUM_ROWS), state)
+    af.build(recipe(plan), state)
+    rows = af.shard_batch(torch.arange(NUM_ROWS), state)
     up, down = (layer.weight.to_local().flatten().int() for layer in (model[0], model[2]))
     return {axis.name: axis.rank for axis in state.axes}, rows, up, down
 

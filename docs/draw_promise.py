@@ -78,8 +78,8 @@ def by_accelerate():
 def by_accel_fn():
     """Train by a plan whose loss is a mean over labels; return the loss after each update."""
     model, optimizer, loader = make()
-    plan = af.Plan(loss_fn, model, optimizer, weight_fn=af.num_labels(1))
-    state, step = af.build(af.init(), af.wrap_ddp()(plan))
+    plan = af.Plan(loss_fn, model, optimizer, weight_fn=af.count_labels(1))
+    state, step = af.build(af.wrap_ddp()(plan), af.init())
     losses = []
     for epoch in af.shard_loader(loader, state).epochs(NUM_PASSES):
         for batch in epoch:

@@ -57,16 +57,16 @@ def train(folder: str, rate: float, killed_after: int) -> None:
     recipe = af.compose(
         af.clip(1.0), af.schedule(schedule), af.log_to(f"{folder}/log.jsonl", every=10)
     )
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
-    state = af.resume(f"{folder}/checkpoints", state, step, {"data": loader})
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
+    state = af.resume(step, state, f"{folder}/checkpoints", {"data": loader})
     for epoch in loader.epochs(NUM_EPOCHS, since=state):
         for batch in epoch:
             state, _ = step(state, batch)
             if state.step == killed_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-        found = af.evaluate(step, DataLoader(held_out, 256), state)
-        af.log_values(state, step, found, prefix="validation/")
-        af.save(f"{folder}/checkpoints", state, step, extras={"data": loader}, keep=1)
+        found = af.evaluate(step, state, DataLoader(held_out, 256))
+        af.log_values(step, state, found, prefix="validation/")
+        af.save(step, state, f"{folder}/checkpoints", extras={"data": loader}, keep=1)
 
 
 def draw() -> None:

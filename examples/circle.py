@@ -25,7 +25,7 @@ def loss_fn(model, batch):
 
 
 recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(4), af.clip(1.0))
-state, step = af.build(af.init(), recipe(af.Plan(loss_fn, model, optimizer)))
+state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), af.init())
 loader = af.shard_loader(loader, state)  # a batch is 64 samples over all ranks
 
 for epoch in range(5):

@@ -40,7 +40,7 @@ def augment(images, state):
         shifts = torch.randint(3, (BATCH, 2, 2), generator=generator)
         return shifts, torch.randn(BATCH, 2, 1, 8, 8, generator=generator)
 
-    shifts, noise = af.draw(state, draw)
+    shifts, noise = af.draw(draw, state)
     padded = F.pad(images, (1, 1, 1, 1))
     views = [
         torch.stack([padded[i, :, y : y + 8, x : x + 8] for y, x in of_image])
@@ -64,7 +64,7 @@ def main():
     model.append(nn.Linear(32 * 4 * 4, 32))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.log_to("runs/contrastive/log.jsonl"))
-    state, step = af.build(state, recipe(af.Plan(simclr(state), model, optimizer)))
+    state, step = af.build(recipe(af.Plan(simclr(state), model, optimizer)), state)
 
     for epoch in loader.epochs(EPOCHS, since=state):
         for (part,) in epoch:
@@ -72,7 +72,7 @@ def main():
         if state.is_main:
             print(f"epoch {epoch.index}  loss {report.loss:.4f}")
 
-    embeddings = af.predict(step, every_image, state, lambda model, batch: model(batch[0]))
+    embeddings = af.predict(step, state, every_image, lambda model, batch: model(batch[0]))
     neighbours = KNeighborsClassifier().fit(embeddings[:1437], labels[:1437])
     accuracy = neighbours.score(embeddings[1437:], labels[1437:])
     if state.is_main:

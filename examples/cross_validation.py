@@ -30,12 +30,12 @@ def train_fold(fresh, train_data, valid_data, fold):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.log_to(f"runs/cross_validation/{fold}.jsonl"))
-    state, step = af.build(fresh, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), fresh)
     loader = af.shard_loader(DataLoader(train_data, 64, shuffle=True), state)
     for epoch in loader.epochs(5, since=state):
         for batch in epoch:
             state, _ = step(state, batch)
-    return af.evaluate(step, af.shard_loader(DataLoader(valid_data, 256), state), state)
+    return af.evaluate(step, state, af.shard_loader(DataLoader(valid_data, 256), state))
 
 
 def main():

@@ -91,11 +91,11 @@ def main():
         af.place(), af.wrap_ddp(), af.accumulate(2), af.log_to("runs/detection/log.jsonl")
     )
     plan = recipe(af.Plan(loss_fn, model, optimizer, weight_fn=weights))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     for epoch in train_loader.epochs(5, since=state):
         for batch in epoch:
             state, _ = step(state, batch)
-        found = af.evaluate(step, test_loader, state)
+        found = af.evaluate(step, state, test_loader)
         if state.is_main:
             figures = "  ".join(f"{name} {found[name]:.4f}" for name in sorted(found))
             print(f"epoch {epoch.index}  {figures}")

@@ -77,18 +77,18 @@ def main():
     model = Denoiser()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     recipe = af.compose(
-        af.place(), af.wrap_ddp(), af.average(0.99), af.log_to("runs/diffusion/log.jsonl")
+        af.place(), af.wrap_ddp(), af.ema(0.99), af.log_to("runs/diffusion/log.jsonl")
     )
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
     for epoch in loader.epochs(EPOCHS, since=state):
         for image, label in epoch:
-            batch = {"image": image, "label": label, **af.draw(state, draw)}
+            batch = {"image": image, "label": label, **af.draw(draw, state)}
             state, report = step(state, batch)
         if state.is_main and epoch.index % 5 == 4:
             print(f"epoch {epoch.index}  loss {report.loss:.4f}")
 
     wanted = torch.arange(10).repeat(20)
-    with af.use_average(step):
+    with af.averaged(step):
         drawn = generate(model, wanted.to(state.device)).cpu()
     accuracy = KNeighborsClassifier().fit(images, labels).score(drawn, wanted)
     if state.is_main:

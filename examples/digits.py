@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
         af.log_to(args.out / "log.jsonl", every=1),
     )
     optimizer = build_optimizer(args.optimizer, model, args.lr)
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     train_data, test_data = load_data()
     loader = af.shard_loader(DataLoader(train_data, args.batch_size, shuffle=True), state)
@@ -118,8 +118,8 @@ def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 def log_accuracy(step: af.Step, loader: Any, state: af.DistState) -> Any:
     """Log the share of right answers over all ranks, and return it."""
-    found = af.evaluate(step, loader, state, is_right, progress=False)
-    af.log_values(state, step, found, prefix="test/")
+    found = af.evaluate(step, state, loader, is_right, progress=False)
+    af.log_values(step, state, found, prefix="test/")
     return found["accuracy"]
 
 

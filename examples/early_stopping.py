@@ -44,28 +44,28 @@ def main(args):
     model = nn.Sequential(nn.Linear(30, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.log_to(args.out / "log.jsonl"))
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     best = {"loss": float("inf"), "epoch": -1}
-    state = af.resume(args.out, state, step, extras={"best": best})
+    state = af.resume(step, state, args.out, extras={"best": best})
     for epoch in train_loader.epochs(args.max_epochs, since=state):
         if epoch.index - best["epoch"] > args.patience:  # at the top: also where a run resumes
             break
         for batch in epoch:
             state, report = step(state, batch)
-        found = af.evaluate(step, valid_loader, state)  # equal on all ranks, so all stop together
-        af.log_values(state, step, found, prefix="validation/")
+        found = af.evaluate(step, state, valid_loader)  # equal on all ranks, so all stop together
+        af.log_values(step, state, found, prefix="validation/")
         if state.is_main:
             print(f"epoch {epoch.index}  loss {report.loss:.4f}  validation {found['loss']:.4f}")
         if found["loss"] < best["loss"]:
             best.update(loss=found["loss"], epoch=epoch.index)
         # A score is higher for better runs. The newest checkpoint stays to resume from.
         score = -found["loss"]
-        af.save(args.out, state, step, extras={"best": best}, score=score, keep=1, keep_best=1)
+        af.save(step, state, args.out, extras={"best": best}, score=score, keep=1, keep_best=1)
 
-    kept = max(af.list_checkpoints(args.out), key=lambda checkpoint: checkpoint.score)
-    state = af.load(args.out, state, step, extras={"best": best}, at=kept.step)
-    found = af.evaluate(step, test_loader, state)
+    kept = max(af.checkpoint.list_checkpoints(args.out), key=lambda checkpoint: checkpoint.score)
+    state = af.load(step, state, args.out, extras={"best": best}, at=kept.step)
+    found = af.evaluate(step, state, test_loader)
     if state.is_main:
         print(f"epoch {best['epoch']} was best: test accuracy {found['accuracy']:.4f}")
 

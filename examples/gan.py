@@ -37,8 +37,8 @@ def main(args: argparse.Namespace) -> None:
     d_loss = partial(discriminator_loss, generator=generator)
     g_loss = partial(generator_loss, discriminator=discriminator)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(2))
-    state, d_step = af.build(state, recipe(af.Plan(d_loss, discriminator, adam(discriminator))))
-    state, g_step = af.build(state, recipe(af.Plan(g_loss, generator, adam(generator))))
+    state, d_step = af.build(recipe(af.Plan(d_loss, discriminator, adam(discriminator))), state)
+    state, g_step = af.build(recipe(af.Plan(g_loss, generator, adam(generator))), state)
 
     data = DigitsWithNoise(args.passes)
     loader = af.shard_loader(DataLoader(data, batch_size=128, shuffle=True), state)

@@ -51,7 +51,7 @@ def loss_fn(model, batch):
 def get_batch(text, size, state, name="train"):
     """This rank's part of `size` windows, which are drawn for all ranks."""
     high = len(text) - LENGTH
-    starts = af.draw(state, lambda g: torch.randint(high, (size,), generator=g), name)
+    starts = af.draw(lambda g: torch.randint(high, (size,), generator=g), state, name)
     windows = torch.stack([text[i : i + LENGTH + 1] for i in starts])
     return windows[:, :-1], windows[:, 1:]
 
@@ -83,18 +83,18 @@ def main(args):
         af.schedule(partial(rate, warmup=args.warmup, decay=args.decay)),
         af.log_to(args.out / "log.jsonl"),
     )
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
-    state = af.resume(args.out, state, step)
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
+    state = af.resume(step, state, args.out)
 
     for _ in (steps := af.progress(range(state.step, args.max_steps), state)):
         state, report = step(state, get_batch(train_text, args.batch_size, state))
         steps.show(report)
         if state.step % args.eval_every == 0:
             batches = [get_batch(test_text, 32, state, f"validation {i}") for i in range(4)]
-            found = af.evaluate(step, batches, state)
-            af.log_values(state, step, found, prefix="validation/")
+            found = af.evaluate(step, state, batches)
+            af.log_values(step, state, found, prefix="validation/")
             af.print_on_main(f"step {state.step}  loss {found['loss']:.4f}", state=state)
-            af.save(args.out, state, step, keep=2)
+            af.save(step, state, args.out, keep=2)
 
 
 if __name__ == "__main__":

@@ -79,22 +79,22 @@ def main(args):
 
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr)
-    answers = af.num_labels("labels", shift=1)  # the loss is a mean over tokens of answers
+    answers = af.count_labels("labels", shift=1)  # the loss is a mean over tokens of answers
     plan = af.Plan(loss_fn, model, optimizer, weight_fn=answers)
     log = af.log_to(f"{args.out}/log.jsonl")
     recipe = af.compose(af.place(), af.wrap_ddp(), af.with_amp(), af.clip(1.0), log)
-    state, step = af.build(state, recipe(plan))
-    state = af.resume(args.out, state, step, extras={"data": train_loader})
+    state, step = af.build(recipe(plan), state)
+    state = af.resume(step, state, args.out, extras={"data": train_loader})
 
     for epoch in af.progress(train_loader.epochs(args.epochs, since=state), state):
         for batch in epoch:
             state, report = step(state, batch)
             epoch.show(report)
-        found = af.evaluate(step, test_loader, state)
-        af.log_values(state, step, found, prefix="test/")
+        found = af.evaluate(step, state, test_loader)
+        af.log_values(step, state, found, prefix="test/")
         af.print_on_main(f"epoch {epoch.index} loss {found['loss']:.4f}", state=state)
         extras = {"data": train_loader}
-        af.save(args.out, state, step, extras=extras, only="trained", keep=1)
+        af.save(step, state, args.out, extras=extras, only="trained", keep=1)
 
     af.on_main(lambda: model.save_pretrained(f"{args.out}/adapter"), state)
 

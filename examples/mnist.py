@@ -72,14 +72,14 @@ def main(args):
         af.schedule(decay, every=train_loader),
         af.log_to("runs/mnist/log.jsonl"),
     )
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     for epoch in af.progress(train_loader.epochs(args.epochs, since=state), state):
         for batch in epoch:
             state, report = step(state, batch)
             epoch.show(report)
-        found = af.evaluate(step, test_loader, state)
-        af.log_values(state, step, found, prefix="test/")
+        found = af.evaluate(step, state, test_loader)
+        af.log_values(step, state, found, prefix="test/")
         figures = (f"{name} {value:.4f}" for name, value in found.items())
         af.print_on_main("epoch", epoch.index, *figures, state=state)
 

@@ -83,16 +83,21 @@ def main(args):
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, total // 10, total)
     log = af.log_to("runs/nlp/log.jsonl")
     recipe = af.compose(
-        af.place(), af.wrap(), af.with_amp(), af.accumulate(), af.schedule(schedule), log
+        af.place(),
+        af.wrap_as_launched(),
+        af.with_amp(),
+        af.accumulate(),
+        af.schedule(schedule),
+        log,
     )
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     for epoch in af.progress(train_loader.epochs(args.epochs, since=state), state):
         for batch in epoch:
             state, report = step(state, batch)
             epoch.show(report)
-        found = af.evaluate(step, validation_loader, state)
-        af.log_values(state, step, found, prefix="validation/")
+        found = af.evaluate(step, state, validation_loader)
+        af.log_values(step, state, found, prefix="validation/")
         figures = (f"{name} {value:.4f}" for name, value in found.items())
         af.print_on_main("epoch", epoch.index, *figures, state=state)
 

@@ -42,7 +42,7 @@ def play(model, carts, state):
     moves = []
     for number in range(NUM_MOVES):
         # For all games, so that a game does not depend on the number of ranks.
-        chance = af.draw(state, lambda g: torch.rand(NUM_GAMES, 5, generator=g), f"move {number}")
+        chance = af.draw(lambda g: torch.rand(NUM_GAMES, 5, generator=g), state, f"move {number}")
         logit, value = model(carts.at).unbind(dim=1)
         action = (chance[:, 0] < logit.sigmoid()).double()
         move = {"seen": carts.at, "action": action, "value": value}
@@ -85,9 +85,9 @@ def main():
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))  # a logit and a value
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     recipe = af.compose(af.wrap_ddp(), af.clip(0.5), af.log_to("runs/ppo/log.jsonl"))
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
-    start = af.draw(state, lambda g: torch.rand(NUM_GAMES, 4, generator=g), "start")
+    start = af.draw(lambda g: torch.rand(NUM_GAMES, 4, generator=g), state, "start")
     carts = Carts(0.1 * start - 0.05)
     for number in range(ROUNDS):
         with torch.no_grad():
@@ -99,7 +99,7 @@ def main():
         # Over all moves of all ranks; in the loss, each micro-batch would have another mean.
         rows["advantage"] = F.layer_norm(rows["advantage"], rows["advantage"].shape)
         for _ in range(EPOCHS):
-            order = af.draw(state, shuffle)
+            order = af.draw(shuffle, state)
             for chosen in order.T:  # this rank's rows of a batch
                 state, report = step(state, {name: rows[name][chosen] for name in rows})
         if state.is_main:

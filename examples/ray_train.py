@@ -41,16 +41,16 @@ def train(config):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     log = af.log_to(config["out"] / "log.jsonl", every=1)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.clip(1.0), log)
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     extras = {"data": train_loader}
-    state = af.resume(config["out"], state, step, extras=extras)
+    state = af.resume(step, state, config["out"], extras=extras)
     for epoch in train_loader.epochs(config["epochs"], since=state):
         for batch in epoch:
             state, _ = step(state, batch)
             if state.step % 10 == 0:
-                af.save(config["out"], state, step, extras=extras, keep=2)
-        found = af.evaluate(step, test_loader, state)
+                af.save(step, state, config["out"], extras=extras, keep=2)
+        found = af.evaluate(step, state, test_loader)
         figures = (f"{name} {value:.4f}" for name, value in found.items())
         af.print_on_main("epoch", epoch.index, *figures, state=state)
         ray.train.report(found)  # on every worker: Ray waits for all

@@ -38,10 +38,10 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
     model = nn.Sequential(build_model(), nn.Dropout(0.1))  # its draws continue, too
     plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), fused=True))
     recipe = af.compose(af.place(), af.wrap_ddp(), af.clip(1.0), preemption)
-    state, step = af.build(state, recipe(plan))
+    state, step = af.build(recipe(plan), state)
     loader = af.shard_loader(DataLoader(load_data()[0], batch_size=128, shuffle=True), state)
 
-    state = af.resume(args.out, state, step, extras={"data": loader})
+    state = af.resume(step, state, args.out, extras={"data": loader})
     total = args.epochs * len(loader)
     for epoch in af.progress(loader.epochs(args.epochs, since=state), state):
         for batch in epoch:
@@ -50,7 +50,7 @@ def train(args: argparse.Namespace, preemption: af.Preemption) -> None:
             epoch.show(report)
             stop = report.extras["stop"]  # the same on every rank
             if state.step % args.save_every == 0 or state.step == total or stop:
-                af.save(args.out, state, step, extras={"data": loader}, keep=2)
+                af.save(step, state, args.out, extras={"data": loader}, keep=2)
             if stop and state.step < total:
                 preemption.leave()
     if state.is_main:

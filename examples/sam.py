@@ -90,7 +90,7 @@ def train(
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(2), af.clip(1.0))
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
     changed_step = change(step)
 
     train_data, test_data = data
@@ -102,7 +102,7 @@ def train(
             state, report = changed_step(state, batch)
             losses.append(report.loss)
             epoch.show(report)
-        found = af.evaluate(step, test_loader, state, is_right, progress=False)
+        found = af.evaluate(step, state, test_loader, is_right, progress=False)
         accuracies.append(found["accuracy"])
         epoch.show(accuracy=accuracies[-1])
 

@@ -95,8 +95,8 @@ def main(args):
         af.wrap_tp(STYLES),
         af.clip(1.0),
     )
-    plan = af.Plan(loss_fn, model, optimizer, weight_fn=af.num_labels(1))
-    state, step = af.build(state, recipe(plan))
+    plan = af.Plan(loss_fn, model, optimizer, weight_fn=af.count_labels(1))
+    state, step = af.build(recipe(plan), state)
     for epoch in loader.epochs(args.epochs):
         for batch in epoch:
             state, report = step(state, batch)

@@ -79,7 +79,7 @@ def main(args):
     samples, num_labels = load_samples(args.data_dir)
     model = load_model(args.model, num_labels)
     size, cut = 224 if args.data_dir else 32, len(samples) * 4 // 5
-    train = af.seed_samples(Images(samples[:cut], size, crop=True), state)
+    train = af.data.seed_samples(Images(samples[:cut], size, crop=True), state)
     train_loader = af.shard_loader(DataLoader(train, 64, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(Images(samples[cut:], size, crop=False), 64), state)
 
@@ -89,14 +89,14 @@ def main(args):
     log = af.log_to("runs/vision/log.jsonl")
     wrap = af.wrap_ddp(sync_batchnorm=True)  # BatchNorm over the rows of all ranks
     recipe = af.compose(af.place(), wrap, af.with_amp(), af.schedule(cycle), log)
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     for epoch in af.progress(train_loader.epochs(args.epochs, since=state), state):
         for batch in epoch:
             state, report = step(state, batch)
             epoch.show(report)
-        found = af.evaluate(step, test_loader, state)
-        af.log_values(state, step, found, prefix="test/")
+        found = af.evaluate(step, state, test_loader)
+        af.log_values(step, state, found, prefix="test/")
         figures = (f"{name} {value:.4f}" for name, value in found.items())
         af.print_on_main("epoch", epoch.index, *figures, state=state)
 

@@ -79,7 +79,7 @@ def to_device(tree: T, state: DistState) -> T:
     overlaps with its work.
 
     >>> import torch, accel_fn as af
-    >>> af.to_device({"image": torch.zeros(2), "name": "a"}, af.DistState())
+    >>> af.extend.to_device({"image": torch.zeros(2), "name": "a"}, af.DistState())
     {'image': tensor([0., 0.]), 'name': 'a'}
     """
     check_state("to_device", state)
@@ -95,7 +95,7 @@ def to_device(tree: T, state: DistState) -> T:
     return cast("T", map_tensors(to, tree))
 
 
-def num_samples(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Count the samples of a batch: the leading dimension that all its tensors share.
 
     Of `samples` the items count, and no tensor inside of them. 0-dim tensors and non-tensors
@@ -114,7 +114,7 @@ def num_samples(batch: Any) -> int:
     Cost: reads shapes only.
 
     >>> import torch, accel_fn as af
-    >>> af.num_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8)})
+    >>> af.count_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8)})
     8
     """
     if batch is None:
@@ -133,7 +133,7 @@ def num_samples(batch: Any) -> int:
             count = size
     if count < 0:
         raise BatchError(
-            "num_samples: batch must hold a tensor with a leading dimension, "
+            "count_samples: batch must hold a tensor with a leading dimension, "
             f"got {type(batch).__name__}; register such a class with torch's pytree, mark a list "
             f"of samples by af.samples, or {_WEIGHT_FN}"
         )
@@ -142,7 +142,7 @@ def num_samples(batch: Any) -> int:
 
 def _refuse_ragged(batch: Any) -> None:
     raise BatchError(
-        "num_samples: batch must hold tensors of one leading dimension, "
+        "count_samples: batch must hold tensors of one leading dimension, "
         f"got shapes {shapes_of(batch)}; mark a list of samples by af.samples, or {_WEIGHT_FN}"
     )
 

@@ -21,7 +21,7 @@ class LaunchOptions:
     Attributes:
         mixed_precision: the default of `with_amp()`.
         num_microbatches: the default of `accumulate()`.
-        wrap: the wrapper that `wrap()` takes.
+        wrap: the wrapper that `wrap_as_launched()` takes.
         timeout_s: the default of `init()`: how long it and any collective wait.
         mesh: the default of `init()`: the axes that the ranks form, and their sizes.
     """
@@ -49,7 +49,7 @@ def launch_options() -> LaunchOptions:
     Cost: five look-ups in the environment.
 
     >>> import accel_fn as af
-    >>> af.launch_options()
+    >>> af.launcher.launch_options()
     LaunchOptions(mixed_precision=None, num_microbatches=None, wrap=None, timeout_s=None, mesh=None)
     """
     return LaunchOptions(

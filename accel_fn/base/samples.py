@@ -38,7 +38,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
     """Mark a list as one item a sample, for a batch of images of several sizes, boxes or graphs.
 
     A `collate_fn` returns it, alone or anywhere in its batch. Everything then counts, cuts and
-    joins its items, whatever their tensors look like: `num_samples`, `accumulate`, `part`,
+    joins its items, whatever their tensors look like: `count_samples`, `accumulate`, `shard_batch`,
     `gather`, `evaluate`. A plain list is structure, as in a batch `[inputs, targets]`.
 
     Args:
@@ -55,7 +55,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
 
     >>> import torch, accel_fn as af
     >>> images = af.samples([torch.zeros(3, 4, 5), None, torch.zeros(3, 6, 5)])
-    >>> af.num_samples({"images": images, "labels": torch.tensor([1, 0])})
+    >>> af.count_samples({"images": images, "labels": torch.tensor([1, 0])})
     2
     """
     if not isinstance(items, Iterable) or isinstance(items, Mapping | str | bytes | Tensor):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import ATOMS, num_samples, tensors_of
+from accel_fn.base.batch import ATOMS, count_samples, tensors_of
 from accel_fn.base.mappings import node_of
 from accel_fn.base.samples import Samples
 from accel_fn.errors import BatchError
@@ -198,18 +198,18 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     """
     if num_parts == 1:  # what has no common leading dimension need not be cut
         return [batch]
-    num_rows = num_samples(batch)
+    num_rows = count_samples(batch)
     return split_rows(batch, part_sizes(num_rows, max(1, min(num_parts, num_rows))))
 
 
 def take_part(batch: Any, index: int, num_parts: int) -> Any:
     """Return part `index` of `num_parts` consecutive parts; it is empty if samples are fewer."""
-    return split_rows(batch, part_sizes(num_samples(batch), num_parts))[index]
+    return split_rows(batch, part_sizes(count_samples(batch), num_parts))[index]
 
 
 def interleaved_parts(batch: Any, num_parts: int) -> Sequence[Any]:
     """Cut a batch into `num_parts` parts, each of every `num_parts`-th sample. Errors as `split_batch`."""
-    return _InterleavedSplit(part_sizes(num_samples(batch), num_parts), "step").parts_of(batch)
+    return _InterleavedSplit(part_sizes(count_samples(batch), num_parts), "step").parts_of(batch)
 
 
 class _InterleavedSplit(_RowSplit):

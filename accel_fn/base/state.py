@@ -20,6 +20,7 @@ from accel_fn.errors import (
     check_positive,
     message,
 )
+from accel_fn.renamed import CALLS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class LossScale:
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 
     >>> import torch, accel_fn as af
-    >>> scaler = af.LossScale.start(1024.0)
+    >>> scaler = af.extend.LossScale.start(1024.0)
     >>> float(scaler.adjust(torch.tensor(False)).scale)
     512.0
     """
@@ -196,7 +197,7 @@ class DistState:
             of the first tensor in each, or its number of `samples`. As `step`, it counts batches whose
             update is skipped, too.
         items: sum of the weights of these batches, over the same ranks; of all terms, where the loss has
-            several. With `num_labels`, the number of tokens that were trained on.
+            several. With `count_labels`, the number of tokens that were trained on.
         axis: the name of the axis whose ranks are this state's world, as `along` gives it; empty for
             the world of all ranks.
         axes: of the mesh, each as this rank sees it; empty without one. Not compared, and pickled
@@ -350,7 +351,8 @@ def device_of(function: str, device: torch.device | str) -> torch.device:
 def check_state(function: str, state: object) -> None:
     """Refuse anything but a `DistState`, such as another argument in its place."""
     if not isinstance(state, DistState):
-        repair = "init, build and every step give one"
+        call = CALLS.get(function)
+        repair = f"the call is {call}" if call else "init, build and every step give one"
         got = type(state).__name__
         raise ArgumentTypeError(message(function, "state", "be a DistState", got, repair))
 

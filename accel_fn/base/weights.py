@@ -26,7 +26,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 _SHOWN = 8  # class weights that are printed
 
 
-def num_labels(
+def count_labels(
     key_or_path: Key | Sequence[Key],
     ignore_index: int = -100,
     *,
@@ -64,27 +64,27 @@ def num_labels(
     for each micro-batch.
 
     >>> import torch, accel_fn as af
-    >>> af.num_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
+    >>> af.count_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
     3
-    >>> af.num_labels("labels", class_weight=[1.0, 7.0])({"labels": torch.tensor([0, 1, 1, -100])})
+    >>> af.count_labels("labels", class_weight=[1.0, 7.0])({"labels": torch.tensor([0, 1, 1, -100])})
     15.0
     """
     path = (key_or_path,) if isinstance(key_or_path, str | int) else key_or_path
     if not (isinstance(path, Sequence) and path and all(map(_is_key, path))):
         rule = "be a key, an index or a path of these"
-        raise ArgumentTypeError(message("num_labels", "key_or_path", rule, key_or_path))
+        raise ArgumentTypeError(message("count_labels", "key_or_path", rule, key_or_path))
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
         raise ArgumentTypeError(
-            message("num_labels", "ignore_index", "be an integer", ignore_index)
+            message("count_labels", "ignore_index", "be an integer", ignore_index)
         )
     if isinstance(shift, bool) or not isinstance(shift, int):
-        raise ArgumentTypeError(message("num_labels", "shift", "be an integer >= 0", shift))
+        raise ArgumentTypeError(message("count_labels", "shift", "be an integer >= 0", shift))
     if shift < 0:
-        raise ArgumentError(message("num_labels", "shift", "be an integer >= 0", shift))
+        raise ArgumentError(message("count_labels", "shift", "be an integer >= 0", shift))
     options: dict[str, Any] = {"shift": shift} if shift else {}
     if class_weight is not None:
         options["class_weight"] = _class_weights(class_weight)
-    return partial(count_labels, path=tuple(path), ignore_index=ignore_index, **options)
+    return partial(labels_at, path=tuple(path), ignore_index=ignore_index, **options)
 
 
 def _is_key(key: object) -> bool:
@@ -111,20 +111,20 @@ def _class_weights(given: Any) -> _ClassWeights:
         found = torch.as_tensor(given).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(given).__name__
-        raise ArgumentTypeError(message("num_labels", "class_weight", rule, got)) from error
+        raise ArgumentTypeError(message("count_labels", "class_weight", rule, got)) from error
     if found.is_complex():
-        raise ArgumentTypeError(message("num_labels", "class_weight", rule, found.dtype))
+        raise ArgumentTypeError(message("count_labels", "class_weight", rule, found.dtype))
     values = found.to("cpu", torch.float64, copy=True)
     if values.ndim != 1 or not len(values):
         got = f"shape {list(values.shape)}"
-        raise ArgumentError(message("num_labels", "class_weight", rule, got))
+        raise ArgumentError(message("count_labels", "class_weight", rule, got))
     wrong = ~(values.isfinite() & (values >= 0))
     if wrong.any():
-        raise ArgumentError(message("num_labels", "class_weight", rule, values[wrong][0].item()))
+        raise ArgumentError(message("count_labels", "class_weight", rule, values[wrong][0].item()))
     return _ClassWeights(values)
 
 
-def count_labels(
+def labels_at(
     batch: Any,
     *,
     path: tuple[Key, ...],
@@ -141,10 +141,10 @@ def count_labels(
         labels = _child(labels, key, path)
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
-        raise BatchError(message("num_labels", "key_or_path", rule, type(labels).__name__))
+        raise BatchError(message("count_labels", "key_or_path", rule, type(labels).__name__))
     if shift and labels.ndim < 2:
         rule = f"lead to labels [num_samples, length, ...] with shift={shift}"
-        raise BatchError(message("num_labels", "key_or_path", rule, list(labels.shape)))
+        raise BatchError(message("count_labels", "key_or_path", rule, list(labels.shape)))
     labels = on_host(labels)
     counted = labels[:, shift:] if shift else labels
     if class_weight is None:
@@ -157,12 +157,12 @@ def _sum_of_weights(labels: Tensor, weights: Tensor) -> float:
     """Add up the class weights of labels, [num_labels]."""
     if labels.is_floating_point() or labels.is_complex():
         rule = "lead to integer labels with class_weight"
-        raise BatchError(message("num_labels", "key_or_path", rule, labels.dtype))
+        raise BatchError(message("count_labels", "key_or_path", rule, labels.dtype))
     outside = labels[(labels < 0) | (labels >= len(weights))]
     if outside.numel():
         rule = f"be in 0 .. {len(weights) - 1}, since class_weight has {len(weights)} weights"
         repair = "give every class a weight, or leave the label out by ignore_index"
-        raise BatchError(message("num_labels", "labels", rule, int(outside[0]), repair))
+        raise BatchError(message("count_labels", "labels", rule, int(outside[0]), repair))
     counts = torch.bincount(labels.long(), minlength=len(weights))
     return float(counts.to(weights.dtype) @ weights)
 
@@ -174,7 +174,7 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
     except (KeyError, IndexError, TypeError) as error:
         has = sorted(map(str, node)) if isinstance(node, Mapping) else type(node).__name__
         rule = f"be found in the batch, {path!r} is not: no {key!r}"
-        raise BatchError(message("num_labels", "key_or_path", rule, has)) from error
+        raise BatchError(message("count_labels", "key_or_path", rule, has)) from error
 
 
 def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:

@@ -1,1 +1,15 @@
 """Checkpoints: whole or invisible, of one run at any world size."""
+
+from accel_fn.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "checkpoint.from_accelerate": ("load_accelerate",),
+        "checkpoint.listing": (
+            "Checkpoint",
+            "list_checkpoints",
+        ),
+        "checkpoint.weights.whole_state_dict": ("whole_state_dict",),
+    },
+)

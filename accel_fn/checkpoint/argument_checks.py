@@ -22,6 +22,7 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, check_folder, message
+from accel_fn.renamed import CALLS
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 
@@ -38,8 +39,8 @@ def check_call(
     """Refuse arguments that break their rule, or differ between ranks; return the folder's path."""
 
     def check() -> Path:
-        path = check_folder(function, folder)
         check_steps(steps, function)
+        path = check_folder(function, folder)
         check_extras(extras, function)
         check_others()
         return path
@@ -53,7 +54,10 @@ def check_call(
 def check_steps(steps: Mapping[str, Step], function: str) -> None:
     values = list(steps.values()) if isinstance(steps, Mapping) else []
     if not values or not all(isinstance(each, Step) for each in values):
-        raise ArgumentTypeError(message(function, "step", "be a Step or a dict of Steps", steps))
+        repair = f"the call is {CALLS[function]}"
+        raise ArgumentTypeError(
+            message(function, "step", "be a Step or a dict of Steps", steps, repair)
+        )
     for name in steps:
         if not isinstance(name, str) or "/" in name:
             rule = "have names that are text without /"

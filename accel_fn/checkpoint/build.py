@@ -32,8 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def build(
-    state: DistState,
     plan: Plan[Batch],
+    state: DistState,
     *,
     check_loss: bool = True,
     after: Step[Any] | None = None,
@@ -51,11 +51,11 @@ def build(
     numbers: each gets the states of Python's, NumPy's and torch's generators of the first of them.
 
     Args:
-        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
         plan: what the step is made of; not changed.
+        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
         check_loss: where batches are cut over ranks or micro-batches, compare a few rows of batches
             1, 2, 10 and 100 with their parts: losses, gradients, metrics, and what the forward writes.
-            The step raises if the plan's `reduction`, or the `shift` of `num_labels`, does not fit and
+            The step raises if the plan's `reduction`, or the `shift` of `count_labels`, does not fit and
             another one does, if the forward writes trained parameters, or if a loss that calls
             collectives depends on how rows are dealt to ranks; it warns once of what else depends on the
             cut. `explain(step, state)` shows the result.
@@ -90,14 +90,14 @@ def build(
 
     >>> import accel_fn as af
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
-    >>> state, step = af.build(af.DistState(), plan)
+    >>> state, step = af.build(plan, af.DistState())
     """
     if after is None:
-        return step_build.build(state, plan, check_loss=check_loss)
+        return step_build.build(plan, state, check_loss=check_loss)
     check_state("build", state)
     check_world("build", state)
     names = all_or_none(partial(_names, state, plan, after), state, "build")
-    built, step = step_build.build(state, plan, check_loss=check_loss)
+    built, step = step_build.build(plan, state, check_loss=check_loss)
     new = all_or_none(lambda: _take_over(built, step, after, names), state, "build")
     step.notes.update({**after.notes, "attributes": step.notes["attributes"]})
     if new and state.is_main:

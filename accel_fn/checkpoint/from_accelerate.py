@@ -54,9 +54,9 @@ _LARGEST_COUNT = 2**53
 
 
 def load_accelerate(
-    folder: str | os.PathLike[str],
     step: Step,
     state: DistState,
+    folder: str | os.PathLike[str],
     *,
     schedulers: Sequence[Any] = (),
 ) -> DistState:
@@ -68,10 +68,10 @@ def load_accelerate(
     With `wrap_fsdp`, each rank fills its shards.
 
     Args:
-        folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
         step: over the same model and optimizer, or optimizers, which are read in the order of the
             plan: `optimizer.bin`, `optimizer_1.bin`; as `build` returned it.
         state: as `build` returned it.
+        folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
         schedulers: to load `scheduler.bin`, `scheduler_1.bin` and so on: anything with
             `load_state_dict`. By default, accelerate advances them once for each rank at each update.
 
@@ -92,8 +92,8 @@ def load_accelerate(
     >>> folder = tempfile.mkdtemp()  # as accelerate would fill it
     >>> af.save_model(model, folder)
     >>> torch.save(optimizer.state_dict(), f"{folder}/optimizer.bin")
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
-    >>> state = af.load_accelerate(folder, step, state)
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
+    >>> state = af.checkpoint.load_accelerate(step, state, folder)
     """
     check_state("load_accelerate", state)
     check_world("load_accelerate", state)

@@ -60,7 +60,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     Cost: reads each manifest, and the sizes of files.
 
     >>> import accel_fn as af
-    >>> af.list_checkpoints("no such folder")
+    >>> af.checkpoint.list_checkpoints("no such folder")
     []
     """
     path = check_folder("list_checkpoints", folder)

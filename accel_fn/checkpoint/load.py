@@ -69,9 +69,9 @@ _RANK_KEYS = {"buffers", "random"}
 
 
 def load(
-    folder: str | os.PathLike[str],
-    state: DistState,
     step: Step | Mapping[str, Step],
+    state: DistState,
+    folder: str | os.PathLike[str],
     *,
     extras: Mapping[str, Any] | None = None,
     at: str | int = "latest",
@@ -88,9 +88,9 @@ def load(
     that were left out.
 
     Args:
-        folder: that was given to `save`.
-        state: as `build` returned it.
         step: the step, or a dict of steps by name, as it was saved.
+        state: as `build` returned it.
+        folder: that was given to `save`.
         extras: by the names that they were saved under. If one has `differences_from(saved)`, as a
             sharded loader has, the lines that it returns are listed with all other differences. A dict is
             filled in place: saved keys overwrite, and other keys stay.
@@ -130,11 +130,11 @@ def load(
         of the schedules on the host.
 
     >>> import tempfile, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     state, _ = step(state, batch)
-    ...     path = af.save(folder, state, step)
-    ...     af.load(folder, state, step).step
+    ...     path = af.save(step, state, folder)
+    ...     af.load(step, state, folder).step
     1
     """
     check_state("load", state)

@@ -21,9 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def resume(
-    folder: str | os.PathLike[str],
-    state: DistState,
     step: Step | Mapping[str, Step],
+    state: DistState,
+    folder: str | os.PathLike[str],
     extras: Mapping[str, Any] | None = None,
     *,
     schedule: Choice = None,
@@ -37,9 +37,9 @@ def resume(
     run that has finished, it yields no epoch and logs that.
 
     Args:
-        folder: that `save` is given; need not be there.
-        state: as `build` returned it.
         step: the step, or a dict of steps by name, as it is saved.
+        state: as `build` returned it.
+        folder: that `save` is given; need not be there.
         extras: by the names that they are saved under; the loader among them.
         schedule: as for `load`: "program" or "saved" for a run that goes on with more epochs.
         match: as for `load`: "names" for a program with other parameters, groups or transforms.
@@ -54,12 +54,12 @@ def resume(
     Cost: a few small collectives, and `load` where there is a checkpoint.
 
     >>> import tempfile, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     state = af.resume(folder, state, step)  # a new run: step 0
+    ...     state = af.resume(step, state, folder)  # a new run: step 0
     ...     state, _ = step(state, batch)
-    ...     path = af.save(folder, state, step)
-    ...     af.resume(folder, state, step).step
+    ...     path = af.save(step, state, folder)
+    ...     af.resume(step, state, folder).step
     1
     """
     check_state("resume", state)
@@ -79,7 +79,7 @@ def resume(
     is_there = bool(exchange(found, state, "resume")[0])
     if not is_there:
         return state
-    loaded = load(folder, state, step, extras=extras, schedule=schedule, match=match)
+    loaded = load(step, state, folder, extras=extras, schedule=schedule, match=match)
     if state.is_main:
         call = f", call {loaded.call}" if loaded.call else ""
         checkpoint = home / name_of(loaded.step)

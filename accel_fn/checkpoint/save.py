@@ -61,9 +61,9 @@ _VERSION = version("accel-fn")
 
 
 def save(
-    folder: str | os.PathLike[str],
-    state: DistState,
     step: Step | Mapping[str, Step],
+    state: DistState,
+    folder: str | os.PathLike[str],
     *,
     extras: Mapping[str, Any] | None = None,
     keep: int | None = None,
@@ -85,10 +85,10 @@ def save(
     saved rate.
 
     Args:
+        step: the step, or a dict of steps by name.
+        state: after the last step.
         folder: of this run's checkpoints, on a file system that all machines share; made if missing;
             `~` is your home folder.
-        state: after the last step.
-        step: the step, or a dict of steps by name.
         extras: by name, the same names on all ranks; saved of every rank: anything with `state_dict`
             and `load_state_dict`, a dict of numbers, strings and tensors, or a `torch.Generator`.
         keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
@@ -133,9 +133,9 @@ def save(
         of each, and the whole again if torch has counted a write.
 
     >>> import tempfile, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     af.save(folder, state, step).name
+    ...     af.save(step, state, folder).name
     'step_00000000'
     """
     check_state("save", state)

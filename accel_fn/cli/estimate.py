@@ -23,7 +23,7 @@ from accel_fn.cli.output import (
 from accel_fn.cli.targets import call_target, load_target
 
 if TYPE_CHECKING:
-    from accel_fn.observe.estimate_memory import MemoryEstimate
+    from accel_fn.contrib.estimate import MemoryEstimate
 
 _PARTS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "peak")
 _COLUMNS = 4  # estimates beside each other, for terminals of 80 columns
@@ -77,7 +77,7 @@ def estimate(
     or a model and a batch. It runs where tensors have shapes and no data, so a model may be larger than
     this machine. With a batch, the step is gone through to count what is alive in it.
     """
-    from accel_fn.observe.estimate_memory import estimates
+    from accel_fn.contrib.estimate import estimates
 
     found: list[MemoryEstimate] = []
     total = len(num_processes) * len(num_microbatches)

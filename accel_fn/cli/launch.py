@@ -77,7 +77,7 @@ _FEW, _LATER = 4, "(at the start)"
 @click.option(
     "--wrap",
     type=click.Choice(["ddp", "fsdp", "deepspeed"]),
-    help="What wrap() does: replicas, shards, or ZeRO's stage 2.  [default: ddp]",
+    help="What wrap_as_launched() does: replicas, shards, or ZeRO's stage 2.  [default: ddp]",
 )
 @mesh_option("Axes that the ranks form, such as dp=-1,tp=2: pp, dp, cp, tp.")
 @click.option("--log-dir", type=_FOLDER, help="Write the output of each rank to files in it.")

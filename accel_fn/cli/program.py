@@ -37,20 +37,22 @@ def make_plan() -> af.Plan:
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # wrap, with_amp and accumulate take their settings from the flags of `accel-fn launch`.
-    recipe = af.compose(af.place(), af.wrap(), af.with_amp(), af.accumulate(), af.clip(1.0))
+    recipe = af.compose(
+        af.place(), af.wrap_as_launched(), af.with_amp(), af.accumulate(), af.clip(1.0)
+    )
     return recipe(af.Plan(loss_fn, model, optimizer))
 
 
 def main() -> None:
-    state, step = af.build(af.init(), make_plan())
+    state, step = af.build(make_plan(), af.init())
     loader = af.shard_loader(DataLoader(make_data(6400, seed=0), BATCH_SIZE, shuffle=True), state)
     held_out = af.shard_loader(DataLoader(make_data(1000, seed=1), BATCH_SIZE), state)
-    state = af.resume(FOLDER, state, step, extras={"data": loader})
+    state = af.resume(step, state, FOLDER, extras={"data": loader})
     for epoch in loader.epochs(NUM_EPOCHS, since=state):
         for batch in epoch:
             state, report = step(state, batch)
-        af.save(FOLDER, state, step, extras={"data": loader}, keep=3)
-        found = af.evaluate(step, held_out, state, metric_fn)
+        af.save(step, state, FOLDER, extras={"data": loader}, keep=3)
+        found = af.evaluate(step, state, held_out, metric_fn)
         if state.is_main:
             print(f"step {state.step}: loss {report.loss:.3f}, accuracy {found['accuracy']:.3f}")
 

@@ -171,7 +171,7 @@ def _beside_bars(file: IO[str] | None) -> AbstractContextManager[None]:
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file)
 
 
-def on_main_only(logger: logging.Logger, state: DistState) -> logging.Logger:
+def main_logger(logger: logging.Logger, state: DistState) -> logging.Logger:
     """Let a standard logger log on the main rank alone, by a filter on the other ranks.
 
     A call with `extra={"all_ranks": True}` logs on every rank. A filter is the logger's own: loggers
@@ -190,14 +190,14 @@ def on_main_only(logger: logging.Logger, state: DistState) -> logging.Logger:
     Cost: a call that does not log costs a microsecond.
 
     >>> import logging, accel_fn as af
-    >>> logger = af.on_main_only(logging.getLogger("train"), af.DistState())
+    >>> logger = af.main_logger(logging.getLogger("train"), af.DistState())
     >>> logger.info("on the main rank")
     >>> logger.info("of this rank", extra={"all_ranks": True})
     """
-    check_state("on_main_only", state)
+    check_state("main_logger", state)
     if not isinstance(logger, logging.Logger):
         rule, got = "be a logging.Logger", type(logger).__name__
-        raise ArgumentTypeError(message("on_main_only", "logger", rule, got))
+        raise ArgumentTypeError(message("main_logger", "logger", rule, got))
     if not state.is_main:
         logger.addFilter(_is_for_all_ranks)  # a filter that is there is not added again
     return logger

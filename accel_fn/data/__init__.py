@@ -1,1 +1,18 @@
 """The samples that a rank sees, and when: pure index arithmetic, and loaders that follow it."""
+
+from accel_fn.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "data.batch_plan": (
+            "BatchPlan",
+            "plan_batches",
+        ),
+        "data.sample_seeds": (
+            "SeededSamples",
+            "sample_seed",
+            "seed_samples",
+        ),
+    },
+)

@@ -15,8 +15,8 @@ from accel_fn.base.batch import ATOMS, columns_of, shapes_of, tensors_of
 from accel_fn.base.mappings import node_of
 from accel_fn.base.samples import Samples
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
-from accel_fn.data.part import rows_of_rank
 from accel_fn.data.random_generators import Generators
+from accel_fn.data.shard_batch import rows_of_rank
 from accel_fn.errors import BatchError
 
 _SHOWN = 3  # tensors that an error lists

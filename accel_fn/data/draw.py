@@ -7,23 +7,23 @@ from typing import TypeVar, cast
 
 import torch
 
-from accel_fn.base.batch import num_samples, shapes_of
+from accel_fn.base.batch import count_samples, shapes_of
 from accel_fn.base.rng import generator_of
 from accel_fn.base.split_batch import split_rows
 from accel_fn.base.state import DistState, check_state, data_places
 from accel_fn.comm.primitives import exchange_number
-from accel_fn.data.part import part
+from accel_fn.data.shard_batch import shard_batch
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
 T = TypeVar("T")
 
 
-def draw(state: DistState, fn: Callable[..., T], name: str = "", *, rows: object = ()) -> T:
+def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object = ()) -> T:
     """Draw random numbers for a global batch, and take this rank's rows of them.
 
     Every rank draws the rows of the whole batch, from one generator that is seeded by `state.seed`,
-    `state.step`, `state.call` and `name`, and keeps its part, as `part` cuts it. Draw in the loop and put
-    the rows into the batch: then `accumulate` cuts them as it cuts the other rows. In a loss, a
+    `state.step`, `state.call` and `name`, and keeps its part, as `shard_batch` cuts it. Draw in the loop and
+    put the rows into the batch: then `accumulate` cuts them as it cuts the other rows. In a loss, a
     micro-batch would not know which rows of the global batch it has.
 
     Two draws for one step need two names, or they return the same numbers.
@@ -32,10 +32,10 @@ def draw(state: DistState, fn: Callable[..., T], name: str = "", *, rows: object
     resumes from a checkpoint draws what the whole run draws.
 
     Args:
-        state: of the step that the rows are for.
         fn: draws from the generator, which is on the host, and returns a tree of tensors
             [num_rows, ...], as many rows as the *global* batch has: the DataLoader's `batch_size`. With
             `rows`, it is called as `fn(generator, num_rows)`.
+        state: of the step that the rows are for.
         name: of the draw.
         rows: this rank's part of the batch that the draws are for, which may be shorter than others, as the
             last batch of an epoch is, or None, which has no rows. All ranks give theirs, and each gets as
@@ -55,12 +55,12 @@ def draw(state: DistState, fn: Callable[..., T], name: str = "", *, rows: object
 
     >>> import torch, accel_fn as af
     >>> state = af.DistState(rank=1, world_size=2)
-    >>> noise = af.draw(state, lambda generator: torch.randn(6, 16, generator=generator))
+    >>> noise = af.draw(lambda generator: torch.randn(6, 16, generator=generator), state)
     >>> noise.shape
     torch.Size([3, 16])
     >>> def noise_of(generator, num_rows):
     ...     return torch.randn(num_rows, 16, generator=generator)
-    >>> af.draw(af.DistState(), noise_of, rows={"image": torch.zeros(5, 3)}).shape
+    >>> af.draw(noise_of, af.DistState(), rows={"image": torch.zeros(5, 3)}).shape
     torch.Size([5, 16])
     """
     check_state("draw", state)
@@ -89,7 +89,7 @@ def draw(state: DistState, fn: Callable[..., T], name: str = "", *, rows: object
         rule, repair = "draw from the generator that it is given", "torch.randn(..., generator=g)"
         raise ArgumentError(message("draw", "fn", rule, "none of its numbers", repair))
     if sizes is None:
-        return part(drawn, state)
+        return shard_batch(drawn, state)
     return cast("T", split_rows(drawn, sizes, "draw")[state.data.rank])
 
 
@@ -97,7 +97,7 @@ def _sizes(rows: object, state: DistState) -> list[int]:
     """Return the number of rows of each rank that shares the batch; raise on all if one cannot count."""
     failure: Exception | None = None
     try:
-        count = num_samples(rows)
+        count = count_samples(rows)
     except Exception as error:
         count, failure = -1, error
     counts = [count] if state.world_size == 1 else exchange_number(count, state, "draw")

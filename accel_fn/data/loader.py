@@ -215,7 +215,7 @@ class ShardedLoader(Generic[Batch]):
     """A rank's part of a `DataLoader`. Made by `shard_loader`.
 
     Each `iter(loader)` is the next pass, in another order if the loader shuffles, as in torch. One that
-    was broken off counts. The loader and its views, by `prefetch` and `window`, count together;
+    was broken off counts. The loader and its views, by `prefetch` and `group_batches`, count together;
     `evaluate` and `predict` count nothing and read epoch 0.
     """
 

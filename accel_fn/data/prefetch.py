@@ -54,7 +54,7 @@ def prefetch(
     was given, so a resumed run neither loses nor repeats those read ahead.
 
     Args:
-        loader: from `shard_loader` or `window`, one of its epochs, a `DataLoader`,
+        loader: from `shard_loader` or `group_batches`, one of its epochs, a `DataLoader`,
             or anything else that can be iterated.
         state: of this rank; its device.
         depth: how many batches may be ready before the loop takes them, >= 1.
@@ -68,7 +68,7 @@ def prefetch(
 
     Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
     more batches, on the device too; integer tensors stay in host memory as long as their copies
-    live, so that `num_labels` does not wait. A sampler of your own is read `depth` batches further,
+    live, so that `count_labels` does not wait. A sampler of your own is read `depth` batches further,
     in the thread of the loop. On an accelerator (but MPS) a copy is made from pinned
     memory, on a separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
     Without workers, the data set runs beside the training in one process, so its draws from

@@ -53,8 +53,8 @@ def shard_loader(
         loader: over any data set; its collate_fn, workers, pinning and so on are
             kept. Rank 0 runs your own sampler
             or batch sampler, with its own random numbers, and sends every rank its part: all ranks iterate
-            such a loader together. With `batch_size=None`, each item is a global batch, cut as by `part`,
-            and each list of indices that a sampler gives is cut before its rows are read.
+            such a loader together. With `batch_size=None`, each item is a global batch, cut as by
+            `shard_batch`, and each list of indices that a sampler gives is cut before its rows are read.
         state: of this rank; its `seed`, and the loader's generator's, decide the order. On a mesh the
             ranks along `dp` share each batch, and ranks along other axes get the same part.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is

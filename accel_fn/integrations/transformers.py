@@ -20,7 +20,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.split_batch import part_bounds
 from accel_fn.base.state import DistState, mesh_of
@@ -87,7 +87,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Args:
         *args: as those of `transformers.Trainer`.
-        recipe: more transforms for the step, such as `average(0.999)` or `wrap_fsdp()`; a strategy in it
+        recipe: more transforms for the step, such as `ema(0.999)` or `wrap_fsdp()`; a strategy in it
             takes the place of `wrap_ddp()`.
         **options: as those of `transformers.Trainer`.
 
@@ -180,14 +180,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not plan.strategy:
             unused = bool(args.ddp_find_unused_parameters)
             plan = wrap_ddp(find_unused_parameters=unused)(plan)
-        self._state, self._step = build(replace(self._state, step=0, call=0, scaler=None), plan)
+        self._state, self._step = build(plan, replace(self._state, step=0, call=0, scaler=None))
         if getattr(args, "predict_with_generate", False) and self._is_sharded():
             raise ArgumentError(
                 "Trainer: args.predict_with_generate must not be set with shards, got True; generate from "
                 "what save_model wrote, since ranks that generate run unequal numbers of forwards"
             )
         if self._checkpoint is not None:
-            self._state = load(self._checkpoint, self._state, self._step)
+            self._state = load(self._step, self._state, self._checkpoint)
         self._state = replace(self._state, step=self.state.global_step)
         return prepared
 
@@ -200,7 +200,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The number of items that a loss is the mean over: labels, or samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor):
-            return num_samples(batch)
+            return count_samples(batch)
         shifts = self._loss_shifts_labels and "shift_labels" not in batch
         return (labels[..., 1:] if shifts else labels).ne(-100).sum()
 
@@ -317,7 +317,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, model: nn.Module, batch: Any, loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[Tensor, dict[str, Any]]:
         """This rank's sums of losses, items and samples of a batch, and its rows by name."""
-        num_rows = 0 if batch.pop(_IS_STAND_IN, False) else num_samples(batch)
+        num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
         with self.autocast_smart_context_manager():  # that of a prediction_step of the user's, too
             loss, logits, labels = self.prediction_step(
@@ -362,7 +362,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self._step is not None
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-        save(Path(output_dir, _FOLDER), self._state, self._step)
+        save(self._step, self._state, Path(output_dir, _FOLDER))
         # The lock of the folder would stay open as long as the step; nothing more is saved in this one.
         self._step.notes.pop("locks", None)
 

@@ -1,1 +1,13 @@
 """Launching: from settings to the processes of a run."""
+
+from accel_fn.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "base.launch_options": (
+            "LaunchOptions",
+            "launch_options",
+        ),
+    },
+)

@@ -51,8 +51,8 @@ MetricFn = Callable[..., Mapping[str, Metric] | tuple[Any, Mapping[str, Metric] 
 
 def evaluate(
     step: Step,
-    loader: Iterable[Any],
     state: DistState,
+    loader: Iterable[Any],
     metric_fn: MetricFn | None = None,
     *,
     progress: bool | None = None,
@@ -73,10 +73,10 @@ def evaluate(
 
     Args:
         step: from `build`.
-        loader: from `shard_loader`, also through `prefetch` or `window`, or one of its epochs; or any
-            iterable of this rank's batches, such as those that `part` has cut. Ranks may have
-            different numbers of batches, and none. A `DataLoader` in a world of one alone.
         state: as for the step; not changed.
+        loader: from `shard_loader`, also through `prefetch` or `group_batches`, or one of its epochs; or any
+            iterable of this rank's batches, such as those that `shard_batch` has cut. Ranks may have
+            different numbers of batches, and none. A `DataLoader` in a world of one alone.
         metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows, which
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
@@ -119,11 +119,11 @@ def evaluate(
     Note: sums are kept in float64, or in int64 where values are whole, so whole numbers are exact.
 
     >>> import torch, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> def metric_fn(model, batch):
     ...     inputs, targets = batch
     ...     return {"close": (model(inputs) - targets).abs().squeeze(1) < 100}
-    >>> af.evaluate(step, [batch], state, metric_fn)
+    >>> af.evaluate(step, state, [batch], metric_fn)
     {'close': 1.0}
     """
     check_step("evaluate", step, state)

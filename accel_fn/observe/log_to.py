@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.printable import UNPRINTABLE
 from accel_fn.base.state import DistState, check_state
 from accel_fn.errors import (
@@ -111,7 +111,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     >>> import accel_fn as af
     >>> plan = af.Plan(loss_fn, model, optimizer)
     >>> plan = af.log_to(lambda step, values: print(step, sorted(values)[:3]), every=2)(plan)
-    >>> state, step = af.build(af.DistState(), plan)
+    >>> state, step = af.build(plan, af.DistState())
     >>> for _ in range(2):
     ...     state, report = step(state, batch)
     2 ['data_wait', 'learning_rate', 'loss']
@@ -133,7 +133,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
 
 
 def log_values(
-    state: DistState, step: Step, values: Mapping[str, Any], *, prefix: str = ""
+    step: Step, state: DistState, values: Mapping[str, Any], *, prefix: str = ""
 ) -> None:
     """Log values of your own beside those of the newest step, such as what `evaluate` returns.
 
@@ -141,8 +141,8 @@ def log_values(
     main rank writes.
 
     Args:
-        state: after the newest step.
         step: whose plan has a log, from `log_to`.
+        state: after the newest step.
         values: by name, each a number or a tensor with one element.
         prefix: of all names: "validation/".
 
@@ -154,8 +154,8 @@ def log_values(
 
     >>> import accel_fn as af
     >>> plan = af.log_to(lambda step, values: print(step, *values))(af.Plan(loss_fn, model, optimizer))
-    >>> state, step = af.build(af.DistState(), plan)
-    >>> af.log_values(state, step, af.evaluate(step, [batch], state), prefix="validation/")
+    >>> state, step = af.build(plan, af.DistState())
+    >>> af.log_values(step, state, af.evaluate(step, state, [batch]), prefix="validation/")
     0 validation/loss
     """
     check_state("log_values", state)
@@ -359,7 +359,7 @@ class Throughput:
 
     def __init__(self, state: DistState, plan: Plan) -> None:
         self._num_parts = state.data.world_size
-        self._is_weight = plan.weight_fn is num_samples
+        self._is_weight = plan.weight_fn is count_samples
         """Does the weight of a batch count its samples?"""
         self._counts = not self._is_weight
         self._takes_windows = bool(plan.having("takes_windows"))
@@ -371,7 +371,7 @@ class Throughput:
         if self._counts and batch is not None:
             try:
                 batches = batch if self._takes_windows else [batch]
-                self._samples += sum(map(num_samples, batches))
+                self._samples += sum(map(count_samples, batches))
             except BatchError:  # of data that only a weight_fn can count
                 self._counts = False
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.optimizer_modes import in_eval_mode
 from accel_fn.base.rng import restored_random
 from accel_fn.base.state import DistState, check_state, data_places
 from accel_fn.comm import primitives
 from accel_fn.comm.collectives import agreed
+from accel_fn.data.group_batches import Windowed
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
 from accel_fn.data.prefetch import Prefetched
-from accel_fn.data.window import Windowed
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.observe.bar import loader_length, open_bar
 from accel_fn.step import observers
@@ -218,7 +218,7 @@ def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
 def num_rows(part: Any) -> int | None:
     """Samples of a micro-batch; None where they have no common leading dimension."""
     try:
-        return num_samples(part)
+        return count_samples(part)
     except BatchError:
         return None
 

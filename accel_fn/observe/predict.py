@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 def predict(
     step: Step,
-    loader: Iterable[Any],
     state: DistState,
+    loader: Iterable[Any],
     fn: Callable[..., T],
     *,
     progress: bool | None = None,
@@ -56,10 +56,10 @@ def predict(
 
     Args:
         step: from `build`.
-        loader: from `shard_loader`, also through `prefetch` or `window`, or one of its epochs; or any
-            iterable of this rank's batches, such as those that `part` has cut. Ranks may have
-            different numbers of batches, and none. A `DataLoader` in a world of one alone.
         state: as for the step; not changed.
+        loader: from `shard_loader`, also through `prefetch` or `group_batches`, or one of its epochs; or any
+            iterable of this rank's batches, such as those that `shard_batch` has cut. Ranks may have
+            different numbers of batches, and none. A `DataLoader` in a world of one alone.
         fn: `(model, batch) -> tree`, called on every micro-batch that has rows, which is on the device. The
             tree has tensors [num_rows, ...] and lists of num_rows items, of any kind that can be
             pickled, in tuples, mappings and what torch's pytree knows. Structure, dtypes and trailing
@@ -87,11 +87,11 @@ def predict(
     while they are joined and sorted, for about three times as many.
 
     >>> import torch, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> data = torch.utils.data.TensorDataset(*batch)
     >>> loader = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
     >>> loader = af.shard_loader(loader, state)
-    >>> found = af.predict(step, loader, state, lambda model, batch: {"out": model(batch[0])})
+    >>> found = af.predict(step, state, loader, lambda model, batch: {"out": model(batch[0])})
     >>> found["out"].shape
     torch.Size([8, 1])
     """

@@ -89,7 +89,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
 
     >>> import accel_fn as af
     >>> af.profile("runs/a/profile", steps=range(11, 14))(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples,
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples,
     after_update=[profile('runs/a/profile', steps=range(11, 14))])
     """
     path = check_folder("profile", folder)

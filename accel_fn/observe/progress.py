@@ -57,7 +57,7 @@ def progress(
         line. At the end of the loop it waits for the last.
 
     >>> import torch, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> data = torch.utils.data.TensorDataset(*batch)
     >>> loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
     >>> for epoch in af.progress(loader.epochs(2, since=state), state):

@@ -32,7 +32,7 @@ def autocast(step: Step, state: DistState) -> Iterator[None]:
     `wrap_fsdp`, whose forwards gather.
 
     >>> import torch, accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.with_amp("bf16")(af.Plan(loss_fn, model, optimizer)))
+    >>> state, step = af.build(af.with_amp("bf16")(af.Plan(loss_fn, model, optimizer)), af.DistState())
     >>> with torch.no_grad(), af.autocast(step, state):
     ...     model(torch.zeros(2, 4)).dtype
     torch.bfloat16

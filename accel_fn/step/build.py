@@ -28,7 +28,7 @@ from accel_fn.step.update import follow_parameters, follow_shards
 
 
 def build(
-    state: DistState, plan: Plan[Batch], *, check_loss: bool = True
+    plan: Plan[Batch], state: DistState, *, check_loss: bool = True
 ) -> tuple[DistState, Step[Batch]]:
     """Make a step of a plan: see `accel_fn.checkpoint.build.build`, which can take over an earlier step."""
     check_state("build", state)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import WeightFn
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
@@ -121,13 +121,13 @@ class Plan(Generic[Batch]):
 
     >>> import accel_fn as af
     >>> af.Plan(loss_fn, model, optimizer)
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples)
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples)
     """
 
     loss_fn: LossFn[Batch]
     model: nn.Module
     optimizer: Optimizer | Mapping[str, Optimizer]
-    weight_fn: WeightFn | Mapping[str, WeightFn] = num_samples
+    weight_fn: WeightFn | Mapping[str, WeightFn] = count_samples
     reduction: Literal["mean", "sum"] = field(default="mean", kw_only=True)
     frozen: Mapping[str, nn.Module] = field(default_factory=dict, kw_only=True)
     finish: Mapping[str, FinishFn] = field(default_factory=dict, kw_only=True)
@@ -266,13 +266,13 @@ class SlotFunction(partial[Any]):
         source: what `explain` adds: where the settings come from, if not from the call.
 
     >>> import accel_fn as af
-    >>> class OneRank(af.SlotFunction):
+    >>> class OneRank(af.extend.SlotFunction):
     ...     def allows(self, size):
     ...         return size == 1
     >>> def keep(state, grads):
     ...     return grads
     >>> plan = af.Plan(loss_fn, model, optimizer, gradients=(OneRank(keep),))
-    >>> state, step = af.build(af.DistState(), plan)
+    >>> state, step = af.build(plan, af.DistState())
     """
 
     traits: frozenset[str] = frozenset()
@@ -324,9 +324,9 @@ class Stateful(SlotFunction):
     ...         return state
     ...     return count
     >>> plan = replace(
-    ...     af.Plan(loss_fn, model, optimizer), after_update=(af.Stateful(counting, every=2),)
+    ...     af.Plan(loss_fn, model, optimizer), after_update=(af.extend.Stateful(counting, every=2),)
     ... )
-    >>> state, step = af.build(af.DistState(), plan)
+    >>> state, step = af.build(plan, af.DistState())
     >>> for _ in range(3):
     ...     state, report = step(state, batch)
     2

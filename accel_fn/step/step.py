@@ -76,7 +76,7 @@ class Step(Generic[Batch]):
         plan: the plan that the step was built from, with its model and optimizer.
 
     >>> import accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     >>> state, report = step(state, batch)
     >>> state.step, report.weight, bool(report.applied)
     (1, 8, True)
@@ -274,7 +274,7 @@ class Step(Generic[Batch]):
         if newest is not None and (state is newest or state.step < newest.step or lost):
             raise StateError(
                 "build: state must be the one that the last step returned, got an earlier one, of step "
-                f"{state.step}; write state, step = build(state, plan, after=step)"
+                f"{state.step}; write state, step = build(plan, state, after=step)"
             )
 
     def _check_place(self, state: DistState, batch: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.given_batches import Place
 from accel_fn.base.state import DistState
 from accel_fn.base.weights import Weight
@@ -292,7 +292,7 @@ class Strategy:
 def _counts_refused(state: DistState, plan: Plan) -> str:
     """Why a loss may return no sum and count in this plan; empty if it may."""
     what = "return the mean over the items that weight_fn counts, got (sum, count)"
-    if plan.weight_fn is not num_samples:
+    if plan.weight_fn is not count_samples:
         return f"{what} beside a weight_fn; leave weight_fn out"
     if plan.reduction == "sum":
         return f'{what} beside reduction="sum"; leave reduction out'

@@ -104,7 +104,7 @@ def compose(*transforms: Transform) -> Transform:
     >>> recipe
     compose(accumulate(4), clip(1.0))
     >>> recipe(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[accumulate(4)], gradients=[clip(1.0)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, split=[accumulate(4)], gradients=[clip(1.0)])
     """
     for each in transforms:
         if not callable(each):

@@ -132,7 +132,7 @@ def train(
 
     def run(state: DistState) -> Trace:
         own = plans[state.rank]
-        state, step = build(state, own)
+        state, step = build(own, state)
         trace: Trace = []
         for number, batch in enumerate(batches, start=1):
             part = take_part(batch, state.rank, state.world_size)

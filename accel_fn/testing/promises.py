@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.split_batch import take_part
 from accel_fn.base.state import DistState, LossScale
-from accel_fn.base.weights import num_labels, weigh
+from accel_fn.base.weights import count_labels, weigh
 from accel_fn.checkpoint.build import build
 from accel_fn.comm.backends import default_backend
 from accel_fn.comm.collectives import broadcast
@@ -222,7 +222,7 @@ def _training(
     *transforms: Transform,
     wrapping: Transform | None = None,
     loss_fn: Callable[[nn.Module, Any], Tensor] = _mse,
-    weight_fn: Callable[[Any], Any] = num_samples,
+    weight_fn: Callable[[Any], Any] = count_samples,
     num_outputs: int = 1,
     draw: Callable[[DistState, torch.dtype | None], list[Any]] = _pairs,
     dtype: torch.dtype | None = None,
@@ -243,7 +243,7 @@ def _training(
             parameter.add_(state.rank)
     recipe = compose(place(), wrapping or wrap_ddp(), *transforms)
     plan = recipe(Plan(loss_fn, model, optimizer, weight_fn=weight_fn))
-    state, step = build(state, plan)
+    state, step = build(plan, state)
     reports = []
     for batch in batches:
         state, report = step(state, take_part(batch, state.rank, state.world_size))
@@ -276,7 +276,7 @@ def _overflow(state: DistState) -> float:
     model = _small_model(state, dtype=torch.float32)
     optimizer = _sgd(model)
     recipe = compose(place(), wrap_ddp(), with_amp("fp16", init_scale=_SCALE))
-    state, step = build(state, recipe(Plan(_mse, model, optimizer)))
+    state, step = build(recipe(Plan(_mse, model, optimizer)), state)
     finite = _drawn(4, 3, seed=1, state=state, dtype=torch.float32)
     is_last = state.rank == state.world_size - 1
     inputs, targets = finite * float("inf") if is_last else finite, finite[:, :1]
@@ -342,7 +342,7 @@ def _loading(state: DistState) -> float:
     model = _small_model(state)
     optimizer = _sgd(model)
     recipe = compose(place(), wrap_ddp(), accumulate(2))
-    running, step = build(state, recipe(Plan(loss_fn, model, optimizer)))
+    running, step = build(recipe(Plan(loss_fn, model, optimizer)), state)
     for batch in shard_loader(loader, state):
         running, _ = step(running, batch)
     return _largest(_flat(model), expected)
@@ -416,7 +416,7 @@ def promises(state: DistState) -> tuple[Promise, ...]:
             _trains(
                 accumulate(2),
                 loss_fn=_by_tokens,
-                weight_fn=num_labels("labels", ignore_index=_IGNORED),
+                weight_fn=count_labels("labels", ignore_index=_IGNORED),
                 num_outputs=5,
                 draw=_tokens,
             ),

@@ -101,7 +101,7 @@ def weights(
 
 @st.composite
 def uneven_parts(draw: st.DrawFn, num_samples: int, world_size: int) -> list[int]:
-    """Draw sizes >= 0 of `world_size` consecutive parts that add up to `num_samples`."""
+    """Draw sizes >= 0 of `world_size` consecutive parts that add up to `count_samples`."""
     cuts = draw(
         st.lists(st.integers(0, num_samples), min_size=world_size - 1, max_size=world_size - 1)
     )

@@ -75,7 +75,7 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
 
     >>> import accel_fn as af
     >>> af.checkpoint_activations(blocks="layers")(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, \
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, \
 forward_contexts=[checkpoint_activations(blocks='layers')])
     """
     check_blocks("checkpoint_activations", blocks)

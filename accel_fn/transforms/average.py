@@ -1,4 +1,4 @@
-"""average: a second set of parameters that follows the trained ones, often better to evaluate."""
+"""ema and swa: a second set of parameters that follows the trained ones, often better to evaluate."""
 
 from __future__ import annotations
 
@@ -34,86 +34,81 @@ RateFn = Callable[[int], float]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Averaging:
-    """Averages of the parameters, by `average(decay)` or `average.uniform()`."""
+def ema(decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
+    """Keep an exponential moving average of the parameters.
 
-    def __call__(self, decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
-        """Keep an exponential moving average of the parameters.
+    After every update that is made, `mean = decay * mean + (1 - decay) * parameter`;
+    after the first one, it is the parameter itself. Use it by `averaged`.
 
-        After every update that is made, `mean = decay * mean + (1 - decay) * parameter`;
-        after the first one, it is the parameter itself. Use it by `use_average`.
+    Law: equal on all ranks; an update that is skipped does not move it.
 
-        Law: equal on all ranks; an update that is skipped does not move it.
+    Args:
+        decay: in (0, 1); 0.999 looks back on about a thousand updates. Or a function of the number
+            of updates made since the warm-up, from 1 on, that returns one in [0, 1]: a decay
+            that grows, `lambda n: min(0.999, (1 + n) / (10 + n))`, averages from the start on.
+        num_warmup: so many updates at the start, >= 0, after which it still is the
+            parameters themselves.
 
-        Args:
-            decay: in (0, 1); 0.999 looks back on about a thousand updates. Or a function of the number
-                of updates made since the warm-up, from 1 on, that returns one in [0, 1]: a decay
-                that grows, `lambda n: min(0.999, (1 + n) / (10 + n))`, averages from the start on.
-            num_warmup: so many updates at the start, >= 0, after which it still is the
-                parameters themselves.
+    Returns:
+        A transform.
 
-        Returns:
-            A transform.
+    Raises:
+        ValueError: `decay` is not in (0, 1), or `num_warmup` no integer >= 0. In a step, on all
+            ranks, after the update is made: the function returns a number outside of [0, 1].
+        TypeError: `decay` is neither a number nor a function, or returns no number.
 
-        Raises:
-            ValueError: `decay` is not in (0, 1), or `num_warmup` no integer >= 0. In a step, on all
-                ranks, after the update is made: the function returns a number outside of [0, 1].
-            TypeError: `decay` is neither a number nor a function, or returns no number.
+    Cost: one read of the parameters and one of their average, one write of it; memory as of
+    the parameters, in float32 where they are of half precision. No host synchronisation.
 
-        Cost: one read of the parameters and one of their average, one write of it; memory as of
-        the parameters, in float32 where they are of half precision. No host synchronisation.
+    Source: Polyak and Juditsky 1992; `torch.optim.swa_utils.get_ema_multi_avg_fn`.
 
-        Source: Polyak and Juditsky 1992; `torch.optim.swa_utils.get_ema_multi_avg_fn`.
-
-        >>> import accel_fn as af
-        >>> af.average(0.999)(af.Plan(loss_fn, model, optimizer))
-        Plan(loss_fn, Linear, SGD, weight_fn=num_samples, \
-after_update=[average(0.999)])
-        >>> def growing(num_updates):
-        ...     return min(0.999, (1 + num_updates) / (10 + num_updates))
-        >>> af.average(growing)
-        average(growing)
-        """
-        warmup = f", num_warmup={num_warmup}" if num_warmup else ""
-        if callable(decay):
-            rate = partial(following, decay_fn=decay)
-            return _averaging(rate, num_warmup, f"average({describe(decay)}{warmup})")
-        if not check_positive("average", "decay", decay) < 1:
-            raise ArgumentError(message("average", "decay", "be < 1", decay))
-        rate = partial(exponential, decay=float(decay))
-        return _averaging(rate, num_warmup, f"average({decay}{warmup})")
-
-    def uniform(self, *, num_warmup: int = 0) -> Transform:
-        """Keep the mean of the parameters over all updates, as SWA does.
-
-        Law: equal on all ranks; an update that is skipped does not move it.
-
-        Args:
-            num_warmup: so many updates at the start, >= 0, count for nothing.
-
-        Returns:
-            A transform.
-
-        Raises:
-            ValueError: `num_warmup` is no integer >= 0.
-
-        Cost: as that of `average`.
-
-        Source: Izmailov et al. 2018, arXiv:1803.05407.
-
-        >>> import accel_fn as af
-        >>> af.average.uniform(num_warmup=100)(af.Plan(loss_fn, model, optimizer))
-        Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[average.uniform(num_warmup=100)])
-        """
-        warmup = f"num_warmup={num_warmup}" if num_warmup else ""
-        return _averaging(uniform, num_warmup, f"average.uniform({warmup})")
+    >>> import accel_fn as af
+    >>> af.ema(0.999)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, \
+after_update=[ema(0.999)])
+    >>> def growing(num_updates):
+    ...     return min(0.999, (1 + num_updates) / (10 + num_updates))
+    >>> af.ema(growing)
+    ema(growing)
+    """
+    warmup = f", num_warmup={num_warmup}" if num_warmup else ""
+    if callable(decay):
+        rate = partial(following, decay_fn=decay)
+        return _averaging("ema", rate, num_warmup, f"ema({describe(decay)}{warmup})")
+    if not check_positive("ema", "decay", decay) < 1:
+        raise ArgumentError(message("ema", "decay", "be < 1", decay))
+    rate = partial(exponential, decay=float(decay))
+    return _averaging("ema", rate, num_warmup, f"ema({decay}{warmup})")
 
 
-average = Averaging()
+def swa(*, num_warmup: int = 0) -> Transform:
+    """Keep the mean of the parameters over all updates, as SWA does.
+
+    Law: equal on all ranks; an update that is skipped does not move it.
+
+    Args:
+        num_warmup: so many updates at the start, >= 0, count for nothing.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: `num_warmup` is no integer >= 0.
+
+    Cost: as that of `ema`.
+
+    Source: Izmailov et al. 2018, arXiv:1803.05407.
+
+    >>> import accel_fn as af
+    >>> af.swa(num_warmup=100)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, after_update=[swa(num_warmup=100)])
+    """
+    warmup = f"num_warmup={num_warmup}" if num_warmup else ""
+    return _averaging("swa", uniform, num_warmup, f"swa({warmup})")
 
 
 @contextmanager
-def use_average(step: Step) -> Iterator[None]:
+def averaged(step: Step) -> Iterator[None]:
     """Give the model its averaged parameters inside the context: to evaluate, or for `save_model`.
 
     A step, `save` and `load` raise an error inside. Buffers are not averaged, and changes to
@@ -121,30 +116,30 @@ def use_average(step: Step) -> Iterator[None]:
     `torch.optim.swa_utils.update_bn` inside.
 
     Args:
-        step: of a plan with `average`.
+        step: of a plan with `ema`.
 
     Yields:
         Nothing.
 
     Raises:
         TypeError: `step` is no step.
-        ValueError: the plan has no `average`, or several; a step is made inside.
+        ValueError: the plan has no `ema`, or several; a step is made inside.
 
     Cost: two copies of the parameters, and the memory of one.
 
     >>> import accel_fn as af
-    >>> state, step = af.build(af.DistState(), af.average(0.9)(af.Plan(loss_fn, model, optimizer)))
+    >>> state, step = af.build(af.ema(0.9)(af.Plan(loss_fn, model, optimizer)), af.DistState())
     >>> state, report = step(state, batch)
-    >>> with af.use_average(step):
+    >>> with af.averaged(step):
     ...     loss = step.forward(state, batch)
     """
     if not isinstance(step, Step):
         rule = "be what build gave"
-        raise ArgumentTypeError(message("use_average", "step", rule, type(step).__name__))
+        raise ArgumentTypeError(message("averaged", "step", rule, type(step).__name__))
     found = [each for each in step.plan.after_update if isinstance(each, Average)]
     if len(found) != 1:
         raise PlanError(
-            f"use_average: step must have one average in its plan, got {len(found)}; add average(decay)"
+            f"averaged: step must have one average in its plan, got {len(found)}; add ema(decay)"
         )
     step.strategy.reset()
     with found[0].shown():
@@ -171,9 +166,7 @@ class Average:
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         if self._is_shown:
-            raise StateError(
-                "step: state must not be stepped within use_average(step), got an update"
-            )
+            raise StateError("step: state must not be stepped within averaged(step), got an update")
         applied = verdict_of(report)
         num_before = self._updates.read()
         made = self._updates.add(applied)
@@ -215,7 +208,7 @@ class Average:
         """Give the model the means, if there are any yet; afterwards restore its parameters."""
         if self._is_shown:
             raise StateError(
-                "use_average: step must not be within use_average(step) already, got it twice"
+                "averaged: step must not be within averaged(step) already, got it twice"
             )
         there = {**self._values(), **dict(self._model.named_buffers())}
         kept = {name: value.clone() for name, value in there.items()}
@@ -243,7 +236,7 @@ class Average:
 
     def _check_own(self, function: str) -> None:
         if self._is_shown:
-            rule = "have its own parameters, got those of use_average(step)"
+            rule = "have its own parameters, got those of averaged(step)"
             raise StateError(f"{function}: step must {rule}; call it before or after")
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,8 +264,8 @@ def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
             into[name].copy_(value)
 
 
-def _averaging(rate: Callable[..., float], num_warmup: int, call: str) -> Transform:
-    check_count("average", "num_warmup", num_warmup, minimum=0)
+def _averaging(function: str, rate: Callable[..., float], num_warmup: int, call: str) -> Transform:
+    check_count(function, "num_warmup", num_warmup, minimum=0)
     slot = AverageSlot(Average, rate=rate, num_warmup=num_warmup)
     return named(fill(after_update=slot), call)
 
@@ -294,10 +287,10 @@ def following(num_updates: int, *, decay_fn: DecayFn) -> float:
         return 1.0
     decay = decay_fn(num_updates)
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
-        raise ArgumentTypeError(message("average", "decay", "return a number", decay))
+        raise ArgumentTypeError(message("ema", "decay", "return a number", decay))
     if not 0 <= decay <= 1:
         rule = f"return a number in [0, 1] for {num_updates} updates"
-        raise ArgumentError(message("average", "decay", rule, decay))
+        raise ArgumentError(message("ema", "decay", rule, decay))
     return 1.0 - float(decay)
 
 

@@ -38,7 +38,7 @@ def check_replicas(every: int) -> Transform:
 
     >>> import accel_fn as af
     >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[check_replicas(every=100)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, after_update=[check_replicas(every=100)])
     """
     check_count("check_replicas", "every", every)
     return fill(after_update=ReplicaCheck(ReplicaComparison, every=every))

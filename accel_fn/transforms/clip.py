@@ -39,7 +39,7 @@ def clip(max_norm: float) -> Transform:
 
     >>> import accel_fn as af
     >>> af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clip(1.0)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, gradients=[clip(1.0)])
     """
     bound = check_positive("clip", "max_norm", max_norm)
     return fill(gradients=ClipSlot(clip_norm, max_norm=bound))
@@ -79,7 +79,7 @@ def clip_value(max_value: float) -> Transform:
 
     >>> import accel_fn as af
     >>> af.clip_value(0.5)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, gradients=[clip_value(0.5)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, gradients=[clip_value(0.5)])
     """
     bound = check_positive("clip_value", "max_value", max_value)
     return fill(gradients=SlotFunction(clamp_values, max_value=bound))

@@ -81,7 +81,7 @@ def wrap_ddp(
 
     >>> import accel_fn as af
     >>> af.wrap_ddp(bucket_cap_mb=50)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_ddp(bucket_cap_mb=50)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[wrap_ddp(bucket_cap_mb=50)])
     """
     if comm_hook is not None and comm_hook not in _COMM_HOOKS:
         rule = f"be one of {_COMM_HOOKS} or None"

@@ -47,7 +47,7 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
 
     >>> import accel_fn as af
     >>> af.freeze("weight", until=100)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, wrap_grad_fn=[freeze('weight', until=100)], \
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, wrap_grad_fn=[freeze('weight', until=100)], \
 after_update=[freeze('weight', until=100)])
     """
     given: Any = names

@@ -35,7 +35,7 @@ def place(*, frozen_dtype: torch.dtype | None = None) -> Transform:
 
     >>> import accel_fn as af
     >>> af.place()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, place_model=[place()], place_frozen=[place()], \
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, place_model=[place()], place_frozen=[place()], \
 place_batch=[place()])
     """
     is_float = isinstance(frozen_dtype, torch.dtype) and frozen_dtype.is_floating_point

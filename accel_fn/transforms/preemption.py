@@ -36,10 +36,10 @@ class Preemption:
     >>> import accel_fn as af
     >>> with af.Preemption() as preemption:
     ...     plan = preemption(af.Plan(loss_fn, model, optimizer))
-    ...     state, step = af.build(af.DistState(), plan)
+    ...     state, step = af.build(plan, af.DistState())
     ...     state, report = step(state, batch)
     ...     if report.extras["stop"]:
-    ...         path = af.save("runs/a", state, step)
+    ...         path = af.save(step, state, "runs/a")
     ...         preemption.leave()
     """
 

@@ -47,7 +47,7 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
 
     >>> import accel_fn as af
     >>> af.skip_nonfinite()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, accept=[skip_nonfinite()])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, accept=[skip_nonfinite()])
     """
     check_count("skip_nonfinite", "max_consecutive", max_consecutive)
     return fill(accept=Stateful(finite_norm, max_consecutive=max_consecutive))
@@ -60,7 +60,7 @@ def skip_spikes(
     """Skip updates whose gradient norm is far above those before it.
 
     A spike is more than `num_sigmas` standard deviations above the mean of the last
-    `window` norms that were no spikes, and more than twice that mean. Until half a window
+    `group_batches` norms that were no spikes, and more than twice that mean. Until half a window
     is known, only non-finite norms are skipped. A norm of 0, of a batch without weight, is no
     spike and does not enter the window. As with `skip_nonfinite`, all ranks decide the same, and
     nothing else changes.
@@ -86,7 +86,7 @@ def skip_spikes(
 
     >>> import accel_fn as af
     >>> af.skip_spikes()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, accept=[skip_spikes()])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, accept=[skip_spikes()])
     """
     return fill(
         accept=Stateful(

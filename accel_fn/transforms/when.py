@@ -32,7 +32,7 @@ def when(condition: object, then: Transform | Callable[[], Transform]) -> Transf
     >>> max_norm = 0.0
     >>> clips = af.when(max_norm, lambda: af.clip(max_norm))  # clip(0.0) is an error
     >>> af.compose(af.accumulate(4), clips)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[accumulate(4)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, split=[accumulate(4)])
     """
     if callable(condition):
         rule, repair = "be a value", "the condition comes first, then the transform"

@@ -38,7 +38,8 @@ def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
     the main rank; in a world of several, four small collectives.
 
     >>> import accel_fn as af
-    >>> {name: list(value.shape) for name, value in af.whole_state_dict(model, af.DistState()).items()}
+    >>> whole = af.checkpoint.whole_state_dict(model, af.DistState())
+    >>> {name: list(value.shape) for name, value in whole.items()}
     {'weight': [1, 4], 'bias': [1]}
     """
     check_state("whole_state_dict", state)

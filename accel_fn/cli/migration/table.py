@@ -59,9 +59,9 @@ TABLE: dict[str, Row] = {
         "for epoch in {loader}.epochs({num_epochs}):", "Its number is epoch.index."
     ),
     "loader.evaluation": Row(
-        "metrics = af.evaluate(step, {loader}, state, metric_fn)",
+        "metrics = af.evaluate(step, state, {loader}, metric_fn)",
         "It takes the place of the loop: metric_fn(model, batch) returns a dict with one value a "
-        "sample, or (sum, count). For a metric of all rows: af.predict(step, {loader}, state, fn).",
+        "sample, or (sum, count). For a metric of all rows: af.predict(step, state, {loader}, fn).",
     ),
     "loader.dataset": Row("{name}.loader.dataset"),
     "loader.sampler": Row("{name}.loader.sampler"),
@@ -146,7 +146,7 @@ TABLE: dict[str, Row] = {
     "accelerator.prepare": Row("plan, step and loader", differences=(18,)),
     "accelerator.prepare(model)": Row(
         "plan = recipe(af.Plan(loss_fn, {model}, {optimizer}))\n"
-        "state, step = af.build(state, plan)",
+        "state, step = af.build(plan, state)",
         "Nothing wraps the model.",
         (18, 21),
     ),
@@ -235,23 +235,24 @@ TABLE: dict[str, Row] = {
     "accelerator.check_trigger": Row("af.any_rank(stop, state)"),
     # Methods: checkpoints and weights.
     "accelerator.save_state": Row(
-        "af.save(folder, state, step)",
+        "af.save(step, state, folder)",
         "On every rank, into one folder for the run: checkpoints are named by step.",
         (12, 19, 20),
     ),
     "accelerator.load_state": Row(
-        "state = af.resume(folder, state, step)",
-        "It loads the newest, if there is one. af.load_accelerate reads an old run.",
+        "state = af.resume(step, state, folder)",
+        "It loads the newest, if there is one. af.checkpoint.load_accelerate reads an old run.",
         (12, 20),
     ),
     "accelerator.register_for_checkpointing": Row(
         'extras={{"name": {object}}} of af.save and af.resume', arguments="object"
     ),
     "accelerator.register_save_state_pre_hook": Row(
-        "af.save(..., beside=write_files)", 'For adapters alone: af.save(..., only="trained").'
+        "af.save(folder=..., beside=write_files)",
+        'For adapters alone: af.save(folder=..., only="trained").',
     ),
     "accelerator.register_load_state_pre_hook": Row(
-        "extras= of af.resume", 'For adapters alone, af.save(..., only="trained") suffices.'
+        "extras= of af.resume", 'For adapters alone, af.save(folder=..., only="trained") suffices.'
     ),
     "accelerator.save_model": Row(
         "af.save_model({model}, {save_directory})",
@@ -260,7 +261,7 @@ TABLE: dict[str, Row] = {
         "model save_directory",
     ),
     "accelerator.get_state_dict": Row(
-        "af.whole_state_dict({model}, state)", "On every rank.", arguments="model"
+        "af.checkpoint.whole_state_dict({model}, state)", "On every rank.", arguments="model"
     ),
     "accelerator.unwrap_model": Row("{model}", "The model is not wrapped.", arguments="model"),
     "accelerator.save": Row("af.on_main(lambda: torch.save({obj}, {f}), state)", arguments="obj f"),
@@ -280,7 +281,7 @@ TABLE: dict[str, Row] = {
     ),
     "accelerator.gather(grad_norm)": Row("report.grad_norm", "It is that of the global batch."),
     "accelerator.gather_for_metrics": Row(
-        "af.evaluate(step, loader, state, metric_fn)",
+        "af.evaluate(step, state, loader, metric_fn)",
         "It takes the place of a loop over batches; af.gather(rows, state) is for other rows.",
         (14,),
     ),
@@ -295,7 +296,9 @@ TABLE: dict[str, Row] = {
     "accelerator.pad_across_processes": Row(
         None, "af.gather(list(rows), state) takes rows of unequal lengths.", (15,)
     ),
-    "accelerator.split_between_processes": Row("af.part({inputs}, state)", arguments="inputs"),
+    "accelerator.split_between_processes": Row(
+        "af.shard_batch({inputs}, state)", arguments="inputs"
+    ),
     "accelerator.wait_for_everyone": Row("af.barrier(state)", "", (23,)),
     "accelerator.main_process_first": Row("af.main_first(state)"),
     "accelerator.local_main_process_first": Row("af.main_first(state, local=True)"),
@@ -310,7 +313,7 @@ TABLE: dict[str, Row] = {
         "run = wandb.init(...), before the recipe", "The run is yours, as its library makes it."
     ),
     "accelerator.log": Row(
-        "af.log_values(state, step, {values})",
+        "af.log_values(step, state, {values})",
         "af.log_to writes loss, learning rate and speed; this is for values of your own.",
         arguments="values",
     ),
@@ -338,8 +341,8 @@ TABLE: dict[str, Row] = {
     "accelerator.use_distributed": Row("state.world_size > 1"),
     "accelerator.multi_device": Row('state.world_size > 1 and state.device.type != "cpu"'),
     "accelerator.mixed_precision": Row(
-        "af.compute_dtype(plan)",
-        "A dtype; before there is a plan, af.launch_options().mixed_precision is the launch's.",
+        "af.extend.compute_dtype(plan)",
+        "A dtype; before there is a plan, af.launcher.launch_options().mixed_precision is the launch's.",
     ),
     "accelerator.distributed_type": Row(None, "One recipe: no code branches on it."),
     "accelerator.state": Row("state", "What the recipe sets stands in the recipe."),
@@ -391,7 +394,7 @@ TABLE: dict[str, Row] = {
     "InitProcessGroupKwargs": Row("af.init(timeout_s=...)", "Or accel-fn launch --timeout-s."),
     "GradientAccumulationPlugin": Row("af.accumulate(k) in the recipe", "", (1,)),
     "FullyShardedDataParallelPlugin": Row("af.wrap_fsdp(...)", _SHARDS),
-    "ProjectConfiguration": Row("af.save(folder, state, step, keep=3)", "", (19,)),
+    "ProjectConfiguration": Row("af.save(step, state, folder, keep=3)", "", (19,)),
     "ProfileKwargs": Row("af.profile(folder, steps=range(11, 14))"),
     "TorchDynamoPlugin": Row("af.compiled(mode=..., fullgraph=..., dynamic=...)"),
     "DynamoBackend": Row("af.compiled()", "Inductor alone."),
@@ -413,9 +416,9 @@ TABLE: dict[str, Row] = {
         (16,),
     ),
     "get_logger": Row(
-        "af.on_main_only(logging.getLogger({name}), state)", arguments="name log_level"
+        "af.main_logger(logging.getLogger({name}), state)", arguments="name log_level"
     ),
-    "MultiProcessAdapter": Row("af.on_main_only(logger, state)"),
+    "MultiProcessAdapter": Row("af.main_logger(logger, state)"),
     "find_executable_batch_size": Row(
         'af.accumulate("auto") in the recipe',
         "It keeps the batch, so the result is the same; the function around the training goes.",
@@ -429,8 +432,8 @@ TABLE: dict[str, Row] = {
     "pad_across_processes": Row(
         None, "af.gather(list(rows), state) takes rows of unequal lengths.", (15,)
     ),
-    "send_to_device": Row("af.to_device({tensor}, state)", "", (), "tensor device"),
-    "find_batch_size": Row("af.num_samples({data})", "", (), "data"),
+    "send_to_device": Row("af.extend.to_device({tensor}, state)", "", (), "tensor device"),
+    "find_batch_size": Row("af.count_samples({data})", "", (), "data"),
     "wait_for_everyone": Row("af.barrier(state)", "", (23,)),
     "synchronize_rng_states": Row(None, "Orders are computed from the seed.", (13,)),
     "synchronize_rng_state": Row(None, "Orders are computed from the seed.", (13,)),
@@ -456,8 +459,8 @@ TABLE: dict[str, Row] = {
     "compile_regions": Row('af.compiled(scope="blocks")', transform='af.compiled(scope="blocks")'),
     "save": Row("af.on_main(lambda: torch.save({obj}, {f}), state)", arguments="obj f"),
     "load": Row("torch.load({f})", arguments="f"),
-    "save_fsdp_model": Row("af.save(folder, state, step)"),
-    "load_fsdp_model": Row("af.load(folder, state, step)"),
+    "save_fsdp_model": Row("af.save(step, state, folder)"),
+    "load_fsdp_model": Row("af.load(step, state, folder)"),
     "save_fsdp_optimizer": Row(None, "af.save has the optimizer."),
     "load_fsdp_optimizer": Row(None, "af.load has the optimizer."),
     "merge_fsdp_weights": Row("accel-fn export CHECKPOINT FOLDER"),
@@ -465,8 +468,8 @@ TABLE: dict[str, Row] = {
         "af.load_model({model}, {checkpoint})", "", (), "model checkpoint"
     ),
     "is_peft_model": Row(None, "A PEFT model is a module like others."),
-    "calculate_maximum_sizes": Row("af.estimate_memory(...)", "Of a whole step."),
-    "compute_module_sizes": Row("af.estimate_memory(...)", "Of a whole step."),
+    "calculate_maximum_sizes": Row("af.contrib.estimate.estimate_memory(...)", "Of a whole step."),
+    "compute_module_sizes": Row("af.contrib.estimate.estimate_memory(...)", "Of a whole step."),
     "write_basic_config": Row("accel-fn config --default"),
     "DeepSpeedEngineWrapper": Row(NONE, _DEEPSPEED),
     "HfDeepSpeedConfig": Row(NONE, _DEEPSPEED),

@@ -24,7 +24,7 @@ from accel_fn.base.split_batch import part_bounds
 from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch, stacks_plainly
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import seed_process
-from accel_fn.data.seed_samples import reading
+from accel_fn.data.sample_seeds import reading
 from accel_fn.data.set_epoch import InEpoch, may_hold_samples, reached_from
 from accel_fn.data.workers import WorkerProgress
 

@@ -78,7 +78,7 @@ def launch(
         gpu_ids: accelerators to use, by index.
         mixed_precision: what `with_amp()` without an argument does.
         num_microbatches: what `accumulate()` without an argument does.
-        wrap: what `wrap()` does, "ddp", "fsdp" or "deepspeed".
+        wrap: what `wrap_as_launched()` does, "ddp", "fsdp" or "deepspeed".
         threads_per_process: CPU threads of each; default: the cores, divided.
         timeout_s: seconds that a collective may take before all ranks report and end.
         mesh: axes that the ranks form and their sizes, as for `init`.

@@ -135,7 +135,7 @@ _BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
 _WRAPPED = MappingProxyType({"FSDP": "fsdp", "DEEPSPEED": "deepspeed"})
-"""Types that `wrap` names here."""
+"""Types that `wrap_as_launched` names here."""
 
 _OTHER_TYPES = ("MEGATRON_LM", "TP", "XLA")
 """Types that need more than processes with replicas or shards."""

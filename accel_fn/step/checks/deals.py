@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.split_batch import interleaved_parts, part_sizes, split_rows
 from accel_fn.base.state import DistState, over
 from accel_fn.base.weights import shares, total_weight, weigh
@@ -53,7 +53,7 @@ class Deals:
         """Run the deals, and compare losses and gradients over the ranks."""
         state, plan = self._state, self._plan
         batch = joined(self._rows.batch, state)
-        num, size = num_samples(batch), self._ranks.world_size
+        num, size = count_samples(batch), self._ranks.world_size
         sizes = part_sizes(num, size)
         # In micro-batches, a collective that a gradient goes through is refused.
         if size == 1 or sizes[-1] < 2 or plan.having("local_gradients") or in_microbatches(plan):

@@ -44,7 +44,7 @@ class FrozenCheck:
             warn_user(
                 "step: frozen models should stay as they are, got a change between steps in "
                 f"{_listed(changed)}, which checkpoints do not hold; make a model that moves a part of "
-                "Plan's model, as in nn.ModuleDict, take average() for a mean of the weights, or leave it "
+                "Plan's model, as in nn.ModuleDict, take ema() for a mean of the weights, or leave it "
                 "out of frozen and put it into extras of save and load"
             )
 

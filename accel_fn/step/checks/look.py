@@ -15,7 +15,7 @@ from accel_fn.base.batch import shapes_of
 from accel_fn.base.mappings import opened
 from accel_fn.base.split_batch import split_rows
 from accel_fn.base.state import DistState
-from accel_fn.base.weights import Weight, count_labels, shares, total_weight, weigh
+from accel_fn.base.weights import Weight, labels_at, shares, total_weight, weigh
 from accel_fn.comm import primitives
 from accel_fn.errors import BatchError
 from accel_fn.step.checks.draws import CannotReplayError
@@ -438,13 +438,13 @@ def of_term(weight: Weight, place: int) -> float:
 
 
 def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
-    """The weights that `num_labels` of the other shift gives; None without such labels."""
+    """The weights that `labels_at` of the other shift gives; None without such labels."""
     weight_fn = plan.weight_fn
-    if not isinstance(weight_fn, partial) or weight_fn.func is not count_labels:
+    if not isinstance(weight_fn, partial) or weight_fn.func is not labels_at:
         return None
     other = 0 if weight_fn.keywords.get("shift") else 1
     try:
-        return weigh(partial(count_labels, **{**weight_fn.keywords, "shift": other}), parts)
+        return weigh(partial(labels_at, **{**weight_fn.keywords, "shift": other}), parts)
     except BatchError:  # one label a sample: no row has a first one
         return None
 

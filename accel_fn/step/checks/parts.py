@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import num_samples, tensors_of
+from accel_fn.base.batch import count_samples, tensors_of
 from accel_fn.base.mappings import opened
 from accel_fn.base.origin import origin_of
 from accel_fn.base.samples import Samples
@@ -52,7 +52,7 @@ def few_rows(
         source = [each > 1 for each in counts].index(True)
         part = broadcast(part, state, source=source)
         counts = [counts[source]]
-    return Rows(part, num_samples(part), min(counts))
+    return Rows(part, count_samples(part), min(counts))
 
 
 def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
@@ -66,11 +66,11 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
         # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
         is_window = bool(plan.having("takes_windows"))
         whole = batch[0] if is_window and type(batch) is list else batch
-        num = 0 if whole is None else num_samples(whole)
+        num = 0 if whole is None else count_samples(whole)
         if num < 2:
             return whole, None, num
         part = split_batch(whole, max(1, num // _NUM_SAMPLES))[0]
-        return whole, part, num_samples(part)
+        return whole, part, count_samples(part)
     except Exception:  # the step refuses the batch, or its rows cannot be cut
         return None, None, 0
 

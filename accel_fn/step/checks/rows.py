@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from accel_fn.base.batch import num_samples, shapes_of
+from accel_fn.base.batch import count_samples, shapes_of
 from accel_fn.base.given_batches import samples_of
 from accel_fn.base.state import DistState
 from accel_fn.errors import BatchError
@@ -13,7 +13,7 @@ from accel_fn.step.checks.comparison import is_cut
 from accel_fn.step.microbatches import splits_of
 from accel_fn.step.plan import Plan
 
-_REPAIR = "put the samples first in each tensor, or give Plan a weight_fn, such as num_labels"
+_REPAIR = "put the samples first in each tensor, or give Plan a weight_fn, such as count_labels"
 
 
 class RowsFound(NamedTuple):
@@ -33,7 +33,7 @@ def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
     views of each, and so are fewer rows, where some were left out.
     """
     count = samples_of(batch)
-    if count is None or count < 2 or plan.weight_fn is not num_samples or not is_cut(state, plan):
+    if count is None or count < 2 or plan.weight_fn is not count_samples or not is_cut(state, plan):
         return None
     shapes = shapes_of(batch)
     rows = {shape[0] for shape in shapes}

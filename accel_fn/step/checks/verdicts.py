@@ -200,8 +200,8 @@ class Verdicts:
         if declared == "mean" and "shift" in self._fitting:
             fitting = 0 if getattr(self._plan.weight_fn, "keywords", {}).get("shift") else 1
             raise LossError(
-                "step: weight_fn must count the labels that the loss is a mean over, got num_labels(shift="
-                f"{1 - fitting}) where shift={fitting} fits; use num_labels(..., shift={fitting}), or "
+                "step: weight_fn must count the labels that the loss is a mean over, got count_labels(shift="
+                f"{1 - fitting}) where shift={fitting} fits; use count_labels(..., shift={fitting}), or "
                 "build(..., check_loss=False)"
             )
         if other := [name for name in ("mean", "sum") if name in self._fitting]:
@@ -238,7 +238,7 @@ class Verdicts:
             "step: loss_fn should return the mean over the items that weight_fn counts, of which ranks "
             f"and micro-batches compute their share, got one in batch {number} that is neither a mean "
             f"nor a sum: {got}; so the result depends on their number. Let weight_fn count what the "
-            "loss divides by (num_labels(class_weight=) for class weights, a mapping for several "
+            "loss divides by (count_labels(class_weight=) for class weights, a mapping for several "
             "terms), gather the rows of a loss over pairs, or build(..., check_loss=False)"
         )
 

@@ -43,7 +43,7 @@ def accumulate(
             world size.
         split: "rows" cuts along the leading dimension. A function `batch -> micro-batches`
             may return any number of parts. None is for data that cannot be split: the step gets
-            a list of at most `num_microbatches` batches, as `window` makes them.
+            a list of at most `num_microbatches` batches, as `group_batches` makes them.
 
     Returns:
         A transform.
@@ -64,7 +64,7 @@ def accumulate(
 
     >>> import accel_fn as af
     >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, split=[accumulate(4)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, split=[accumulate(4)])
     """
     if num_microbatches == "auto":
         return _automatic(split)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from accel_fn.base.batch import num_samples
+from accel_fn.base.batch import count_samples
 from accel_fn.base.buffers import copied_buffers
 from accel_fn.base.out_of_memory import free_memory, is_memory
 from accel_fn.base.rng import random_state, restore_random
@@ -96,7 +96,7 @@ class RetryOnOOM:
 
     def _halve(self, state: DistState, batch: Any, failures: Sequence[str]) -> None:
         """Double the number of micro-batches on all ranks; raise if they are single samples already."""
-        largest = max(exchange(num_samples(batch), state, "step"))
+        largest = max(exchange(count_samples(batch), state, "step"))
         first = next(rank for rank, failure in enumerate(failures) if failure)
         if largest <= self._split.num_parts:
             raise OutOfMemoryError(

@@ -98,7 +98,7 @@ def with_amp(
 
     >>> import accel_fn as af
     >>> af.with_amp("bf16")(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, forward_contexts=[with_amp('bf16')])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, forward_contexts=[with_amp('bf16')])
     """
     settings: dict[str, Any] = {
         "init_scale": init_scale,
@@ -134,7 +134,7 @@ def with_amp(
 def compute_dtype(plan: Plan | Step) -> torch.dtype:
     """Find the dtype that a plan's forwards compute in, for parts of yours that should match.
 
-    Frozen encoders and teachers take less memory in it: `encoder.to(af.compute_dtype(plan))`.
+    Frozen encoders and teachers take less memory in it: `encoder.to(af.extend.compute_dtype(plan))`.
 
     Args:
         plan: a plan, or the step that was built from it.
@@ -150,7 +150,7 @@ def compute_dtype(plan: Plan | Step) -> torch.dtype:
 
     >>> import accel_fn as af
     >>> plan = af.Plan(loss_fn, model, optimizer)
-    >>> af.compute_dtype(plan), af.compute_dtype(af.with_amp("bf16")(plan))
+    >>> af.extend.compute_dtype(plan), af.extend.compute_dtype(af.with_amp("bf16")(plan))
     (torch.float32, torch.bfloat16)
     """
     plan = plan.plan if isinstance(plan, Step) else plan

@@ -71,7 +71,7 @@ def compiled(
 
     >>> import accel_fn as af
     >>> af.compiled()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, compile_loss=[compiled()])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, compile_loss=[compiled()])
     """
     if mode not in MODES:
         raise ArgumentError(message("compiled", "mode", f"be one of {', '.join(MODES)}", mode))

@@ -86,7 +86,7 @@ def wrap_deepspeed(
             a group without trained parameters, or an update that needs the shapes of parameters; trained
             parameters that are not float32, or tables with sparse gradients; a loss scale, and functions in
             the slots `accept`, `gradients` (but `clip`), `wrap_grad_fn`, `compile_loss`, `compile_step` and
-            `shard_model`; at stage 3 `average`, `check_replicas`, `torch.compile` and parameters of no
+            `shard_model`; at stage 3 `ema`, `check_replicas`, `torch.compile` and parameters of no
             dimensions; ranks that are threads; a model of a
             former step; another device than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme"
             without libaio; and parameters in files on a device without fp16. From a step: a loss that reaches
@@ -108,7 +108,7 @@ def wrap_deepspeed(
 
     >>> import accel_fn as af
     >>> af.wrap_deepspeed(stage=2)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_deepspeed(stage=2)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[wrap_deepspeed(stage=2)])
     """
     found = read_settings(config, stage, offload, nvme_path, settings)
     return fill(strategy=DeepSpeedSlot(make_zero, settings=found, clips=()))

@@ -127,7 +127,7 @@ def wrap_fsdp(
 
     >>> import accel_fn as af
     >>> af.wrap_fsdp(replicate=2)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap_fsdp(replicate=2)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[wrap_fsdp(replicate=2)])
     """
     check_blocks("wrap_fsdp", blocks)
     check_blocks("wrap_fsdp", ignore, "ignore")

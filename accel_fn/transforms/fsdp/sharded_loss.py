@@ -188,7 +188,7 @@ class ShardedLoss(nn.Module):
         # The hooks of a unit lead here.
         raise PlanError(
             "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
-            "AveragedModel does; average by af.average(decay), copy a frozen model before build, or write "
+            "AveragedModel does; average by af.ema(decay), copy a frozen model before build, or write "
             "the weights by save_model"
         )
 

@@ -51,7 +51,7 @@ def local_sgd(every: int) -> Transform:
 
     Raises:
         ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
-            scale, `accept` functions, `average` or `check_replicas`, which need equal
+            scale, `accept` functions, `ema` or `check_replicas`, which need equal
             ranks; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
             is sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
             averages. From the step, a RuntimeError, on every rank: an optimizer that has come to hold
@@ -65,7 +65,7 @@ def local_sgd(every: int) -> Transform:
 
     >>> import accel_fn as af
     >>> af.local_sgd(every=8)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[local_sgd(every=8)], \
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[local_sgd(every=8)], \
 after_update=[local_sgd(every=8)])
     """
     check_count("local_sgd", "every", every)

@@ -58,7 +58,7 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
 
     >>> import accel_fn as af
     >>> af.reproducible(num_virtual_ranks=8)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[reproducible(num_virtual_ranks=8)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[reproducible(num_virtual_ranks=8)])
     """
     check_count("reproducible", "num_virtual_ranks", num_virtual_ranks)
     if num_virtual_ranks.bit_count() > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.batch import map_tensors, num_samples
+from accel_fn.base.batch import count_samples, map_tensors
 from accel_fn.base.given_batches import check_same_place, number_of, place_of
 from accel_fn.base.rng import exclusive_random, key_random
 from accel_fn.base.split_batch import part_sizes, split_rows
@@ -224,7 +224,7 @@ class VirtualRanks(Strategy):
         """Return the number of samples of this rank, and its slices: none if the number does not divide."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
-        rows, num_own = num_samples(batch), self.num_virtual_ranks // state.world_size
+        rows, num_own = count_samples(batch), self.num_virtual_ranks // state.world_size
         if rows % num_own:
             return rows, []
         return rows, [

@@ -61,8 +61,8 @@ def schedule(
             the state of the run in place of that number, before each step: `state.items` is the number of
             tokens (or of what else `weight_fn` counts), `state.samples` that of rows, and `state.step` that
             of batches, over all ranks, in the batches before this one, skipped ones among them.
-        every: a loader that `shard_loader` returned, or `window` made of one: advance in the step of the
-            last batch of each epoch. Or a number of batches. Batches count by `state.step`, also those
+        every: a loader that `shard_loader` returned, or `group_batches` made of one: advance in the step of
+            the last batch of each epoch. Or a number of batches. Batches count by `state.step`, also those
             whose update is skipped. Default: every update that is made.
         metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
             the loss of the batch. On an accelerator the scheduler advances by that of the update made
@@ -94,7 +94,7 @@ def schedule(
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, after_update=[schedule(<lambda>)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, after_update=[schedule(<lambda>)])
     >>> by_tokens = af.schedule(lambda state: 1 / (1 + state.items / 1e9))
     """
     given, batches = scheduler_or_fn, _batches_of(every)

@@ -1,4 +1,4 @@
-"""window: several batches in a list, for one update over data that cannot be cut."""
+"""group_batches: several batches in a list, for one update over data that cannot be cut."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 
 
 @overload
-def window(  # type: ignore[overload-overlap]  # the first that fits decides
+def group_batches(  # type: ignore[overload-overlap]  # the first that fits decides
     loader: ShardedLoader[Batch], k: int
 ) -> ShardedLoader[list[Batch]]: ...
 @overload
-def window(loader: Iterable[Batch], k: int) -> Windowed[Batch]: ...
-def window(
+def group_batches(loader: Iterable[Batch], k: int) -> Windowed[Batch]: ...
+def group_batches(
     loader: ShardedLoader[Batch] | Iterable[Batch], k: int
 ) -> ShardedLoader[list[Batch]] | Windowed[Batch]:
     """Group a loader's batches into lists of `k`, one update each; the last of an epoch may be shorter.
@@ -52,20 +52,20 @@ def window(
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
     >>> loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=2), af.DistState())
-    >>> [[batch[0].tolist() for batch in batches] for batches in af.window(loader, 3)]
+    >>> [[batch[0].tolist() for batch in batches] for batches in af.group_batches(loader, 3)]
     [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
     """
-    k = check_count("window", "k", k)
+    k = check_count("group_batches", "k", k)
     if isinstance(loader, ShardedLoader):
         return loader.view(WindowedSource(loader._source, k), num_each=k)
     if not isinstance(loader, Iterable):
         rule = "be a loader, or anything else that can be iterated"
-        raise ArgumentTypeError(message("window", "loader", rule, type(loader).__name__))
+        raise ArgumentTypeError(message("group_batches", "loader", rule, type(loader).__name__))
     return Windowed(loader, k)
 
 
 class Windowed(Generic[Batch]):
-    """Anything that can be iterated, `k` at a time. Made by `window`."""
+    """Anything that can be iterated, `k` at a time. Made by `group_batches`."""
 
     def __init__(self, loader: Iterable[Batch], k: int) -> None:
         self._loader = loader

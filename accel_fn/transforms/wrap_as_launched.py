@@ -1,4 +1,4 @@
-"""wrap: one model on several ranks, by the strategy that the launch names."""
+"""wrap_as_launched: one model on several ranks, by the strategy that the launch names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_fn.transforms.deepspeed.deepspeed import wrap_deepspeed
 
 
 @transform
-def wrap() -> Transform:
+def wrap_as_launched() -> Transform:
     """Train on all ranks as replicas or as shards, as the launch sets it.
 
     `accel-fn launch --wrap fsdp`, or `--wrap deepspeed`, a configuration or ACCEL_FN_WRAP sets it; the
@@ -29,8 +29,8 @@ def wrap() -> Transform:
     Cost: that of the one it is.
 
     >>> import accel_fn as af
-    >>> af.wrap()(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=num_samples, strategy=[wrap()])
+    >>> af.wrap_as_launched()(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[wrap_as_launched()])
     """
     made: Any = wrap_ddp()
     wrapper = launch_options().wrap

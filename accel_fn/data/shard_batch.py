@@ -1,4 +1,4 @@
-"""part: this rank's rows of a global batch, for data that come from no DataLoader."""
+"""shard_batch: this rank's rows of a global batch, for data that come from no DataLoader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_fn.errors import BatchError, message
 T = TypeVar("T")
 
 
-def part(tree: T, state: DistState) -> T:
+def shard_batch(tree: T, state: DistState) -> T:
     """Take this rank's rows of a global batch that every rank holds.
 
     Rows are cut along dimension 0, over `state.data`, as `shard_loader` cuts a batch: consecutive
@@ -47,24 +47,24 @@ def part(tree: T, state: DistState) -> T:
 
     >>> import torch, accel_fn as af
     >>> tokens = torch.arange(10).view(5, 2)
-    >>> af.part({"tokens": tokens}, af.DistState(rank=1, world_size=2))
+    >>> af.shard_batch({"tokens": tokens}, af.DistState(rank=1, world_size=2))
     {'tokens': tensor([[6, 7],
             [8, 9]])}
-    >>> af.part({"prompts": ["a", "b", "c"], "tokens": 20}, af.DistState(rank=0, world_size=2))
+    >>> af.shard_batch({"prompts": ["a", "b", "c"], "tokens": 20}, af.DistState(rank=0, world_size=2))
     {'prompts': ['a', 'b'], 'tokens': 20}
     """
-    check_state("part", state)
+    check_state("shard_batch", state)
     if _is_table(tree):
         table: Any = tree
         bounds = part_bounds(len(table), state.data.world_size, state.data.rank)
         return cast("T", table if state.data.world_size == 1 else table.select(range(*bounds)))
-    return rows_of_rank(tree, state.data.rank, state.data.world_size, "part")
+    return rows_of_rank(tree, state.data.rank, state.data.world_size, "shard_batch")
 
 
 def rows_of_rank(
     tree: T, rank: int, world_size: int, function: str, name: str = "tree", repair: str = ""
 ) -> T:
-    """Take a rank's rows, as `part` does; errors are raised in the name of `function`, and call it `name`."""
+    """Take a rank's rows; errors are raised in the name of `function`, and call the tree `name`."""
     if tree is None:
         return tree
     rows = tree if shapes_of(tree) else _marked(tree)

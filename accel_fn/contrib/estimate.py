@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_fn.base.batch import map_tensors, num_samples, tensors_of
+from accel_fn.base.batch import count_samples, map_tensors, tensors_of
 from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.base.split_batch import split_batch, take_part
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
@@ -112,7 +112,7 @@ def estimate_memory(
 
     >>> import accel_fn as af
     >>> from torch import nn
-    >>> [found] = af.estimate_memory(lambda: nn.Linear(1000, 1000))
+    >>> [found] = af.contrib.estimate.estimate_memory(lambda: nn.Linear(1000, 1000))
     >>> found.parameters, found.gradients, found.optimizer
     (4004000, 4004000, 8008008)
     """
@@ -343,8 +343,8 @@ class _Run:
 
 def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:
     """Copy the largest micro-batch of any rank."""
-    if num_parts > num_samples(batch):
-        rule = f"make at most {num_samples(batch)} parts of the global batch, of a sample each"
+    if num_parts > count_samples(batch):
+        rule = f"make at most {count_samples(batch)} parts of the global batch, of a sample each"
         raise ArgumentError(message(_FUNCTION, "world_sizes", rule, num_parts))
     part = split_batch(take_part(batch, 0, num_parts), num_microbatches)[0]
     return map_tensors(Tensor.clone, part)

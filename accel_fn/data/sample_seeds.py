@@ -46,7 +46,7 @@ def sample_seed(state: DistState, epoch: int, index: int) -> int:
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 
     >>> import accel_fn as af
-    >>> af.sample_seed(af.DistState(seed=1), epoch=0, index=7)
+    >>> af.data.sample_seed(af.DistState(seed=1), epoch=0, index=7)
     8356948564884291550
     """
     check_count("sample_seed", "epoch", epoch, minimum=0)
@@ -92,7 +92,7 @@ def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
     ...     def __getitem__(self, index):
     ...         return index + torch.rand(())
     >>> state = af.DistState()
-    >>> samples = af.seed_samples(Noisy(), state)
+    >>> samples = af.data.seed_samples(Noisy(), state)
     >>> loader = af.shard_loader(torch.utils.data.DataLoader(samples, batch_size=4), state)
     >>> bool(next(iter(loader))[2] == samples[0, 2]), bool(samples[0, 2] == samples[1, 2])
     (True, False)

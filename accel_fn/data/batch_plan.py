@@ -105,7 +105,7 @@ def plan_batches(
     Cost: none; no data is read.
 
     >>> import accel_fn as af
-    >>> af.plan_batches(1000, 64, world_size=6, num_microbatches=2)
+    >>> af.data.plan_batches(1000, 64, world_size=6, num_microbatches=2)
     1000 samples, batches an epoch: 16
     batches  samples    on each rank  in each micro-batch
          15       64  4 x 11, 2 x 10        4 x 6, 8 x 5

@@ -1,0 +1,1 @@
+from accel_fn.contrib import estimate as estimate
