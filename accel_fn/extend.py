@@ -7,3 +7,13 @@ from accel_fn.step.plan import SlotFunction as SlotFunction
 from accel_fn.step.plan import Stateful as Stateful
 from accel_fn.step.strategy import Strategy as Strategy
 from accel_fn.transforms.amp.amp import compute_dtype as compute_dtype
+
+__all__ = [
+    "GradFn",
+    "LossScale",
+    "SlotFunction",
+    "Stateful",
+    "Strategy",
+    "compute_dtype",
+    "to_device",
+]

@@ -74,7 +74,14 @@ intersphinx_mapping = {name: (url, inventory(name)) for name, url in SITES.items
 
 DEFINED_IN = {}
 # A public name is documented where users find it, not in the private module that defines it.
-for module in (accel_fn, testing, testing.strategies):
+MODULES = (
+    accel_fn.data,
+    accel_fn.checkpoint,
+    accel_fn.launcher,
+    accel_fn.extend,
+    accel_fn.contrib.estimate,
+)
+for module in (accel_fn, *MODULES, testing, testing.strategies):
     home = "accel_fn.testing.strategies" if module is testing.strategies else module.__name__
     for name in getattr(module, "__all__", vars(module)):
         member = getattr(module, name)
@@ -91,7 +98,7 @@ PARAMETERS = [
     inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD),
 ]
 # otherwise it would be that of partial
-accel_fn.SlotFunction.__signature__ = inspect.Signature(PARAMETERS)
+accel_fn.extend.SlotFunction.__signature__ = inspect.Signature(PARAMETERS)
 
 MADE_BY_FUNCTIONS = (
     "accel_fn.Step",
@@ -100,8 +107,8 @@ MADE_BY_FUNCTIONS = (
     "accel_fn.data.loader.Epochs",
     "accel_fn.data.prefetch.Prefetched",
     "accel_fn.data.group_batches.Windowed",
-    "accel_fn.data.sample_seeds.SeededSamples",
-    "accel_fn.data.batch_plan.BatchPlan",
+    "accel_fn.data.SeededSamples",
+    "accel_fn.data.BatchPlan",
     "accel_fn.observe.progress.Progress",
     "accel_fn.observe.progress.ShownEpoch",
 )
@@ -141,7 +148,13 @@ def defining_module(app, module, name):
 def list_names(app, docname, source):
     """Fill the table of the API's index with every public name."""
     if docname == "api":
-        names = "\n   ".join(sorted(accel_fn.__all__, key=str.lower))
+        below = (
+            f"~{module.__name__.removeprefix('accel_fn.')}.{name}"
+            for module in MODULES
+            for name in module.__all__
+        )
+        every = sorted([*accel_fn.__all__, *below], key=lambda name: name.split(".")[-1].lower())
+        names = "\n   ".join(every)
         source[0] = source[0].replace("EVERY_NAME", names)
 
 

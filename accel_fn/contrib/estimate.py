@@ -25,6 +25,8 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.wide_sums import half_of
 
+__all__ = ["MemoryEstimate", "estimate_memory"]
+
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FUNCTION = "estimate_memory"
 

@@ -60,7 +60,7 @@ def skip_spikes(
     """Skip updates whose gradient norm is far above those before it.
 
     A spike is more than `num_sigmas` standard deviations above the mean of the last
-    `group_batches` norms that were no spikes, and more than twice that mean. Until half a window
+    `window` norms that were no spikes, and more than twice that mean. Until half a window
     is known, only non-finite norms are skipped. A norm of 0, of a batch without weight, is no
     spike and does not enter the window. As with `skip_nonfinite`, all ranks decide the same, and
     nothing else changes.

@@ -110,7 +110,9 @@ class Settings(BaseModel):
     )
     wrap: Literal["ddp", "fsdp", "deepspeed"] | None = Field(
         None,
-        description="what wrap_as_launched() does: replicas on all ranks (ddp), or shards (fsdp, or ZeRO by deepspeed)",
+        description=(
+            "what wrap_as_launched() does: replicas on all ranks (ddp), or shards (fsdp, or ZeRO by deepspeed)"
+        ),
     )
     max_restarts: Integer = Field(
         0, ge=0, description="times to start the world again after a failure"
