@@ -32,6 +32,7 @@ from accel_fn.checkpoint.format.names import (
     reading,
     steps_in,
 )
+from accel_fn.checkpoint.format.old_names import renamed_rest
 from accel_fn.checkpoint.format.plain_data import dict_from_plain
 from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.new_checkpoint import Run
@@ -235,7 +236,7 @@ class _Loading:
         self._common, self._of_rank = read
         self._extras_saved = with_prefix(EXTRA, self._of_rank)
         with self._expecting():
-            self._rests = self._common["steps"]
+            self._rests = {name: renamed_rest(rest) for name, rest in self._common["steps"].items()}
             self._compared, self._new = self._before, list[str]()
             if match == "names":
                 self._take_by_names()

@@ -42,7 +42,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     >>> print(af.explain(plan, af.DistState()))
     one step on 1 rank, cpu
       split      the whole batch of the rank
-      weigh      num_samples
+      weigh      count_samples
       place      batches stay where they are
       forward    loss_fn(Linear, batch)
       backward   the mean over the global batch

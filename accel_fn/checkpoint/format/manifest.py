@@ -18,6 +18,7 @@ from accel_fn.base.mesh_axes import AXES
 from accel_fn.base.printable import UNPRINTABLE, printable
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
 from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
+from accel_fn.checkpoint.format.old_names import renamed_manifest
 from accel_fn.errors import CheckpointError, shown
 
 FORMAT, _READ = 2, (1, 2)
@@ -121,7 +122,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if head != b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":' or body == rest:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
     try:
-        found = json.loads(body)
+        found = json.loads(renamed_manifest(body))
         if isinstance(found, dict) and (version := found.pop("format", None)) not in _READ:
             got = [printable(f"{each}"[:_SHOWN]) for each in (version, found.get("accel_fn"))]
             raise CheckpointError(

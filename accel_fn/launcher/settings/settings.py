@@ -111,7 +111,7 @@ class Settings(BaseModel):
     wrap: Literal["ddp", "fsdp", "deepspeed"] | None = Field(
         None,
         description=(
-            "what wrap_as_launched() does: replicas on all ranks (ddp), or shards (fsdp, or ZeRO by deepspeed)"
+            "what wrap_as_launched() does: replicas on all ranks (ddp), shards (fsdp), or ZeRO by deepspeed"
         ),
     )
     max_restarts: Integer = Field(
