@@ -72,10 +72,10 @@ def here(folder, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_command_prints_the_step_of_a_number_of_ranks(launchers, folder):
+def test_the_command_prints_the_step_of_a_number_of_ranks(folder):
     """The command runs in another folder than the file, and finds what the file imports."""
     target = f"{folder.name}/train.py:make_plan"
-    done = launchers.command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
+    done = command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines() == [
         "one step on 4 ranks, cuda:1",
@@ -122,14 +122,14 @@ def test_the_phases_follow_the_settings_of_a_launch_from_here(
     """The settings are those of the working folder, wherever the target is."""
     (tmp_path / "accel_fn.yaml").write_text(file)
     target = f"{folder}/train.py:as_launched"
-    done = launchers.command(tmp_path, "explain", target, *arguments, **variables)
+    done = command(tmp_path, "explain", target, *arguments, **variables)
     assert done.exit_code == 0, done.stderr
     shown = done.stdout.splitlines()
     assert shown[0].startswith(f"one step on {first}")
     assert {*lines} <= {*shown}
 
 
-def test_a_config_file_counts_as_in_a_launch(launchers, folder, tmp_path):
+def test_a_config_file_counts_as_in_a_launch(folder, tmp_path):
     """The file may be one of accelerate's. Variables override it, and the nearest file is not
     read."""
     (tmp_path / "accel_fn.yaml").write_text("{num_processes: 8, tee: true}")
@@ -139,7 +139,7 @@ def test_a_config_file_counts_as_in_a_launch(launchers, folder, tmp_path):
     )
     target = f"{folder}/train.py:as_launched"
     variables = {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}
-    done = launchers.command(tmp_path, "explain", target, "--config", "theirs.yaml", **variables)
+    done = command(tmp_path, "explain", target, "--config", "theirs.yaml", **variables)
     assert done.exit_code == 0, done.stderr
     shown = done.stdout.splitlines()
     assert shown[0] == "one step on 64 ranks, cpu"
@@ -157,7 +157,7 @@ def test_settings_that_a_launch_would_refuse_are_one_line(
     launchers, folder, tmp_path, arguments, error
 ):
     (tmp_path / "accel_fn.yaml").write_text("wrap: fdsp\n")
-    done = launchers.command(tmp_path, "explain", f"{folder}/train.py:as_launched", *arguments)
+    done = command(tmp_path, "explain", f"{folder}/train.py:as_launched", *arguments)
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: ")
     assert done.stderr.endswith(error)
@@ -237,8 +237,8 @@ def test_a_device_that_torch_does_not_know_is_one_line(here):
         explain_target("train.py:make_plan", 1, "gpu", as_json=False)
 
 
-def test_what_the_users_code_raises_is_shown_with_its_line(launchers, folder):
-    done = launchers.command(folder, "explain", "train.py:fails")
+def test_what_the_users_code_raises_is_shown_with_its_line(folder):
+    done = command(folder, "explain", "train.py:fails")
     assert done.exit_code == 1
     assert f'File "{(folder / "train.py").resolve()}", line' in done.stderr
     assert done.stderr.rstrip().endswith("LookupError: no data here")

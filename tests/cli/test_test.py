@@ -270,8 +270,8 @@ def test_a_row_is_printed_as_each_promise_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launchers, tmp_path):
-    done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
+def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(tmp_path):
+    done = command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
     assert "\n15 of 15 promises hold on 1 rank, cpu, backend none\n" in done.stdout
     assert done.stdout.count("\nholds ") == 15
@@ -279,9 +279,9 @@ def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launcher
 
 
 @pytest.mark.slow
-def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_path):
+def test_the_command_runs_over_the_world_that_it_is_started_in(tmp_path):
     ours = ["-m", "accel_fn.cli", "test", "--json"]
-    done = launchers.command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
+    done = command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)  # the report of one rank
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
@@ -302,18 +302,18 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
         ("num_proceses: 2\n", ["--config", "other.yaml"], "num_machines must be 1 for processes of its own"),
     ],
 )  # fmt: skip
-def test_mistakes_are_errors_before_anything_runs(launchers, tmp_path, settings, arguments, text):
+def test_mistakes_are_errors_before_anything_runs(tmp_path, settings, arguments, text):
     (tmp_path / "accel_fn.yaml").write_text(settings or "cpu: true\n")
     (tmp_path / "other.yaml").write_text("{cpu: true, num_machines: 2, main_process_ip: 10.0.0.1}")
-    done = launchers.command(tmp_path, "test", *arguments)
+    done = command(tmp_path, "test", *arguments)
     assert done.exit_code in (1, 2)
     assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("option", [("-n", "2"), ("--cpu",), ("--config", "other.yaml")])
-def test_a_rank_has_no_processes_of_its_own(launchers, tmp_path, option):
-    done = launchers.command(tmp_path, "test", *option, RANK="0", WORLD_SIZE="2")
+def test_a_rank_has_no_processes_of_its_own(tmp_path, option):
+    done = command(tmp_path, "test", *option, RANK="0", WORLD_SIZE="2")
     assert done.exit_code == 2
     assert (
         "-n, --cpu and --config are for ranks of its own, and this is a rank already" in done.stderr
