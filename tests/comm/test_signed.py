@@ -14,10 +14,9 @@ import accel_fn as af
 from accel_fn.comm import messages, primitives
 from accel_fn.comm.stores import FolderStore, SignedStore
 from accel_fn.errors import WorldError
-from accel_fn.launcher.machines.network import is_listening
 from accel_fn.testing import simulate
 from tests.cli.commands import surroundings
-from tests.cli.launchers import until
+from tests.cli.launchers import is_listening, until
 from tests.support.processes import free_port
 
 RULE = "ranks must send what they have signed with ACCEL_FN_TOKEN, got other bytes"
@@ -157,7 +156,7 @@ def test_two_processes_meet_in_a_signed_store_if_they_have_one_token(tmp_path, t
 def test_a_stranger_who_writes_into_the_store_of_several_machines_is_noticed(tmp_path):
     port = free_port()
     rank_0 = start(tmp_path, 0, port, "one")
-    until(lambda: is_listening("127.0.0.1", port, 1.0) or None, lambda: "the store of rank 0")
+    until(lambda: is_listening("127.0.0.1", port) or None, lambda: "the store of rank 0")
     stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     stranger.set("accel_fn/note/1", '["a place in the world", 0]')
     _, errors = rank_0.communicate(timeout=100)
