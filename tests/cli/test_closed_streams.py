@@ -23,13 +23,9 @@ def shell(folder, command, closed):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("closed", "where"),
-    [
-        (">&-", "stderr"),
-        pytest.param("2>&-", "stdout", marks=pytest.mark.slow),
-        pytest.param("<&- >&- 2>&-", None, marks=pytest.mark.slow),
-    ],
+    ("closed", "where"), [(">&-", "stderr"), ("2>&-", "stdout"), ("<&- >&- 2>&-", None)]
 )
 def test_the_error_of_a_rank_is_the_last_line_of_a_launch_and_in_its_logs(tmp_path, closed, where):
     (tmp_path / "script.py").write_text(FAILS)

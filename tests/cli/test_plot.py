@@ -33,7 +33,11 @@ def test_several_runs_get_theirs_in_the_folder_that_they_share(runs):
 
 @pytest.mark.parametrize(
     ("out", "written"),
-    [("new/x.png", ["new/x.png"]), ("x.html", ["x.html"]), ("x.y", ["x.y.png", "x.y.html"])],
+    [
+        ("x.html", ["x.html"]),
+        pytest.param("new/x.png", ["new/x.png"], marks=pytest.mark.slow),
+        pytest.param("x.y", ["x.y.png", "x.y.html"], marks=pytest.mark.slow),
+    ],
 )
 def test_the_ending_of_the_output_chooses_what_is_written(runs, out, written):
     done = command(runs, "plot", "runs/a", "-o", out)
