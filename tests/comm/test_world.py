@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.comm import backends
+from accel_fn.comm.backends import default_backend
 from accel_fn.comm.world import Launch, pick_device, read_launch
 from accel_fn.testing import simulate
 from tests.support.processes import free_port, launch
@@ -206,7 +206,7 @@ def test_devices_without_a_backend_are_left_out_of_a_world_of_several(
     ],
 )
 def test_a_backend_fits_the_device_and_gloo_is_beside_it(device, asked, expected):
-    assert backends.default_backend(torch.device(device), asked) == expected
+    assert default_backend(torch.device(device), asked) == expected
 
 
 def test_a_device_by_name_without_a_backend_is_refused_unless_a_backend_is_given():
@@ -214,8 +214,8 @@ def test_a_device_by_name_without_a_backend_is_refused_unless_a_backend_is_given
         RuntimeError,
         match=r"init: device must be one that has a backend for several ranks, got 'mps'",
     ):
-        backends.default_backend(torch.device("mps"), None)
-    assert backends.default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
+        default_backend(torch.device("mps"), None)
+    assert default_backend(torch.device("mps"), "mine") == "cpu:gloo,mps:mine"
 
 
 def test_a_device_that_the_machine_lacks_is_refused():
@@ -353,6 +353,7 @@ def test_a_block_leaves_its_world_and_another_can_follow():
     )
 
 
+@pytest.mark.slow
 def test_a_state_whose_world_was_left_is_refused():
     launch(
         """
@@ -431,7 +432,7 @@ if __name__ == "__main__":
 
 NCCL = """
 import torch, torch.distributed as dist, accel_fn as af
-from accel_fn.comm import rendezvous
+from accel_fn.testing import internals
 from tests.support import strategies as ours
 
 class NCCL:
@@ -440,13 +441,14 @@ class NCCL:
     def _set_default_timeout(self, timeout):
         say("a time-out of", timeout.total_seconds())
 
-rendezvous.nccl_of = rendezvous.device_backend = lambda group: NCCL()
+internals.use_device_backend(lambda group: NCCL())
 for place, name in ((dist.distributed_c10d, "_abort_process_group"), (dist, "destroy_process_group")):
     leave = getattr(place, name)
     setattr(place, name, lambda group, leave=leave: (say(leave.__name__), leave(group)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "call"), [("pass", "destroy_process_group"), ("raise OSError", "_abort_process_group")]
 )
@@ -462,7 +464,7 @@ try:
         batch = torch.ones(4, 3).double(), torch.ones(4, 1).double()
         state, _ = step(state, batch)
         step.grads(state, batch)
-        assert state.watchdog._step_began is None
+        assert not internals.is_timed(state)
         {end}
 except OSError:
     pass

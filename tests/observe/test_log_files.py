@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 import accel_fn as af
-from accel_fn.base import file_lock
 from accel_fn.observe.charts import marks
 from accel_fn.observe.goodput import goodput
 from accel_fn.observe.run_log import read_runs
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
 from tests.observe.test_log_to import BATCHES, events_of, late, lines_of, small_plan, train
 from tests.support.forked_ranks import ROOT
 from tests.support.other_runs import other_run
@@ -187,7 +186,7 @@ sys.stdin.read()
 
 
 def test_a_second_process_that_logs_to_a_file_is_refused_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_lock, "_TRIES", 1)
+    monkeypatch.setattr(*internals.LOCK_TRIES, 1)
 
     def run(state):
         plan = af.compose(af.wrap_ddp(), af.log_to(tmp_path / "log.jsonl"))(small_plan())
@@ -297,14 +296,14 @@ def test_a_run_that_begins_anew_in_the_same_process_begins_a_new_log(tmp_path, c
 
 MOVES = {
     "removed": Path.unlink,
-    "renamed": lambda path: path.rename(path.with_name("other")),
     "replaced": lambda path: shutil.copy(path, path.with_name("copy")).rename(path),
     "gone with its folder": lambda path: shutil.rmtree(path.parent),
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    ("move", "suffix"), [*((each, ".jsonl") for each in MOVES), ("removed", ".csv")]
+)
 def test_a_file_that_is_not_in_its_place_any_more_is_warned_of_once(suffix, move, tmp_path):
     path = tmp_path / "logs" / f"log{suffix}"
     state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
@@ -431,12 +430,18 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "ending",
+    ("ending", "launched"),
     [
-        each if each == "by an error" else pytest.param(each, marks=pytest.mark.slow)
-        for each in ENDINGS
+        ("by an error", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((each, False) for each in ENDINGS if each != "by an error"),
+                ("by an error", True),
+                ("by sys.exit", True),
+            )
+        ),
     ],
 )
 def test_the_end_of_a_process_is_noted(ending, launched, tmp_path):

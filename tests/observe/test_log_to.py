@@ -12,10 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import accel_fn as af
-from accel_fn.observe.log_to import _NAMES
 from accel_fn.observe.run_log import read_runs
-from accel_fn.step.observers import observers
-from accel_fn.testing import assert_equivalent, simulate
+from accel_fn.testing import assert_equivalent, internals, simulate
 from tests.observe.test_writers import events, scalars
 from tests.support import strategies as ours
 from tests.support.late_reads import read_late
@@ -267,8 +265,8 @@ def test_time_in_grads_is_no_waiting():
 def late(plan):
     """Build a plan whose log reads one step late, as from an accelerator."""
     state, step = af.build(af.DistState(), plan)
-    for each in observers([step.plan]):
-        read_late(each._recorder)
+    for each in internals.recorders(step):
+        read_late(each)
     return state, step
 
 
@@ -432,7 +430,7 @@ def test_the_names_that_metrics_must_not_have_are_those_of_a_line():
     log = af.log_to(lambda step, values: lines.append(values), every=1)
     recipe = af.compose(log, af.with_amp("fp16"), af.clip(1.0))
     train(recipe(small_plan(weight_fn=lambda batch: 3)), BATCHES[:1])
-    assert {"step", "time", *lines[0]} == {*_NAMES}
+    assert {"step", "time", *lines[0]} == internals.LOGGED_NAMES
 
 
 OBSERVERS = {

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.comm import primitives
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
 from tests.support.cases import pinned
 
 # newer versions of torch have another name for it, older ones not
@@ -281,9 +280,9 @@ def test_only_replicas_whose_buffers_may_differ_pay(make, wrap, more):
         for is_training in (True, False):
             if not is_training:
                 step.plan.model.eval()
-            before = primitives.num_calls()
+            before = internals.num_calls()
             step.forward(state, batch)
-            calls.append(primitives.num_calls() - before)
+            calls.append(internals.num_calls() - before)
         return calls[1] - calls[0]
 
     assert simulate(run, world_size=2) == [more] * 2

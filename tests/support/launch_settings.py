@@ -14,7 +14,7 @@ from accel_fn.launcher.settings.files import read_yaml as read_yaml
 from accel_fn.launcher.settings.files import render as render
 from accel_fn.launcher.settings.settings import RULES as RULES
 from accel_fn.launcher.settings.settings import Settings as Settings
-from accel_fn.launcher.settings.sources import resolve
+from accel_fn.launcher.settings.sources import resolve as resolve
 from accel_fn.launcher.settings.sources import user_file as user_file
 
 PLAIN = Machine(num_cores=4)
