@@ -82,7 +82,7 @@ def a_real_step(model, batch, loss_fn, make_optimizer):
     return num_bytes(gradients), num_bytes(state), held + peak
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "RMSprop", "Adagrad", "NAdam"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam"])
 def test_the_bytes_are_those_of_a_real_step(optimizer):
     [found] = af.estimate_memory(make_tied, optimizer=optimizer, device="cpu")
     model, batch = make_tied()
@@ -188,15 +188,6 @@ def test_a_model_that_no_machine_holds_is_estimated():
     [found] = af.estimate_memory(lambda: nn.Linear(10**6, 10**6, bias=False))
     assert found.parameters == 4 * 10**12
     assert (found.batch, found.activations, found.peak) == (None, None, None)
-
-
-def test_a_model_made_on_the_meta_device_is_estimated_alike():
-    def on_meta():
-        with torch.device("meta"):
-            model = Tied()
-        return model, make_tied()[1]
-
-    assert af.estimate_memory(on_meta, device="cpu") == af.estimate_memory(make_tied, device="cpu")
 
 
 class Reads(nn.Linear):

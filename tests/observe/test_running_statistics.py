@@ -26,7 +26,7 @@ WRAPS = {
 }
 everywhere = pytest.mark.parametrize(
     ("wrap", "world_size"),
-    pinned([("ddp", 1), *[(wrap, 2) for wrap in WRAPS]], WRAPS, [1, 2, 4]),
+    pinned([("ddp", 2), ("fsdp", 2)], WRAPS, [1, 2]),
 )
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(28, 3, generator=GENERATOR).double()
@@ -170,10 +170,9 @@ def test_training_with_evaluation_is_training_without_to_the_bit(wrap, world_siz
         assert all(map(torch.equal, mine, expected))
 
 
-@pytest.mark.parametrize("wrap", [*WRAPS][:2])
-def test_buffers_are_put_back_after_an_error_on_one_rank(wrap):
+def test_buffers_are_put_back_after_an_error_on_one_rank():
     def run(state):
-        state, step = built(state, WRAPS[wrap])
+        state, step = built(state, WRAPS["ddp without broadcasts"])
         state = trained(state, step, num_epochs=1)
         before = kept(step)
 
@@ -189,10 +188,7 @@ def test_buffers_are_put_back_after_an_error_on_one_rank(wrap):
     assert simulate(run, world_size=2) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("wrap", "world_size"),
-    pinned([("ddp", 2), ("ddp without broadcasts", 1), ("fsdp", 3)], WRAPS, [1, 2, 3]),
-)
+@pytest.mark.parametrize(("wrap", "world_size"), [("ddp without broadcasts", 1), ("fsdp", 3)])
 def test_a_resumed_run_evaluates_as_the_run_that_saved(wrap, world_size, tmp_path):
     def run(state):
         state, step = built(state, WRAPS[wrap])
