@@ -78,8 +78,7 @@ def test_a_balance_loss_trains_as_in_one_process(wrap, data):
         assert found == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize(("world_size", "detached"), [(1, False), (2, True)])
 def test_several_microbatches_are_refused_on_all_ranks(world_size, detached):
     def run(state):
         def loss_fn(model, batch):

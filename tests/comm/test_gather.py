@@ -269,17 +269,6 @@ def test_what_was_conjugated_or_transposed_arrives_as_it_reads():
             torch.testing.assert_close(found, torch.cat([tree, tree]), rtol=0, atol=0)
 
 
-def test_row_14_objects_and_tails_are_neither_doubled_nor_lost():
-    """Two ranks hold seven samples in batches of 4; the objects of the last batch are included."""
-    names = [f"sample {i}" for i in range(7)]
-
-    def run(state):
-        loader = af.shard_loader(DataLoader(names, batch_size=4, collate_fn=list), state)
-        return [name for batch in loader for name in af.gather(batch, state)]
-
-    assert simulate(run, world_size=2) == [names, names]
-
-
 def test_row_15_unequal_shapes_are_an_error_on_every_rank_or_arrive_as_they_are():
     def run(state):
         with pytest.raises(ValueError, match="one dtype and trailing shape a leaf"):
