@@ -38,7 +38,17 @@ def mpi(names, rank, host):
     }
 
 
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _HYDRA = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+_JSRUN = [f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+
+
+def vertex(rank, port):
+    cluster = {"workerpool0": [f"{HOSTS[0]}:{port}"], "workerpool1": [f"{HOSTS[1]}:{port}"]}
+    task = {"type": f"workerpool{rank}", "index": 0}
+    return {"CLUSTER_SPEC": json.dumps({"cluster": cluster, "task": task})}
+
+
 CLUSTERS = {
     "SageMaker": lambda rank, _port, _folder: {
         "SM_HOSTS": json.dumps(HOSTS),
@@ -50,7 +60,33 @@ CLUSTERS = {
         "PET_MASTER_ADDR": HOSTS[0],
         "PET_MASTER_PORT": str(port),
     },
+    "JobSet": lambda rank, _port, _folder: {
+        "PET_NNODES": "2",
+        "JOB_COMPLETION_INDEX": rank,
+        "MASTER_ADDR": HOSTS[0],
+    },
+    "LeaderWorkerSet": lambda rank, _port, _folder: {
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": rank,
+        "LWS_LEADER_ADDRESS": HOSTS[0],
+    },
+    "Vertex AI": lambda rank, port, _folder: vertex(rank, port),
+    "Azure ML": lambda rank, _port, _folder: {
+        "AZUREML_NODE_COUNT": "2",
+        "NODE_RANK": rank,
+        "AZ_BATCH_MASTER_NODE": f"{HOSTS[0]}:6000",
+    },
+    "Azure ML by MPI": lambda rank, _port, _folder: {
+        **mpi(_OPEN_MPI, rank, {"AZ_BATCH_MASTER_NODE": f"{HOSTS[0]}:6000"}),
+        "AZUREML_NODE_COUNT": "2",
+        "NODE_RANK": rank,
+    },
+    "PBS": lambda rank, _port, folder: {**pbs(folder, *HOSTS), "PBS_NODENUM": rank},
     "PBS by MPICH": lambda rank, _port, folder: mpi(_HYDRA, rank, pbs(folder, *HOSTS)),
+    "Open MPI": lambda rank, _port, _folder: mpi(_OPEN_MPI, rank, {"MASTER_ADDR": HOSTS[0]}),
+    "LSF": lambda rank, _port, _folder: mpi(
+        _JSRUN, rank, {"LSB_MCPU_HOSTS": f"batch 1 {HOSTS[0]} 4 {HOSTS[1]} 4"}
+    ),
     "Slurm": lambda rank, port, _folder: slurm(rank, port),
 }
 """The variables of the machine of a rank. Where these hold no port, the test gives one."""
