@@ -95,7 +95,9 @@ def used(name, **context):
 
 def test_a_null_is_a_question_that_was_left_open(tmp_path):
     """accelerate's dialogue writes some; `fsdp_ignored_modules` is one that a later version has."""
-    lines = [f"{name}: null" for name in accelerate_config._KNOWN - {"distributed_type", *SECTIONS}]
+    lines = [
+        f"{name}: null" for name in {*accelerate_config._KNOWN} - {"distributed_type", *SECTIONS}
+    ]
     for section, names in SECTIONS.items():
         lines += [f"{section}:", *(f"  {name}: null" for name in (*names, "fsdp_ignored_modules"))]
     text = "\n".join(["distributed_type: MULTI_CPU", "of_a_later_version: null", *lines])
