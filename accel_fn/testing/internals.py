@@ -6,6 +6,7 @@ moves, this page is what follows it, and no test does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,22 @@ def is_timed(state: DistState) -> bool:
     """Does the watchdog of a state time a step at this moment?"""
     assert isinstance(state.watchdog, StoreWatchdog)
     return state.watchdog._step_began is not None
+
+
+write_report = watchdog_module._write
+
+
+@contextmanager
+def withdrawing_late(delay_s: float) -> Iterator[None]:
+    """Let a rank that gives up a meeting take so long times its number to say so."""
+    withdraw = meeting._Meeting._withdraw
+
+    def late(self: meeting._Meeting) -> None:
+        time.sleep(delay_s * self._place.rank)
+        withdraw(self)
+
+    with mock.patch.object(meeting._Meeting, "_withdraw", late):
+        yield
 
 
 @contextmanager

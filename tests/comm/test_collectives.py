@@ -391,6 +391,13 @@ def test_a_world_of_one_gets_its_own_value(function):
     assert function(TREE, ALONE) is TREE
 
 
+def test_a_world_of_one_waits_for_nobody_and_has_one_source():
+    af.barrier(ALONE)
+    text = r"broadcast: source must be in 0 \.\. world_size - 1 = 0, got 1"
+    with pytest.raises(ValueError, match=text):
+        af.broadcast(1, ALONE, source=1)
+
+
 def test_a_barrier_waits_for_all():
     import threading
     import time

@@ -17,6 +17,11 @@ from tests.support.processes import launch
 ALONE = af.DistState()
 
 
+def test_what_main_runs_can_be_called_in_a_world_of_one_too():
+    with pytest.raises(TypeError, match="on_main: fn must be a function, got 3"):
+        af.on_main(3, ALONE)
+
+
 def test_main_alone_runs_and_all_get_what_it_gives():
     ran = []
 
@@ -139,6 +144,12 @@ def test_local_is_a_flag():
         af.main_first(ALONE, local=1),
     ):
         pass
+
+
+def test_a_world_of_one_runs_the_body_once():
+    with af.main_first(ALONE):
+        ran = True
+    assert ran
 
 
 def test_the_main_rank_prints_alone():

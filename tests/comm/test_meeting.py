@@ -311,6 +311,19 @@ def in_threads(*calls):
         return [str(future.exception(30)) for future in [threads.submit(call) for call in calls]]
 
 
+def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends():
+    port = free_port()
+    ranks = [Rank(place(rank, 3, 0.0), [], 0, port, rank == 0, []) for rank in range(2)]
+    with internals.withdrawing_late(0.3):  # rank 0 ends meanwhile
+        errors = in_threads(
+            partial(ranks[0].attempt, 1, LIVES_ON), partial(ranks[1].attempt, 2, LIVES_ON)
+        )
+    assert errors == [
+        "init: all 3 ranks must come within 1 s, rank 0 did not see rank 2; "
+        "is WORLD_SIZE right, and did they start?"
+    ] * 2  # fmt: skip
+
+
 def test_a_rank_whose_store_ends_learns_that_rank_0_is_gone():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Rank(place(1, 2, 0.0), [], 0, server.port, False, [])

@@ -2,6 +2,7 @@
 
 import copy
 import faulthandler
+import os
 import pickle
 import queue
 import sys
@@ -430,3 +431,15 @@ def test_a_timeout_that_is_given_comes_before_the_launch(monkeypatch):
     with pytest.raises(ValueError, match="launch_options: ACCEL_FN_TIMEOUT_S must be"):
         af.init(device="cpu")
     assert af.init(device="cpu", timeout_s=5).world_size == 1  # the launch's variable is not read
+
+
+def test_a_report_that_cannot_be_written_is_no_error(monkeypatch):
+    """The parent has closed stdout and stderr."""
+
+    def refuse(number, data):
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(sys, "stdout", None)
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "write", refuse)
+        internals.write_report("the report")
