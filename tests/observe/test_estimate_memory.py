@@ -190,6 +190,15 @@ def test_a_model_that_no_machine_holds_is_estimated():
     assert (found.batch, found.activations, found.peak) == (None, None, None)
 
 
+def test_a_model_made_on_the_meta_device_is_estimated_alike():
+    def on_meta():
+        with torch.device("meta"):
+            model = Tied()
+        return model, make_tied()[1]
+
+    assert af.estimate_memory(on_meta, device="cpu") == af.estimate_memory(make_tied, device="cpu")
+
+
 class Reads(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs) if inputs.sum() > 0 else inputs

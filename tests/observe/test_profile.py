@@ -247,6 +247,21 @@ def test_a_step_in_two_calls_is_one_step_of_the_profile(tmp_path):
     assert ranges(tmp_path) == ["data", "step 3", *of_a_step, "data", "step 4", *of_a_step]
 
 
+def test_a_profile_ends_where_the_run_leaves_its_steps(tmp_path, capsys):
+    state, step = ours.built(recipe(tmp_path))
+    state, _ = run(state, step, 3)
+    run(replace(state, step=20), step, 1)
+    assert capsys.readouterr().out.startswith("profile of steps 3 to 3,")
+
+
+def test_an_evaluation_between_steps_is_a_part_of_the_data(tmp_path):
+    state, step = ours.built(recipe(tmp_path))
+    for number in range(5):
+        state, _ = step(state, batch(number))
+        af.evaluate(step, [batch(number)], state)
+    assert ranges(tmp_path).count("forward") == 2
+
+
 def test_it_prints_as_its_call():
     plan = af.profile("runs/a/profile")(ours.plan())
     assert "after_update=[profile('runs/a/profile')]" in repr(plan)
