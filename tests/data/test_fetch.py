@@ -209,11 +209,6 @@ def test_samples_that_cannot_be_collated_are_named():
     assert caught.value.__notes__ == ["shard_loader: collate_fn failed on samples 3, 4"]
 
 
-def test_a_collate_fn_is_given_the_samples():
-    fetcher = Fetcher(TENSORS, len)
-    assert fetcher.fetch(torch.tensor([1, 2, 3])) == 3
-
-
 @pytest.mark.parametrize("indices", [[0], [0, 1, 2], list(range(SIZE))])
 @pytest.mark.parametrize("name", ["a tensor", "an array", "expanded", "strided"])
 def test_a_batch_is_no_view_of_the_data(name, indices):

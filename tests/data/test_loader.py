@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     TensorDataset,
@@ -167,16 +166,6 @@ def test_batches_are_pinned_if_the_loader_pins(num_workers):
             assert [tensor.is_pinned() for tensor in batch] == [pins, pins]
 
 
-def test_workers_are_as_far_ahead_as_the_loader_sets():
-    given = of(40, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
-    source = af.shard_loader(given, af.DistState())._source
-    taken = []
-    parts = (taken.append(place) or [place] for place in range(40))
-    batches = source._reader.batches(parts, epoch=0, first_batch=0, seed=0)
-    assert next(batches).tolist() == [0]
-    assert taken == [*range(2 * 3 + 1)]
-
-
 def test_a_worker_that_is_too_slow_is_not_waited_for():
     def slow(samples):
         time.sleep(1)
@@ -277,26 +266,6 @@ def test_the_generators_seed_gives_another_order():
     assert order(1) != order(2)
 
 
-def test_each_pass_is_the_next_epoch_also_after_one_that_was_broken_off():
-    loader = af.shard_loader(of(8, shuffle=True), af.DistState())
-    orders = [ids(epoch) for epoch in loader.epochs(4)]
-    loader.set_epoch(0)
-    assert ids(loader) == orders[0]
-    for _ in loader:
-        break
-    assert loader.epoch == 2
-    assert [ids(loader), ids(loader)] == orders[2:]
-    assert orders[0] != orders[1]
-
-
-def test_two_passes_at_once_do_not_meet():
-    loader = af.shard_loader(of(8, shuffle=True), af.DistState())
-    epochs = list(loader.epochs(2))
-    apart = [ids(epoch) for epoch in epochs]
-    together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
-    assert together == [list(pair) for pair in zip(*apart, strict=True)]
-
-
 def test_epochs_know_their_position():
     loader = af.shard_loader(of(10), af.DistState())
     epochs = list(loader.epochs(3, since=af.DistState(step=4)))
@@ -348,12 +317,6 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(loader, text):
         af.shard_loader(loader(), af.DistState(rank=1, world_size=2))
 
 
-def test_a_batch_sampler_of_torchs_gives_the_batches_of_a_loader():
-    sampler = BatchSampler(torch.utils.data.SequentialSampler(DATA), 5, True)
-    loader = af.shard_loader(DataLoader(DATA, batch_sampler=sampler), af.DistState())
-    assert ids(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
 def test_the_meaning_of_a_batch_must_be_known():
     with pytest.raises(ValueError, match='batch must be "global" or "per_rank", got \'local\''):
         af.shard_loader(of(4), af.DistState(), batch="local")
@@ -403,12 +366,6 @@ def test_an_epoch_before_the_first_is_refused(method):
     loader = af.shard_loader(of(12), af.DistState())
     with pytest.raises(ValueError, match=f"{method}: epoch must be an integer >= 0, got -1"):
         getattr(loader, method)(-1, 0)
-
-
-def test_training_code_may_use_any_data_set():
-    data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
-    loader = af.shard_loader(DataLoader(data, batch_size=4), af.DistState(rank=1, world_size=2))
-    assert [batch[0].tolist() for batch in loader] == [[2, 3], [5]]
 
 
 def test_the_loader_that_was_split_is_at_hand():

@@ -17,14 +17,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel_fn as af
-from accel_fn.comm.messages import open_channel
 from accel_fn.testing import simulate
 from tests.support.prefetch import (
     HERE,
     TWO_WORKERS,
     Counted,
     eventually,
-    ids,
     of,
     readers,
 )
@@ -40,15 +38,6 @@ def test_a_break_ends_the_thread(world_size, taken):
     for batch in af.prefetch(range(100), state):
         if batch == taken - 1:
             break
-    assert readers() == []
-
-
-def test_a_break_ends_the_thread_that_has_no_room_left():
-    source = Counted(100)
-    for _ in af.prefetch(source, HERE):
-        assert eventually(lambda: source.num_read == 3)
-        time.sleep(0.02)  # the thread waits now
-        break
     assert readers() == []
 
 
@@ -80,13 +69,6 @@ def test_a_break_ends_the_workers_that_do_not_persist(persistent):
         break
     assert readers() == []
     assert len(set(multiprocessing.active_children()) - before) == (2 if persistent else 0)
-
-
-def test_after_a_break_a_new_pass_begins_at_the_beginning():
-    ahead = af.prefetch(of(12), HERE)
-    for _ in ahead:
-        break
-    assert ids(ahead) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_an_error_in_the_loop_ends_the_thread():
@@ -151,54 +133,6 @@ def test_several_ranks_read_equally_far_before_they_stop(taken):
         next(passed)
     del passed
     assert source.num_read == (taken + 4 if taken else 0)
-
-
-class ExchangingSource:
-    """A source whose batches are numbers that ranks exchange."""
-
-    def __init__(self, state, size):
-        self.channel, self.rank, self.size = open_channel(state), state.rank, size
-
-    def num_batches(self):
-        return self.size
-
-    def batches(self, epoch, first_batch, *, by_loop=False):
-        for batch in range(first_batch, self.size):
-            yield self.channel.exchange((epoch, batch, self.rank))
-
-    def position(self, step, window=1):
-        return divmod(step, self.size)
-
-    def indices(self, epoch, batch):
-        return torch.tensor([epoch * self.size + batch])
-
-    def num_samples(self, epoch, batch):
-        return None
-
-    global_indices = facts = indices
-
-
-def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again():
-    def run(state):
-        loader = af.prefetch(
-            af.ShardedLoader(ExchangingSource(state, 9), DataLoader([])), state, depth=3
-        )
-        found = []
-        for epoch in loader.epochs(3):
-            for batch in epoch:
-                # ranks differ in speed, so one breaks long before another
-                time.sleep(0.005 * state.rank)
-                found.append(batch)
-                if (epoch.index, len(found)) == (0, 4):
-                    break
-        return found
-
-    expected = [
-        [(epoch, batch, rank) for rank in range(3)]
-        for epoch, size in [(0, 4), (1, 9), (2, 9)]
-        for batch in range(size)
-    ]
-    assert simulate(run, world_size=3) == [expected] * 3
 
 
 class Uneven(IterableDataset):
@@ -292,16 +226,6 @@ def test_an_error_of_a_data_set_comes_as_it_is(options):
         found.extend(af.prefetch(loader, HERE))
     assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
     assert readers() == []
-
-
-def test_an_error_of_the_move_comes_too():
-    class Unmovable(torch.Tensor):
-        def to(self, *args, **kwargs):
-            raise RuntimeError("cannot go there")
-
-    batch = torch.ones(2).as_subclass(Unmovable)
-    with pytest.raises(RuntimeError, match="cannot go there"):
-        list(af.prefetch([batch], af.DistState(device="meta")))
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2", None])

@@ -198,14 +198,6 @@ def test_of_a_last_list_that_is_smaller_than_the_world_a_rank_gets_no_rows():
     assert on_ranks(3, Rows, options) == 2 * whole
 
 
-def test_a_rank_beyond_the_rows_of_an_item_gets_none():
-    def run(state):
-        loader = af.shard_loader(DataLoader(Stored((1, 2)), batch_size=None), state)
-        return [batch["number"].tolist() for batch in loader]
-
-    assert simulate(run, world_size=2) == [[[0], [1]], [[], [2]]]
-
-
 @pytest.mark.parametrize("sampler", [None, Own([3, 0, 1])], ids=["in order", "own sampler"])
 def test_workers_draw_the_same_noise_for_an_item_on_every_rank(sampler):
     options = {"sampler": sampler, "num_workers": 1}
@@ -220,12 +212,6 @@ def test_collate_fn_gets_the_ready_batch():
 
     found = on_ranks(2, Stored, {"collate_fn": doubled})
     assert found[0] == [[0], [2], [4], [6]]
-
-
-def test_the_length_is_the_number_of_items():
-    for make, options in (READY["items"], READY["an item a key"], READY["torch's lists"]):
-        given = DataLoader(make(), batch_size=None, **options)
-        assert len(af.shard_loader(given, af.DistState())) == len(given)
 
 
 @pytest.mark.parametrize("name", ["items", "a stream", "an item a key", "torch's lists"])
@@ -273,12 +259,6 @@ def test_rows_of_an_item_have_no_numbers(name):
     for read in (loader.indices, loader.global_indices):
         with pytest.raises(ValueError, match=text):
             read(0, 1)
-
-
-def test_rows_of_a_list_have_numbers():
-    make, options = READY["torch's lists"]
-    loader = af.shard_loader(DataLoader(make(), batch_size=None, **options), af.DistState())
-    assert loader.global_indices(0, 1).tolist() == [5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("name", ["items", "a stream", "an item a key", "torch's lists", "lists"])

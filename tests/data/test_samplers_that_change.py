@@ -117,10 +117,6 @@ def test_workers_and_a_larger_read_ahead_add_up(world_size):
     assert seen == on_ranks(1, read_ahead=3, num_workers=1)
 
 
-def numbers_of(seen):
-    return [numbers for numbers, _ in seen]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("options", "ahead"),
@@ -192,16 +188,6 @@ def test_a_read_ahead_that_cannot_be_kept_is_refused(make, read_ahead, options, 
     simulate(run, world_size=world_size)
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(range(SIZE))
-
-
-def test_read_ahead_is_refused_for_a_stream():
-    with pytest.raises(ValueError, match="read_ahead must be left out for a loader without a samp"):
-        af.shard_loader(DataLoader(Stream(), batch_size=4), af.DistState(), read_ahead=1)
-
-
 def test_ranks_must_give_the_same_read_ahead():
     def run(state):
         loader = DataLoader(range(SIZE), sampler=Hardest(), batch_size=4)
@@ -209,43 +195,6 @@ def test_ranks_must_give_the_same_read_ahead():
             af.shard_loader(loader, state, read_ahead=state.rank)
 
     simulate(run, world_size=2)
-
-
-class Drawn(Hardest):
-    """A sampler that draws by its weights, one sample after the other."""
-
-    def __iter__(self):
-        for _ in range(SIZE):
-            self.num_read += 1
-            yield int(torch.multinomial(self.scores.abs() + 0.1, 1))
-
-
-@pytest.mark.parametrize("stop", [0, 2, 6, 8, 11])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_run_with_the_scores_of_its_checkpoint_goes_on(world_size, stop):
-    def run(state):
-        def epochs(sampler, since):
-            given = DataLoader(range(SIZE), sampler=sampler, batch_size=BATCH_SIZE)
-            loader, step = af.shard_loader(given, state), since
-            for epoch in loader.epochs(2, since=af.DistState(step=since)):
-                for batch in epoch:
-                    yield sampler, step, af.gather(batch, state).tolist()
-                    step += 1
-
-        seen, scores = [], Hardest().scores
-        for sampler, step, numbers in epochs(Drawn(), since=0):
-            if step == stop:
-                scores = sampler.scores.clone()
-            seen.append(numbers)
-            sampler.learn(numbers)
-        again, resumed = Drawn(), []
-        again.scores = scores
-        for sampler, _, numbers in epochs(again, since=stop):
-            resumed.append(numbers)
-            sampler.learn(numbers)
-        return seen[stop:] == resumed
-
-    assert all(simulate(run, world_size=world_size))
 
 
 @pytest.mark.parametrize("options", [{}, WORKERS], ids=["no worker", "workers"])

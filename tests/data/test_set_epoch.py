@@ -65,13 +65,6 @@ def test_each_epoch_is_read_in_its_own_epoch(options, order):
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=["no worker", "worker", "persistent workers"])
-def test_a_resumed_run_starts_in_the_middle_of_its_epoch(options):
-    loader = sharded(Curriculum(), **options)
-    found = [(epoch.index, seen(epoch)) for epoch in loader.epochs(3, since=af.DistState(step=3))]
-    assert found == [(1, [1]), (2, [2])]
-
-
-@pytest.mark.parametrize("options", WORKERS, ids=["no worker", "worker", "persistent workers"])
 def test_prefetch_and_window_hand_the_epoch_on(options):
     loader = af.window(sharded(Curriculum(), **options), 2)
     loader = af.prefetch(loader, af.DistState())
@@ -194,15 +187,6 @@ def test_an_epoch_goes_on_as_it_was_after_another_loop_over_its_data_set():
     assert seen(epoch) == [2]
 
 
-def test_the_same_epoch_is_set_again_in_another_pass():
-    data = Curriculum()
-    [epoch] = sharded(data).epochs(1)
-    unfinished = iter(epoch)
-    assert seen([next(unfinished)]) == [0]
-    data.set_epoch(5)
-    assert seen(epoch) == [0]
-
-
 class Broken(Curriculum):
     def set_epoch(self, epoch):
         if epoch == 1:
@@ -220,19 +204,3 @@ def test_an_error_of_set_epoch_reaches_the_loop_and_other_epochs_go_on(options):
     assert caught.value.__notes__ == ["shard_loader: batch 0 of epoch 1"]
     assert seen(third) == [2]
     del caught  # it holds the frame of this test, and so the workers
-
-
-def test_another_thread_reads_on_after_an_error_of_set_epoch():
-    data, inside = Broken(), []
-    failing = InEpoch([data], 1)
-    with pytest.raises(OSError, match="the images of epoch 1 are gone"), failing:
-        pass
-
-    def read():
-        with InEpoch([data], 2):
-            inside.append(data.epoch)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert inside == [2]

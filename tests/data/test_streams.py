@@ -3,7 +3,6 @@
 import dataclasses
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import signal
@@ -102,15 +101,6 @@ def test_of_fewer_items_than_ranks_the_last_ranks_get_no_rows(num_workers, size)
 @pytest.mark.parametrize("split", ["round_robin", "workers"])
 def test_an_empty_stream_is_an_epoch_of_no_batch_in_any_world(world_size, split):
     assert everywhere(SelfSplitting([0, 0]), world_size, split=split) == [[]] * world_size
-
-
-def test_of_fewer_items_in_all_shards_than_ranks_the_last_rank_gets_no_rows():
-    assert everywhere(Sharded([1, 0, 1]), 3) == [[[0]], [[2000]], [[]]]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_drop_last_leaves_no_batch_of_a_stream_that_is_shorter(world_size):
-    assert everywhere(Counting(3), world_size, drop_last=True) == [[]] * world_size
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -254,18 +244,6 @@ def test_what_else_the_loader_was_given_is_kept(split):
     assert {name: getattr(inner, name) for name in options} == options
 
 
-@pytest.mark.parametrize("split", ["auto", "round_robin"])
-def test_workers_may_be_spawned(split):
-    """Everything that a worker gets can be pickled."""
-    options = {"num_workers": 2, "worker_init_fn": configure, "collate_fn": collate}
-    loader = by_hand(Sharded([4, 4]), split=split, **options)
-    stream_of, given = loader._source._passes.pools._make.args
-    stream, init = stream_of(torch.tensor([0, 0, 0])), given["worker_init_fn"]
-    found = [list(each) for each in (stream, pickle.loads(pickle.dumps(stream)))]
-    assert str(found[0]) == str(found[1])
-    assert pickle.loads(pickle.dumps(init)) == init
-
-
 class Looking(Counting):
     """A stream that reads its epoch at every item."""
 
@@ -352,16 +330,6 @@ def test_passes_at_once_of_split_sources_do_not_meet(ahead):
         )
 
     assert simulate(run, world_size=2) == [True, True]
-
-
-def test_two_loaders_over_one_stream_do_not_meet():
-    data = Counting(20, shuffle=True)
-    first, second = by_hand(data, rank=0, world_size=2), by_hand(data, batch_size=3)
-    together = list(zip(first, second, strict=False))
-    first.set_epoch(0)
-    second.set_epoch(0)
-    assert [a.tolist() for a, _ in together] == ids(first)
-    assert [b.tolist() for _, b in together] == ids(second)[: len(together)]
 
 
 # -- random numbers
@@ -546,14 +514,6 @@ def test_next_of_an_iterator_is_not_called_after_its_end(split):
     assert items_of(everywhere(data, 2, split=split)) == data.items()
 
 
-def test_even_shards_stay_where_they_are():
-    ranks = everywhere(Sharded([16, 16]), 2)
-    assert ranks == [
-        [[0 + i, 1 + i] for i in range(0, 16, 2)],
-        [[1000 + i, 1001 + i] for i in range(0, 16, 2)],
-    ]
-
-
 class CountedChannel(Channel):
     """A channel that counts its exchanges."""
 
@@ -723,14 +683,6 @@ def test_a_killed_worker_is_an_error_on_all_ranks():
 # -- length and position
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("size", "world_size"), [(8, 1), (9, 2), (10, 2), (11, 3), (13, 3)])
-def test_a_declared_length_gives_the_number_of_batches(size, world_size, drop_last):
-    for rank in range(world_size):
-        loader = by_hand(Sized(size), rank, world_size, drop_last=drop_last)
-        assert len(loader) == len(ids(loader))
-
-
 def test_without_a_length_there_is_none():
     loader = by_hand(Counting(10))
     with pytest.raises(TypeError, match="data set must have a __len__, got 'Counting'; count batc"):
@@ -749,29 +701,6 @@ def test_a_position_is_found_by_arithmetic_or_by_reading(data, step):
     assert [batch for epoch in resumed for batch in ids(epoch)] == whole[step:]
 
 
-def test_a_position_in_an_endless_stream_is_found():
-    class Endless(IterableDataset):
-        def __iter__(self):
-            item = 0
-            while True:
-                yield item
-                item += 1
-
-    (epoch,) = by_hand(Endless()).epochs(1, since=af.DistState(step=1000))
-    assert next(iter(epoch)).tolist() == [4000, 4001, 4002, 4003]
-
-
-def test_a_position_in_shards_without_length_is_found_by_all_ranks():
-    def run(state):
-        loader = af.shard_loader(DataLoader(Sharded([9, 30]), batch_size=4), state)
-        whole = [batch for epoch in loader.epochs(2) for batch in ids(epoch)]
-        since = af.DistState(step=12)
-        rest = [batch for epoch in loader.epochs(2, since=since) for batch in ids(epoch)]
-        return len(whole), rest == whole[12:]
-
-    assert simulate(run, world_size=2) == [(20, True)] * 2
-
-
 def test_a_position_beyond_the_end_of_an_empty_stream_is_refused():
     with pytest.raises(ValueError, match="at most at the end of epoch 0, which is empty"):
         by_hand(Counting(0)).epochs(2, since=af.DistState(step=3))
@@ -782,10 +711,6 @@ def test_a_wrong_length_is_warned_of_and_what_comes_counts(length):
     loader = by_hand(Sized(10, length=length))
     with pytest.warns(UserWarning, match=f"Sized has the length {length}, .* ended at batch 3"):
         assert joined([ids(loader)]) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_only_the_main_rank_warns_of_a_wrong_length():
-    assert ids(by_hand(Sized(10, length=8), rank=1, world_size=2))  # warnings are errors here
 
 
 @pytest.mark.parametrize("method", ["indices", "global_indices"])
@@ -864,12 +789,6 @@ def test_ranks_must_share_a_stream_alike():
     simulate(run, world_size=2)
 
 
-def test_a_split_is_of_streams_alone():
-    data = torch.utils.data.TensorDataset(torch.arange(8))
-    with pytest.raises(ValueError, match="split must be left out"):
-        af.shard_loader(DataLoader(data, batch_size=4), af.DistState(), split="workers")
-
-
 # -- packing
 
 
@@ -920,14 +839,6 @@ def test_items_leave_a_worker_as_one_block():
     block = next(loader._source._passes.start(0, 0))
     assert block.dtype == torch.uint8
     assert [row.tolist() for row in unpack(block)] == [[0.0] * 3] * 4
-
-
-def test_what_is_unpacked_is_its_own():
-    block = pack([torch.zeros(4)])
-    (tensor,) = unpack(block)
-    block.zero_()
-    tensor += 1
-    assert tensor.tolist() == [1.0] * 4
 
 
 class Drawn(torch.utils.data.IterableDataset):

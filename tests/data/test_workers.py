@@ -126,18 +126,6 @@ def test_a_data_set_that_stops_does_not_end_the_epoch(num_workers):
         ids(loader_of(Failing(5, raising(StopIteration("early"))), num_workers=num_workers))
 
 
-def test_batches_before_a_failure_are_given():
-    seen = []
-
-    def go():
-        for batch in loader_of(Failing(13, raising(ValueError("rotten"))), num_workers=2):
-            seen.extend(batch.tolist())
-
-    with pytest.raises(ValueError, match="rotten"):
-        go()
-    assert seen == list(range(12))
-
-
 def no_shared_memory(index):
     signal.signal(signal.SIGBUS, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGBUS)
@@ -356,18 +344,6 @@ def test_passes_at_the_same_time_have_workers_of_their_own():
     together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
     assert together == [list(pair) for pair in zip(*apart, strict=True)]
     assert len(processes()) == 4
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_two_loaders_over_one_data_set_do_not_meet(num_workers):
-    data = TensorDataset(torch.arange(30))
-    loaders = [loader_of(data, num_workers, shuffle=shuffle) for shuffle in (False, True)]
-    apart = [[batch[0].tolist() for batch in loader] for loader in loaders]
-    for loader in loaders:
-        loader.set_epoch(0)
-    together = [[a[0].tolist(), b[0].tolist()] for a, b in zip(*loaders, strict=True)]
-    assert together == [list(pair) for pair in zip(*apart, strict=True)]
-    assert apart[0] != apart[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
