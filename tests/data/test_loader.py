@@ -96,7 +96,7 @@ def test_per_rank_keeps_torchs_meaning_of_batch_size(kind):
     assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_collated_by_the_loaders_collate_fn(num_workers):
     given = of(10, collate_fn=collate, num_workers=num_workers)
     loader = af.shard_loader(given, af.DistState(rank=1, world_size=2))
@@ -168,7 +168,7 @@ def test_batches_are_pinned_if_the_loader_pins(num_workers):
 
 def test_a_worker_that_is_too_slow_is_not_waited_for():
     def slow(samples):
-        time.sleep(1)
+        time.sleep(0.6)
 
     given = of(4, num_workers=1, timeout=0.2, collate_fn=slow, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds") as caught:
@@ -216,11 +216,10 @@ def drawn_in_workers(since, **options):
     return [tuple(batch[0]) for epoch in loader.epochs(2, since=state) for batch in epoch]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize(
-    "since", [1, 2, *[pytest.param(each, marks=pytest.mark.slow) for each in (0, 5)]]
+    ("since", "options"), [(1, {"num_workers": 1}), (5, {"persistent_workers": True})], ids=str
 )
-def test_what_is_drawn_in_workers_continues_where_a_run_stopped(options, since):
+def test_what_is_drawn_in_workers_continues_where_a_run_stopped(since, options):
     """The run stops in the middle of an epoch, and other workers may continue to read."""
     whole = drawn_in_workers(0)
     assert drawn_in_workers(since, **options) == whole[since:]
@@ -244,16 +243,15 @@ def test_only_the_samples_of_this_rank_are_read_and_none_that_are_skipped():
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_order_is_a_function_of_seed_and_epoch(seed):
+def test_the_order_is_a_function_of_seed_and_epoch():
     def passes(seed):
         loader = af.shard_loader(of(12, shuffle=True), af.DistState(seed=seed))
         return [ids(epoch) for epoch in loader.epochs(2)]
 
-    first, second = passes(seed)
-    assert [first, second] == passes(seed)
+    first, second = passes(0)
+    assert [first, second] == passes(0)
     assert first != second
-    assert first != passes(seed + 2)[0]
+    assert first != passes(2)[0]
     assert sorted(sample for batch in first for sample in batch) == list(range(12))
 
 
@@ -343,16 +341,14 @@ def test_a_loader_that_fails_on_one_rank_fails_on_all():
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("step", [7, 100])
-def test_a_state_beyond_the_end_is_refused_on_every_rank(step):
+def test_a_state_beyond_the_end_is_refused_on_every_rank():
     for rank in range(3):
         loader = af.shard_loader(of(12), af.DistState(rank=rank, world_size=3))
         with pytest.raises(
             ValueError,
-            match=f"since must be at most at the end of 2 epochs, got 'step {step}'; .* raise num_epochs, "
-            "or begin a new run with a state at step 0",
+            match=r"since must be at most at the end of 2 epochs, got 'step 7'; .* raise num_epochs",
         ):
-            loader.epochs(2, since=af.DistState(step=step))
+            loader.epochs(2, since=af.DistState(step=7))
 
 
 def test_a_number_in_place_of_a_state_is_refused():

@@ -195,7 +195,6 @@ KINDS = {
 }
 WORKERS = [
     {},
-    pytest.param({"num_workers": 1}, marks=pytest.mark.slow),
     pytest.param({"num_workers": 1, "persistent_workers": True}, marks=pytest.mark.slow),
 ]
 
@@ -209,7 +208,7 @@ def loader_of(options, workers=None):
     return af.shard_loader(DataLoader(**options, **sizes, **(workers or {})), HERE)
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=["here", "worker", "persistent"])
+@pytest.mark.parametrize("workers", WORKERS, ids=["here", "persistent"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reader_gets_the_number_of_the_pass_at_any_depth(kind, workers):
     _, options = KINDS[kind]()

@@ -31,8 +31,7 @@ from tests.support.processes import ROOT
 pytestmark = pytest.mark.usefixtures("no_reader_is_left")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("taken", [1, 3])
+@pytest.mark.parametrize(("world_size", "taken"), [(1, 3), (2, 1)])
 def test_a_break_ends_the_thread(world_size, taken):
     state = af.DistState(world_size=world_size)
     for batch in af.prefetch(range(100), state):
@@ -148,8 +147,7 @@ class Uneven(IterableDataset):
         return (x for x in range(61) if x * x % 7 % self.num_shards == self.index)
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
+def test_a_stream_that_ranks_share_is_the_same_read_ahead():
     def run(state, depth):
         loader = af.shard_loader(DataLoader(Uneven(), batch_size=6), state)
         loader = af.prefetch(loader, state, depth) if depth else loader
@@ -164,7 +162,7 @@ def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
 
     expected = simulate(lambda state: run(state, 0), world_size=3)
     assert len(expected[0][0]) == 3 + 11
-    assert simulate(lambda state: run(state, depth), world_size=3) == expected
+    assert simulate(lambda state: run(state, 4), world_size=3) == expected
 
 
 # -- errors
@@ -228,7 +226,7 @@ def test_an_error_of_a_data_set_comes_as_it_is(options):
     assert readers() == []
 
 
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2", None])
+@pytest.mark.parametrize("depth", [0, 1.5, None])
 def test_a_depth_is_a_count(depth):
     with pytest.raises(ValueError, match="prefetch: depth must be an integer >= 1, got"):
         af.prefetch([1], HERE, depth)

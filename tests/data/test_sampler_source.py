@@ -1,7 +1,7 @@
 """A user's sampler runs on rank 0, and its order is a function of seed and epoch."""
 
 import random
-from itertools import chain, permutations
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -109,14 +109,13 @@ SAMPLERS = {
 FIXED = ("a list", "another data set's")
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_order_does_not_depend_on_the_world(name, world_size):
+def test_the_order_does_not_depend_on_the_world(name):
     def loader(state):
         return DataLoader(DATA, sampler=SAMPLERS[name](), batch_size=5)
 
     [alone] = everywhere(loader, 1)
-    for epoch, expected in zip(joined(everywhere(loader, world_size)), alone, strict=True):
+    for epoch, expected in zip(joined(everywhere(loader, 3)), alone, strict=True):
         assert epoch == expected
     assert (alone[0] == alone[1]) == (name in FIXED)
 
@@ -264,8 +263,7 @@ def test_samples_whose_names_cannot_be_sent_fail_on_every_rank():
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_samples_may_have_names(world_size):
+def test_samples_may_have_names():
     data = {f"sample {index}": index for index in range(6)}
     ranks = everywhere(
         lambda state: DataLoader(
@@ -274,7 +272,7 @@ def test_samples_may_have_names(world_size):
             batch_size=4,
             collate_fn=lambda s: [torch.tensor(s)],
         ),
-        world_size,
+        2,
         1,
     )
     assert joined(ranks) == [[[5, 4, 3, 2], [1, 0]]]
@@ -289,9 +287,8 @@ def test_the_length_of_a_sampler_that_has_none_is_refused(ask):
         ask(shard(sampler=Unsized(globally), batch_size=6))
 
 
-@pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 1), (4, 4, 2), (4,)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes, world_size):
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (4, 4, 1), (4,)])
+def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes):
     """One rank may ask for the length alone."""
 
     def run(state):
@@ -301,7 +298,7 @@ def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes, world
             assert len(loader) == len(next(loader.epochs(1))) == num_batches
             assert len(af.window(loader, 2)) == -(-num_batches // 2)
 
-    simulate(run, world_size=world_size)
+    simulate(run, world_size=3)
 
 
 def test_the_length_of_a_batch_sampler_is_known_without_running_it():
@@ -310,10 +307,9 @@ def test_the_length_of_a_batch_sampler_is_known_without_running_it():
     assert (len(loader), sampler.runs) == (3, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("size", "word"), [(SIZE - 3, "more"), (SIZE + 5, "fewer")])
-def test_a_length_that_is_not_kept_is_refused(size, word, world_size):
-    loader = shard(world_size, sampler=Own(globally, size=size), batch_size=3)
+def test_a_length_that_is_not_kept_is_refused(size, word):
+    loader = shard(3, sampler=Own(globally, size=size), batch_size=3)
     with pytest.raises(
         ValueError,
         match=f"sampler must give as many samples as its len, {size}, in every epoch, got {word} in "
@@ -455,12 +451,9 @@ KINDS = {
     ("kinds", "split", "text"),
     [
         (kinds, "auto", "shard_loader: loader must be the same on every rank, got ")
-        for kinds in permutations(KINDS, 2)
+        for kinds in combinations(KINDS, 2)
     ]
-    + [
-        (kinds, "workers", "split must be left out for a data set that can be indexed")
-        for kinds in (("map", "stream"), ("stream", "own sampler"))
-    ],
+    + [(("stream", "map"), "workers", "split must be left out for a data set that can be indexed")],
 )
 def test_ranks_must_give_the_same_kind_of_loader(kinds, split, text):
     """All ranks raise and none waits, even if one has a stream and another data with indices."""
@@ -492,7 +485,6 @@ def split_with(seed):
 
 OWN = {
     "subset": lambda rank: Subset(DATA, range(10 * rank, 10 * rank + 10)),
-    "subset of tensors": lambda rank: Subset(DATA, torch.arange(10) + 10 * rank),
     "subset of a subset": lambda rank: Subset(Subset(DATA, range(rank, 18)), [0, 3, 4, 5]),
     "random_split": split_with,
     "joined": lambda rank: ConcatDataset([DATA, split_with(rank)]),
@@ -530,12 +522,11 @@ class Wrapping:
 @pytest.mark.parametrize(
     "wrap",
     [
-        Wrapping,
         lambda sampler: Wrapping(Wrapping(sampler)),
         lambda sampler: Wrapping([sampler, range(3)]),
         lambda sampler: BatchSampler(Wrapping(sampler), 4, False),
     ],
-    ids=["held", "held twice", "in a list", "in a batch sampler"],
+    ids=["held", "in a list", "in a batch sampler"],
 )
 def test_a_distributed_sampler_is_found_wherever_it_is_held(wrap):
     sampler = wrap(torch.utils.data.DistributedSampler(DATA, 2, 0))
