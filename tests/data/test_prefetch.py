@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import accel_fn as af
-from accel_fn.testing.internals import reports_of_waits_after
+from accel_fn.testing.internals import limited
 from tests.support.prefetch import (
     HERE,
     TWO_WORKERS,
@@ -188,7 +188,7 @@ def test_a_batch_that_lasts_is_named_by_the_line_that_its_thread_is_at():
         yield 2
 
     text = r"got none for more than 0.1 s: its thread is at "
-    with reports_of_waits_after(0.1), pytest.warns(UserWarning, match=text) as warned:
+    with limited("report of a batch", 0.1), pytest.warns(UserWarning, match=text) as warned:
         assert list(af.prefetch(slow(), af.DistState())) == [1, 2]
     line = int(str(warned[0].message).rpartition(":")[2].split()[0])
     assert "# this line" in Path(__file__).read_text().splitlines()[line - 1]

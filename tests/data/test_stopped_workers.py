@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import accel_fn as af
 from accel_fn.errors import WorkerError
-from accel_fn.testing.internals import reports_of_waits_after
+from accel_fn.testing.internals import limited
 from tests.cli.commands import run_python
 
 STOPPED = (
@@ -137,7 +137,7 @@ def test_a_worker_that_lasts_is_named_with_what_it_reads():
         r"DataLoader\(timeout=...\) makes a long wait an error"
     )
     with (
-        reports_of_waits_after(0.5),
+        limited("report of a batch", 0.5),
         pytest.warns(UserWarning, match="a batch should come") as warned,
     ):
         assert ids(loader_of(lambda: time.sleep(1.5))) == [*range(24)]
