@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accel_fn.checkpoint.format.manifest import NAME, read_manifest
+from accel_fn.checkpoint.format.manifest import NAME, Manifest, read_manifest
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.format.read import check_sizes
 from accel_fn.errors import CheckpointError, check_folder
@@ -65,7 +65,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """
     path = check_folder("list_checkpoints", folder)
     with reading(path, "list_checkpoints"):
-        found = [_look(path / name_of(step), step) for step in steps_in(path)]
+        found = [look(path / name_of(step), step) for step in steps_in(path)]
     return [each for each in found if each is not None]
 
 
@@ -91,7 +91,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     path = check_folder("latest", folder)
     with reading(path, "latest"):
         for step in reversed(steps_in(path)):
-            found = _look(path / name_of(step), step)
+            found = look(path / name_of(step), step)
             if found is not None and not found.damage:
                 return found.path
             if found is not None:
@@ -99,11 +99,11 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def _look(path: Path, step: int) -> Checkpoint | None:
-    """Describe a checkpoint; None if the run that saves here has removed it."""
+def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint | None:
+    """Describe a checkpoint, by its manifest; None if the run that saves here has removed it."""
     damage, size, world_size, score, mesh = "", 0, 0, None, {}
     try:
-        manifest = read_manifest(path)
+        manifest = manifest or read_manifest(path)
         check_sizes(path, manifest)
         size, world_size, score = manifest.size, manifest.world_size, manifest.score
         mesh = dict(manifest.mesh)

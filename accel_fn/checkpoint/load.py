@@ -396,7 +396,7 @@ class _Loading:
                 len(self._places),
                 self._state.data.world_size,
             )
-        loaded = self._put_back()
+        loaded = self._put_back(again=True)
         # The checkpoint was saved in eval mode.
         for optimizer in self._training:
             optimizer.train()
@@ -423,12 +423,12 @@ class _Loading:
             scaler=scaler,
         )
 
-    def _put_back(self, *, calls: bool = True) -> DistState:
+    def _put_back(self, *, calls: bool = True, again: bool = False) -> DistState:
         """Load the non-tensor state beside the tensors as they are; return the state of the run."""
         state, loaded = self._state, self._position()
         for name, options in self._options.items():
             plan = self._steps[name].plan
-            put_back(plan, name, self._tensors, dict(self._rests[name]), **options)
+            put_back(plan, name, self._tensors, dict(self._rests[name]), **options, again=again)
         self._schedules.follow(loaded, calls=calls)
         if self._is_known:
             restore_random(self._of_rank["random"], state.device)

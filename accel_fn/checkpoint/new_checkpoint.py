@@ -15,10 +15,11 @@ from accel_fn.checkpoint.format.names import (
     name_of,
     recover,
     rename_finished,
+    steps_in,
     unfinished_folder,
 )
 from accel_fn.checkpoint.format.write import Written, write_error
-from accel_fn.checkpoint.listing import Checkpoint, list_checkpoints
+from accel_fn.checkpoint.listing import Checkpoint, look
 from accel_fn.errors import CheckpointError
 
 
@@ -28,6 +29,8 @@ class Run:
     def __init__(self, resumed_from: int | None = None) -> None:
         self.resumed_from = resumed_from
         self.saved: set[int] = set()
+        self.manifests: dict[Path, Manifest] = {}
+        """Of those that this run has saved, without entries: to remove older ones, none is read."""
 
     def age(self, step: int) -> tuple[bool, bool, int]:
         """Key of an order, oldest first: steps after the resumed one, those up to it, those saved since.
@@ -87,6 +90,7 @@ class NewCheckpoint:
             sync(self.path)
             rename_finished(self.path, self.final)
             self.run.saved.add(self.head.step)
+            self.run.manifests[self.final] = replace(manifest, entries={})
             tidy(self.home)
         except OSError as error:
             raise write_error(self.path, error) from error
@@ -104,13 +108,19 @@ class NewCheckpoint:
         The `keep_best` of highest score, multiples of `keep_every`, the one that this run was resumed
         from, and damaged ones stay.
         """
-        whole = [each for each in list_checkpoints(self.home) if not each.damage]
-        whole.sort(key=lambda each: self.run.age(each.step))
+        whole = sorted(self._whole(), key=lambda each: self.run.age(each.step))
         best = {each.step for each in _by_score(whole)[: self.keep_best]}
         for each in whole[:-keep]:
             stays = each.step == self.run.resumed_from or each.step in best
             if not stays and not (self.keep_every and each.step % self.keep_every == 0):
                 shutil.rmtree(hide(each.path), ignore_errors=True)
+
+    def _whole(self) -> list[Checkpoint]:
+        """The checkpoints of the folder whose files have the right sizes."""
+        paths = {step: self.home / name_of(step) for step in steps_in(self.home)}
+        known = self.run.manifests
+        found = [look(path, step, known.get(path)) for step, path in paths.items()]
+        return [each for each in found if each is not None and not each.damage]
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from operator import methodcaller
@@ -214,17 +214,22 @@ def put_back(
     *,
     optimizers: Collection[str],
     fresh: Collection[str],
+    again: bool = False,
 ) -> None:
     """Load what was saved into model, transforms and these optimizers; tensors are read already.
 
-    Transforms whose entries begin with one of `fresh` stay as they are.
+    Transforms whose entries begin with one of `fresh` stay as they are. `again`: the same tensors
+    were loaded before, and have got other values since.
     """
     _put_back_model(
         unwrapped(plan.model), with_prefix(prefix_of("model", step), tensors), rest["model"]
     )
     for name in optimizers:
         own, optimizer = with_prefix(prefix_of(name, step), tensors), plan.optimizers[name]
-        _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
+        if again and _holds(plan, optimizer, own):
+            _put_back_groups(optimizer, rest["optimizers"][name]["others"]["param_groups"])
+        else:
+            _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
     for place, where, function in stateful_functions(plan, step):
         if where in rest["transforms"] and place not in fresh:
             function.load_state_dict({**rest["transforms"][where], **with_prefix(place, tensors)})
@@ -294,9 +299,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({**saved, "param_groups": groups})
-    order = list(
-        dict.fromkeys(each for group in optimizer.param_groups for each in group["params"])
-    )
+    order = _parameters(optimizer)
     for number, values in saved["state"].items():
         loaded = optimizer.state[order[number]]
         for key, value in values.items():
@@ -331,6 +334,33 @@ def _put_back_optimizer(
     order = _order(plan, optimizer)
     state = {number: saved[name] for number, name in enumerate(order) if name in saved}
     load_optimizer(optimizer, {**rest["others"], "state": state})
+
+
+def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> bool:
+    """Is the state of this optimizer of torch made of these very tensors, and so up to date?
+
+    Where it is, torch need not load it a second time, which takes as long as reading it.
+    """
+    hooks = (
+        optimizer._optimizer_load_state_dict_pre_hooks,
+        optimizer._optimizer_load_state_dict_post_hooks,
+    )
+    if any(hooks) or not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    order = dict(zip(_order(plan, optimizer), _parameters(optimizer), strict=True))
+    places = [(*place.rpartition("/")[::2], value) for place, value in tensors.items()]
+    return all(optimizer.state[order[name]].get(key) is value for name, key, value in places)
+
+
+def _put_back_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Load the options of the parameter groups, but for `IMPLEMENTATION_OPTIONS`."""
+    for ours, theirs in zip(optimizer.param_groups, saved, strict=True):
+        kept = {"params", *IMPLEMENTATION_OPTIONS}
+        ours.update({key: value for key, value in theirs.items() if key not in kept})
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return list(dict.fromkeys(each for group in optimizer.param_groups for each in group["params"]))
 
 
 def _order(plan: Plan, optimizer: Optimizer) -> list[str]:

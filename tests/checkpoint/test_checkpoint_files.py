@@ -143,10 +143,23 @@ def loads(folder, expected_step):
     )
 
 
-def with_manifest(checkpoint, change):
+def read_body(checkpoint):
+    """Read a manifest, with tensors of one chunk in the long form of the others."""
+    body = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]
+    for file, dtypes in body["whole"].items():
+        for dtype, tensors in dtypes.items():
+            for name, (start, *shape) in tensors.items():
+                length = math.prod(shape) * getattr(torch, dtype).itemsize
+                chunk = {"offsets": [0] * len(shape), "sizes": shape}
+                chunk |= {"file": file, "start": start, "length": length}
+                body["entries"][name] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
+    return {**body, "whole": {}}
+
+
+def with_manifest(checkpoint, change, read=read_body):
     """Change the manifest and its hash."""
     path = checkpoint / "manifest.json"
-    body = json.loads(path.read_text())["checkpoint"]
+    body = read(checkpoint)
     change(body)
     data = json.dumps(body, indent=1).encode()
     path.write_bytes(b'{"hash": "%s", "checkpoint":\n%s}\n' % (hash_of(data).encode(), data))
@@ -341,8 +354,8 @@ MANIFESTS = {
     name: (change, f"must be one of this version, got .*{text}")
     for name, (change, text) in NOT_OF_THIS_VERSION.items()
 } | {
-    "format": (put("format", "2"), "must be of format 1, got 2, written by accel_fn"),
-    "no format": (lambda body: body.pop("format"), "must be of format 1, got None, written by"),
+    "format": (put("format", "3"), "must be of format 2, got 3, written by accel_fn"),
+    "no format": (lambda body: body.pop("format"), "must be of format 2, got None, written by"),
 }
 
 

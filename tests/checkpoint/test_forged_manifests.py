@@ -95,7 +95,7 @@ FORGED = {
         "dtype of model/0.bias='x+[.]{3}, which must be one",
     ),
     "a long key": (put("files", LONG, 3), r"files\[.x+[.]{3}=3, which must be FileMark"),
-    "a long format": (put("format", LONG), r"of format 1, got x{100}, written by"),
+    "a long format": (put("format", LONG), r"of format 2, got x{100}, written by"),
     "a large number": (put("call", 10**400), "call=10+[.]{3}, which must be an integer >= 0 and"),
     "bytes of another tensor": (
         onto,
@@ -114,6 +114,42 @@ FORGED = {
         "shape of new=.*, which must be one that torch can make",
     ),
 }
+
+
+def as_written(checkpoint):
+    return json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]
+
+
+def twice(body):
+    body["whole"]["tensors_00000.bin"]["float64"] = {"model/0.bias": [0, 4]}
+
+
+def in_both_forms(body):
+    body["entries"]["model/0.bias"] = {"dtype": "float32", "shape": [0], "chunks": []}
+
+
+FILE = ("whole", "tensors_00000.bin", "float32")
+FORGED_WHOLE = {
+    "no dict": (put("whole", 3), "whole=3, which must be .*Mapping"),
+    "no dtype": (put("whole", "tensors_00000.bin", 3), r"whole\['tensors_00000.bin'\]=3"),
+    "no tensors": (put(*FILE, 3), "=3, which must be .*Mapping"),
+    "another dtype": (renamed(FILE, "bits9"), "dtype of whole='bits9', which must be one of torch"),
+    "another file": (renamed(FILE[:2], "common.pt"), "'common.pt', which must be in a file beside"),
+    "no place": (put(*FILE, "model/0.bias", []), r"a tensor=\[\], which must be its start and its"),
+    "no list": (put(*FILE, "model/0.bias", 3), "whole=3, which must be tuple"),
+    "no count": (put(*FILE, "model/0.bias", [0, -4]), "whole=-4, which must be an integer >= 0"),
+    "past the end": (put(*FILE, "model/0.bias", [0, 10**9]), "in the .* bytes of its file"),
+    "twice": (twice, r"tensors=\['model/0.bias'\], which must be listed once"),
+    "in both forms": (in_both_forms, r"tensors=\['model/0.bias'\], which must be listed once"),
+    "a name with NUL": (renamed((*FILE, "model/0.bias"), "a\0"), rf"tensor='a\\x00', {PRINTED}"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), FORGED_WHOLE.values(), ids=FORGED_WHOLE)
+def test_a_forged_place_of_a_whole_tensor_is_refused(tmp_path, change, text):
+    run(tmp_path, 1)
+    with_manifest(tmp_path / "step_00000001", change, as_written)
+    refused(tmp_path, rf"step_00000001/manifest\.json .*{text}")
 
 
 @pytest.mark.parametrize(("change", "text"), FORGED.values(), ids=FORGED)
@@ -176,7 +212,7 @@ def saved():
                 world_size=world_size,
             )
             path = home / "step_00000001"
-            body = json.loads((path / "manifest.json").read_text())["checkpoint"]
+            body = as_written(path)
             found.append((path, body, [*places(body)]))
         yield found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -20,7 +20,7 @@ from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
 from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
 from accel_fn.errors import CheckpointError, shown
 
-FORMAT = 1
+FORMAT, _READ = 2, (1, 2)
 NAME = "manifest.json"
 
 LONGEST_NAME = 4096
@@ -86,8 +86,19 @@ class Manifest:
         return sum(mark.size for mark in self.files.values())
 
     def to_bytes(self) -> bytes:
-        # Without indents, which Python's encoder in C does not write: a model may have many small tensors.
-        body = json.dumps({"format": FORMAT, **_values(self)}, default=_values).encode()
+        # A model may have many small tensors. So there are no indents, which Python's encoder in C
+        # does not write, and a tensor that one chunk holds whole takes a line of numbers.
+        whole: dict[str, dict[str, dict[str, list[int]]]] = {}
+        rest: dict[str, Entry] = {}
+        for name, entry in self.entries.items():
+            if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
+                chunk = entry.chunks[0]
+                group = whole.setdefault(chunk.file, {}).setdefault(entry.dtype, {})
+                group[name] = [chunk.start, *entry.shape]
+            else:
+                rest[name] = entry
+        values = {"format": FORMAT, **_values(self), "entries": rest, "whole": whole}
+        body = json.dumps(values, default=_values).encode()
         return b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n"
 
 
@@ -111,7 +122,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
     try:
         found = json.loads(body)
-        if isinstance(found, dict) and (version := found.pop("format", None)) != FORMAT:
+        if isinstance(found, dict) and (version := found.pop("format", None)) not in _READ:
             got = [printable(f"{each}"[:_SHOWN]) for each in (version, found.get("accel_fn"))]
             raise CheckpointError(
                 f"load: {path} must be of format {FORMAT}, got {got[0]}, written by accel_fn "
@@ -128,7 +139,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 "mesh": {"dp": found.get("world_size")},
             }
             found = {**added, **found}
+            whole = _whole_entries(found.pop("whole", {}))
         manifest: Manifest = read_as(Manifest, found, "manifest")
+        twice = [*(manifest.entries.keys() & whole.keys())]
+        _require(not twice, "tensors", twice, "listed once")
+        manifest = replace(manifest, entries={**manifest.entries, **whole})
         _check(manifest, step_of(checkpoint))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"load: {path} must be one of this version, got {error}") from error
@@ -160,6 +175,30 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     rule = "an integer >= 0 and < 2**63" if kind is int else getattr(kind, "__name__", kind)
     _require(fits, name, value, rule)
     return value
+
+
+def _whole_entries(found: Any) -> dict[str, Entry]:
+    """Make entries of tensors that one chunk holds whole: file, dtype, name, [start, *shape]."""
+    entries: dict[str, Entry] = {}
+    kind: Any = Mapping[str, Mapping[str, Mapping[str, Any]]]
+    for file, dtypes in read_as(kind, found, "whole").items():
+        for dtype, tensors in dtypes.items():
+            itemsize = _dtype_of(dtype, "whole").itemsize
+            for name, place in tensors.items():
+                _require(name not in entries, "tensors", [name], "listed once")
+                numbers = read_as(tuple[int, ...], place, "whole")
+                _require(bool(numbers), "place of a tensor", place, "its start and its sizes")
+                start, shape = numbers[0], numbers[1:]
+                chunk = Chunk((0,) * len(shape), shape, file, start, prod(shape) * itemsize)
+                entries[name] = Entry(dtype, shape, (chunk,))
+    return entries
+
+
+def _dtype_of(name: str, place: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype of {place}={shown(name)}, which must be one of torch's")
+    return dtype
 
 
 @cache
@@ -226,9 +265,7 @@ def _check_files(found: Manifest) -> None:
 
 
 def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype of {name}={shown(entry.dtype)}, which must be one of torch's")
+    dtype = _dtype_of(entry.dtype, name)
     largest = prod(filter(None, entry.shape))
     _require(largest < _LARGEST, f"shape of {name}", entry.shape, "one that torch can make")
     for chunk in entry.chunks:
@@ -240,6 +277,8 @@ def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None
         _require(chunk.length == length, place, chunk, f"of {length} bytes")
         size = files[chunk.file].size
         _require(chunk.start + length <= size, place, chunk, f"in the {size} bytes of its file")
+    if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
+        return
     num_held = sum(prod(chunk.sizes) for chunk in entry.chunks)
     once = num_held == prod(entry.shape)
     _require(once, f"number of elements in chunks of {name}", num_held, "all of its elements once")

@@ -83,7 +83,7 @@ def _lines_of(file: Path, library: Path) -> tuple[list[str], dict[str, dict[str,
 
 
 def _function(context: str) -> str:
-    """The test function of a context: `tests.a.test_b.test_c`, or of a process that a test started."""
+    """The test of a context: `tests.a.test_b.test_c`, or of a process that a test started."""
     static, _, dynamic = context.rpartition("|")
     name = dynamic or static
     if "::" in name:
@@ -92,13 +92,20 @@ def _function(context: str) -> str:
     module, _, function = name.rpartition(".")
     if not module.startswith("tests."):
         return ""
+    return _id(module, function)
+
+
+def _id(module: str, function: str) -> str:
+    """The name by which pytest knows a test of a module, or of a class in it."""
+    *parts, last = module.split(".")
+    if last.startswith("Test"):
+        return f"{'/'.join(parts)}.py::{last}::{function}"
     return f"{module.replace('.', '/')}.py::{function}"
 
 
 def _seconds_of(times: Path) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for case in ET.parse(times).iter("testcase"):
-        path = case.get("classname", "").replace(".", "/")
-        function = case.get("name", "").split("[")[0]
-        seconds[f"{path}.py::{function}"] += float(case.get("time", 0))
+        test = _id(case.get("classname", ""), case.get("name", "").split("[")[0])
+        seconds[test] += float(case.get("time", 0))
     return dict(seconds)
