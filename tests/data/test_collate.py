@@ -74,11 +74,6 @@ def test_a_list_of_samples_is_refused_unless_it_is_marked(collate, num_rows):
         collated(collate, rows_of(range(num_rows)))
 
 
-def test_a_list_of_one_sample_is_refused():
-    with pytest.raises(ValueError, match="got a list of 1 items for 1 samples"):
-        collated(images, rows_of([0]))
-
-
 def test_the_refusal_describes_the_list():
     text = (
         "shard_loader: collate_fn must mark a list of samples, got a tuple of 5 items for 5 samples, "

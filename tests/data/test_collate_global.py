@@ -81,16 +81,6 @@ def test_its_batches_are_not_collated_anew_by_the_check():
     assert simulate(run, world_size=2) == [(0, True)] * 2
 
 
-def test_rows_that_torch_stacks_are_read_by_their_rank_alone():
-    data = Rows()
-    state = af.DistState(rank=1, world_size=2)
-    assert next(iter(af.shard_loader(DataLoader(data, 4), state, collate="global"))).tolist() == [
-        2,
-        3,
-    ]
-    assert data.read == [2, 3]
-
-
 def test_lists_of_indices_are_read_whole():
     data = Rows()
     lists = BatchSampler(SequentialSampler(data), 4, drop_last=False)

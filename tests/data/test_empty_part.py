@@ -104,12 +104,6 @@ def test_the_empty_part_of_batches_of_two_forms_is_none(one, two):
     assert last_of(IMAGES, collate_fn=lambda rows: one if len(rows) == 1 else two) is None
 
 
-def test_an_empty_part_is_read_in_the_epoch_and_has_no_samples():
-    loader = af.shard_loader(DataLoader(PAIRS, batch_size=2), af.DistState(rank=1, world_size=2))
-    assert loader.indices(0, 1).tolist() == []
-    assert [len(labels) for _, labels in loader] == [1, 0]
-
-
 def test_a_collate_fn_that_fails_on_the_example_names_the_sample():
     def collate(rows):
         raise KeyError("no column")

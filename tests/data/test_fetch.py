@@ -158,11 +158,6 @@ def test_what_can_be_indexed_by_many_is_read_at_once(dataset):
     assert num_calls(dataset, 8) == num_calls(dataset, 2)
 
 
-@pytest.mark.parametrize("name", sorted(set(ONE_BY_ONE) - {"subset from the end"}))
-def test_what_is_not_known_exactly_is_read_as_torch_reads_it(name):
-    assert not has_rows(ONE_BY_ONE[name])
-
-
 @pytest.mark.parametrize(
     "dataset",
     [

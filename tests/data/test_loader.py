@@ -96,13 +96,6 @@ def test_per_rank_keeps_torchs_meaning_of_batch_size(kind):
     assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_are_collated_by_the_loaders_collate_fn(num_workers):
-    given = of(10, collate_fn=collate, num_workers=num_workers)
-    loader = af.shard_loader(given, af.DistState(rank=1, world_size=2))
-    assert [batch["names"] for batch in loader] == [["2", "3"], ["6", "7"], ["9"]]
-
-
 class Worked(torch.utils.data.Dataset):
     """A data set whose samples hold the process that read them."""
 
@@ -243,18 +236,6 @@ def test_only_the_samples_of_this_rank_are_read_and_none_that_are_skipped():
     assert len(read) == 2
 
 
-def test_the_order_is_a_function_of_seed_and_epoch():
-    def passes(seed):
-        loader = af.shard_loader(of(12, shuffle=True), af.DistState(seed=seed))
-        return [ids(epoch) for epoch in loader.epochs(2)]
-
-    first, second = passes(0)
-    assert [first, second] == passes(0)
-    assert first != second
-    assert first != passes(2)[0]
-    assert sorted(sample for batch in first for sample in batch) == list(range(12))
-
-
 def test_the_generators_seed_gives_another_order():
     def order(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -269,14 +250,6 @@ def test_epochs_know_their_position():
     epochs = list(loader.epochs(3, since=af.DistState(step=4)))
     assert [(epoch.index, len(epoch)) for epoch in epochs] == [(1, 2), (2, 3)]
     assert list(loader.epochs(3, since=af.DistState(step=9))) == []
-
-
-def test_indices_are_those_of_a_batch_without_reading_it():
-    loader = of(10)
-    shard = af.shard_loader(loader, af.DistState(rank=1, world_size=2))
-    assert shard.indices(0, 1).tolist() == [6, 7]
-    assert shard.global_indices(0, 1).tolist() == [4, 5, 6, 7]
-    assert loader.dataset.read == []
 
 
 DATA = Numbers(12)

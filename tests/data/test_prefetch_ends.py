@@ -2,7 +2,6 @@
 rank."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,21 +22,11 @@ from tests.support.prefetch import (
     TWO_WORKERS,
     Counted,
     eventually,
-    of,
     readers,
 )
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("no_reader_is_left")
-
-
-@pytest.mark.parametrize(("world_size", "taken"), [(1, 3), (2, 1)])
-def test_a_break_ends_the_thread(world_size, taken):
-    state = af.DistState(world_size=world_size)
-    for batch in af.prefetch(range(100), state):
-        if batch == taken - 1:
-            break
-    assert readers() == []
 
 
 def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
@@ -57,28 +46,6 @@ def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
         break
     assert go.is_set()
     assert num_read == [0, 1]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_break_ends_the_workers_that_do_not_persist(persistent):
-    loader = of(40, **TWO_WORKERS, persistent_workers=persistent)
-    before = set(multiprocessing.active_children())
-    for _ in af.prefetch(loader, HERE):
-        assert len(set(multiprocessing.active_children()) - before) == 2
-        break
-    assert readers() == []
-    assert len(set(multiprocessing.active_children()) - before) == (2 if persistent else 0)
-
-
-def test_an_error_in_the_loop_ends_the_thread():
-    def train():
-        for batch in af.prefetch(range(100), HERE):
-            raise KeyError(batch)
-
-    with pytest.raises(KeyError) as caught:
-        train()
-    assert readers() == []
-    del caught
 
 
 def test_a_dropped_iterator_ends_the_thread():

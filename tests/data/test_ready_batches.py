@@ -148,14 +148,6 @@ def test_a_resumed_run_goes_on_at_its_batch(name):
         assert on_ranks(2, *READY[name], since=step) == whole[step:]
 
 
-@pytest.mark.parametrize("name", ["items", "a stream", "lists"])
-def test_prefetch_reads_ready_batches(name):
-    def windows(loader, state):
-        return af.prefetch(loader, state)
-
-    assert on_ranks(2, *READY[name], around=windows) == on_ranks(1, *READY[name])
-
-
 SHUFFLED = {
     "items": (Stored, {"shuffle": True}),
     "drawn items": (Stored, {"sampler": SubsetRandomSampler(range(5))}),
@@ -183,12 +175,6 @@ def test_of_a_list_of_indices_each_rank_reads_its_rows_alone(name):
     first, second = simulate(run, world_size=2)
     sizes = {"lists": [(2, 2), (2, 1), (3, 2)], "torch's lists": [(3, 2)] * 4 + [(2, 1)]}[name]
     assert [*zip(map(len, first), map(len, second), strict=True)] == sizes
-
-
-def test_of_a_last_list_that_is_smaller_than_the_world_a_rank_gets_no_rows():
-    options = {"sampler": Own([[0, 1, 2, 3], [4, 5, 6], [7, 8]])}
-    whole = [[[each] for each in batch] for batch in ([0, 1, 2, 3], [4, 5, 6], [7, 8])]
-    assert on_ranks(3, Rows, options) == 2 * whole
 
 
 def test_workers_draw_the_same_noise_for_an_item_on_every_rank():

@@ -191,18 +191,6 @@ def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
         assert set(early.tolist()) == {0}
 
 
-def test_a_sampler_inside_a_batch_sampler_gets_the_epoch():
-    class Halves:
-        def __init__(self):
-            self.sampler = Epochal(lambda self: [self.epoch] * SIZE)
-
-        def __iter__(self):
-            yield from (list(batch) for batch in np.split(np.array(list(self.sampler)), 2))
-
-    loader = shard(batch_sampler=Halves())
-    assert [samples(epoch) for epoch in loader.epochs(2)] == [[[e] * 10] * 2 for e in (0, 1)]
-
-
 def batches_of(*sizes):
     """Make a batch sampler that reads the data in order, in batches of these sizes."""
 

@@ -262,11 +262,3 @@ def test_the_thread_of_prefetch_does_not_seed_what_the_loop_draws_from():
     loader = loader_of(af.seed_samples(Noisy(), HERE))
     with pytest.raises(ValueError, match=r"num_workers must be >= 1 under prefetch, .* got 0"):
         next(iter(af.prefetch(loader, HERE)))
-
-
-def test_with_workers_prefetch_augments_as_ever():
-    samples = af.seed_samples(Noisy(), HERE)
-    before = states()
-    ahead = af.prefetch(loader_of(samples, shuffle=True, **WORKERS), HERE)
-    assert samples_of(ahead) == samples_of(loader_of(samples))
-    assert states()[0] == before[0]

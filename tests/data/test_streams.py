@@ -30,8 +30,6 @@ from tests.support.streams import (
     joined,
 )
 
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-
 
 @pytest.fixture
 def started(monkeypatch):
@@ -96,19 +94,6 @@ def test_a_rank_holds_little_more_than_its_part():
             pass
     # its part, a quarter of the batch, two blocks, and an example
     assert most <= 100 / 4 + 100 / 4 + 2 * 16 + 1
-
-
-@pytest.mark.parametrize(("size", "num_workers"), [(1, 0), (2, 1)])
-def test_of_fewer_items_than_ranks_the_last_ranks_get_no_rows(size, num_workers):
-    for rank in range(3):
-        found = ids(by_hand(Counting(size), rank, 3, num_workers=num_workers))
-        assert found == [[rank] if rank < size else []]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("split", ["round_robin", "workers"])
-def test_an_empty_stream_is_an_epoch_of_no_batch_in_any_world(world_size, split):
-    assert everywhere(SelfSplitting([0, 0]), world_size, split=split) == [[]] * world_size
 
 
 @pytest.mark.parametrize(("num_workers", "drop_last"), [(0, False), (0, True), (1, False)])
@@ -279,21 +264,6 @@ def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
         assert set(early.tolist()) <= set(range(40))
 
 
-def test_set_epoch_is_called_once_a_pass():
-    data = Looking(200)
-    for epoch in by_hand(data).epochs(3):
-        ids(epoch)
-    assert data.times == 3
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, PERSISTENT], ids=str)
-def test_the_data_set_gets_the_epoch(options):
-    data = Counting(10, shuffle=True)
-    loader = by_hand(data, rank=1, world_size=2, batch_size=10, **options)
-    found = [ids(epoch) for epoch in loader.epochs(4, since=af.DistState(step=1))]
-    assert found == [[data.order(epoch)[5:]] for epoch in (1, 2, 3)]
-
-
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
     before = set(multiprocessing.active_children())
@@ -309,14 +279,6 @@ def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
             assert set(multiprocessing.active_children()) <= before
     del loader, epoch
     assert set(multiprocessing.active_children()) <= before
-
-
-@pytest.mark.parametrize("options", [{}, PERSISTENT], ids=str)
-def test_two_passes_at_once_do_not_meet(options):
-    loader = by_hand(Counting(8, shuffle=True), **options)
-    together = [[a.tolist(), b.tolist()] for a, b in zip(*loader.epochs(2), strict=True)]
-    apart = [ids(epoch) for epoch in loader.epochs(2)]
-    assert together == [list(pair) for pair in zip(*apart, strict=True)]
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
@@ -651,13 +613,6 @@ def test_a_killed_worker_is_an_error_on_all_ranks():
 
 
 # -- length and position
-
-
-def test_without_a_length_there_is_none():
-    loader = by_hand(Counting(10))
-    with pytest.raises(TypeError, match="data set must have a __len__, got 'Counting'; count batc"):
-        len(loader)
-    assert len(list(loader)) == 3  # `list` asks for a length, as a hint
 
 
 @pytest.mark.parametrize("data", [Counting(10, shuffle=True), Sized(10, shuffle=True)])

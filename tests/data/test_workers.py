@@ -18,7 +18,6 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     TensorDataset,
-    get_worker_info,
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -336,22 +335,3 @@ def test_a_worker_that_dies_in_the_middle_of_sending_is_raised():
     time.sleep(0.5)  # meanwhile the worker fills the pipe, reads on and dies
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         list(batches)
-
-
-def test_passes_at_the_same_time_have_workers_of_their_own():
-    loader = loader_of(Failing(None, None), 2, persistent=True, shuffle=True)
-    epochs = list(loader.epochs(2))
-    apart = [ids(epoch) for epoch in epochs]
-    together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
-    assert together == [list(pair) for pair in zip(*apart, strict=True)]
-    assert len(processes()) == 4
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_worker_info_is_the_users(num_workers):
-    def act(index):
-        info = get_worker_info()
-        return -1 if info is None else info.id + 100 * isinstance(info.dataset, Failing)
-
-    [first, *_] = ids(loader_of(Failing(0, act), num_workers=num_workers))
-    assert first[0] == (100 if num_workers else -1)
