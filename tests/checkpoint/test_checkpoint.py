@@ -119,7 +119,11 @@ WRAPPERS = {"plain": lambda model: model, "compile": eagerly, "parallel": nn.Dat
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("plain", "compile"), ("compile", "plain"), ("parallel", "plain")],
+    [
+        ("plain", "compile"),
+        pytest.param("compile", "plain", marks=pytest.mark.slow),
+        ("parallel", "plain"),
+    ],
 )
 def test_keys_are_those_of_the_model_that_a_user_wrapped(tmp_path, saved, loaded):
     recipe = af.average(0.5)

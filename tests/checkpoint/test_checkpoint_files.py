@@ -823,10 +823,8 @@ def steps_of(folder):
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        ({}, [1, 2, 3, 4, 5, 6, 7]),
         ({"keep_every": 3}, [1, 2, 3, 4, 5, 6, 7]),
         ({"keep": 1}, [7]),
-        ({"keep": 9}, [1, 2, 3, 4, 5, 6, 7]),
         ({"keep": 2, "keep_every": 3}, [3, 6, 7]),
         ({"keep": 1, "keep_every": 4}, [4, 7]),
     ],

@@ -274,7 +274,13 @@ def greedy(optimizer, _):
     return transformers.get_scheduler("greedy", optimizer)
 
 
-@pytest.mark.parametrize(("make", "kind"), [(plateau, "ReduceLROnPlateau"), (greedy, "GreedyLR")])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (plateau, "ReduceLROnPlateau"),
+        pytest.param(greedy, "GreedyLR", marks=pytest.mark.slow),
+    ],
+)
 def test_a_schedule_that_follows_a_metric_cannot_be_stepped_to_an_update(tmp_path, make, kind):
     text = f'{kind} follows metrics, which are not saved; give schedule="saved"'
     refused(tmp_path, (make, make), text)

@@ -323,6 +323,7 @@ def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_co
     assert (tmp_path / "log").read_text() == "last line\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
     """The checkpoint has some megabytes."""
     script = f"""

@@ -825,6 +825,7 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
+@pytest.mark.slow
 def test_transformers_reads_what_is_saved(tmp_path, gpt2):
     gpt2.config.save_pretrained(tmp_path)
     af.save_model(gpt2, tmp_path, "2KB")
@@ -832,6 +833,7 @@ def test_transformers_reads_what_is_saved(tmp_path, gpt2):
     assert bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path)) == bits(gpt2)
 
 
+@pytest.mark.slow
 def test_what_transformers_saves_is_read(tmp_path, gpt2):
     gpt2.save_pretrained(tmp_path, max_shard_size="2KB")
     af.load_model(other := transformers.GPT2LMHeadModel(gpt2.config), tmp_path)

@@ -26,7 +26,9 @@ from tests.support.waits import no_waiting
 pytestmark = pytest.mark.usefixtures("no_reader_is_left")
 
 
-@pytest.mark.parametrize(("options", "depth"), [({}, 1), ({}, 100), (TWO_WORKERS, 2)])
+@pytest.mark.parametrize(
+    ("options", "depth"), [({}, 1), ({}, 100), pytest.param(TWO_WORKERS, 2, marks=pytest.mark.slow)]
+)
 def test_a_sharded_loader_is_used_in_place_of_the_loader(depth, options):
     loader = of(11, shuffle=True, **options)
     ahead = af.prefetch(loader, HERE, depth)

@@ -239,6 +239,7 @@ def start(**settings):
     )
 
 
+@pytest.mark.slow
 def test_a_program_ends_though_its_loader_does_not():
     """At the end of the program the iterator is alive, and its thread reads."""
     process = start(main="next(batches); print(time.monotonic(), flush=True)")

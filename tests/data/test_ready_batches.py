@@ -134,7 +134,9 @@ def test_the_parts_of_ready_batches_are_the_batches_of_torchs_loader(make, optio
     assert on_ranks(2, make, options) == whole
 
 
-@pytest.mark.parametrize("name", ["items", "a stream", "lists"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("items", marks=pytest.mark.slow), "a stream", "lists"]
+)
 def test_workers_read_ready_batches(name):
     make, options = READY[name]
     options = {**options, "num_workers": 1}

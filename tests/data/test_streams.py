@@ -96,7 +96,10 @@ def test_a_rank_holds_little_more_than_its_part():
     assert most <= 100 / 4 + 100 / 4 + 2 * 16 + 1
 
 
-@pytest.mark.parametrize(("num_workers", "drop_last"), [(0, False), (0, True), (1, False)])
+@pytest.mark.parametrize(
+    ("num_workers", "drop_last", "says_length"),
+    [(0, False, True), (0, True, False), pytest.param(1, False, False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("sizes", "num_common", "text"),
     [
@@ -105,7 +108,6 @@ def test_a_rank_holds_little_more_than_its_part():
         ((11, 10), 2, "got its end after 10 items on rank 1 and its end after 11 items on rank 0"),
     ],
 )
-@pytest.mark.parametrize("says_length", [False, True])
 def test_streams_of_other_lengths_are_refused_on_every_rank(
     num_workers, drop_last, sizes, num_common, text, says_length
 ):
