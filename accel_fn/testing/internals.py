@@ -38,7 +38,11 @@ def prefetch_threads() -> list[threading.Thread]:
 
 def overlook_stopped_workers() -> None:
     """Let this process take stopped workers for running ones, for good."""
-    workers._is_stopped = lambda _: False
+
+    def is_stopped(pid: int) -> bool:
+        return pid < 0
+
+    workers._is_stopped = is_stopped
 
 
 def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | None]]:

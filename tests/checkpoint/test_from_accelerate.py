@@ -60,9 +60,9 @@ from accelerate import Accelerator
 from tests.checkpoint.test_from_accelerate import train
 
 torch.set_num_threads(1)
-accelerator = Accelerator(cpu=True)
 ends = {{}}
 for name in ("AdamW", "SGD"):
+    accelerator = Accelerator(cpu=True)
     save = lambda *parts: accelerator.save_state({folder!r} + "/" + name)
     ends[name] = train(name, accelerator.prepare, accelerator.backward, save)
 with open({folder!r} + "/ends.json", "w") as file:
