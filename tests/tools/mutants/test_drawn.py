@@ -72,7 +72,9 @@ def test_a_seed_draws_the_same_changes_of_all_files_and_each_is_code():
 )
 def test_a_context_names_the_test_function(context):
     assert _function(context) == "tests/data/test_order.py::test_it"
-    in_a_class = context.replace("py::", "py::TestAll::").replace("order.test", "order.TestAll.test")
+    in_a_class = context.replace("py::", "py::TestAll::").replace(
+        "order.test", "order.TestAll.test"
+    )
     assert _function(in_a_class) == "tests/data/test_order.py::TestAll::test_it"
 
 
