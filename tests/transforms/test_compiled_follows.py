@@ -123,10 +123,14 @@ HOOKS = {
     ),
     "forward": lambda at: halve(at, "forward"),
 }
+PLACES = [
+    ("forward hook", "model"),
+    ("forward hook", "block"),
+    *((each, "inside") for each in HOOKS),
+]
 HOOKED = {
-    f"{hook} of {at}": lambda model, _, add=add, find=find: add(find(model))
-    for hook, add in HOOKS.items()
-    for at, find in AT.items()
+    f"{hook} of {at}": lambda model, _, add=HOOKS[hook], find=AT[at]: add(find(model))
+    for hook, at in PLACES
 }
 CHANGES = {
     "nothing": lambda model, _: None,

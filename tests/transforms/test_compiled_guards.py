@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from tests.support.cases import pinned
 from tests.support.compilers import needs_compiler
 
 X = torch.ones(8, 3, dtype=torch.float64)
@@ -52,14 +51,9 @@ CHANGES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("change", "num_steps"), pinned([(each, 0) for each in CHANGES], CHANGES, [0, 2])
-)
-def test_what_changes_after_build_is_refused(change, num_steps):
-    do, what = CHANGES[change]
+@pytest.mark.parametrize(("do", "what"), CHANGES.values(), ids=CHANGES)
+def test_what_changes_after_build_is_refused(do, what):
     state, step, model, optimizer = built()
-    for _ in range(num_steps):
-        state, _ = step(state, X)
     do(model, optimizer)
     before = [each.clone() for each in model.parameters()]
     with pytest.raises(
