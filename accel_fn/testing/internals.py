@@ -8,36 +8,50 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_fn.base.state import DistState
 from accel_fn.base.warn import warn_user
-from accel_fn.comm.primitives import gather_shards
-from accel_fn.comm.primitives import num_calls as num_collectives
+from accel_fn.comm.primitives import num_calls
+from accel_fn.step import step as step_file
 from accel_fn.step.step import Step
-from accel_fn.step.step import _cloned as kept_gradients
 from accel_fn.step.update import apply_update, follow_parameters
-from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors as check_fits_in_graph
-from accel_fn.transforms.deepspeed.deepspeed import check_lock as check_deepspeed_lock
+from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
+from accel_fn.transforms.deepspeed.deepspeed import check_lock
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
 from accel_fn.transforms.tp.draws import draw_by_shard, may_draw
 
+__all__ = [
+    "apply_update",
+    "check_deepspeed_lock",
+    "check_fits_in_graph",
+    "ddp_of",
+    "draw_by_shard",
+    "follow_parameters",
+    "kept_gradients",
+    "may_draw",
+    "num_collectives",
+    "place_of_rate",
+    "warn_user",
+]
+
 # ---- step
+
+kept_gradients = step_file._cloned
 
 
 def ddp_of(step: Step) -> Any:
     """Return torch's DistributedDataParallel of a step."""
-    return step.strategy.ddp
-
-
-def verdict_of(step: Step) -> str:
-    """Return what the comparison of a step's loss has found."""
-    return step.checks.comparison.verdict
+    return step.strategy.ddp  # type: ignore[attr-defined]
 
 
 # ---- ranks
 
+num_collectives = num_calls
+
 # ---- data
 
 # ---- transforms
+
+check_deepspeed_lock = check_lock
+check_fits_in_graph = keeps_tensors
 
 
 def place_of_rate(transform: Any) -> str:

@@ -13,7 +13,6 @@ import accel_fn as af
 from accel_fn.errors import ArgumentError, ArgumentTypeError, ExtraError, PlanError
 from accel_fn.testing import simulate
 from accel_fn.testing.internals import check_deepspeed_lock as check_lock
-
 from accel_fn.transforms.deepspeed.settings import engine_config, read_settings
 
 

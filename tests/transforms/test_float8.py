@@ -67,7 +67,8 @@ def torchaos(model, skipped=()):
 
 
 @pytest.mark.parametrize("how", ["micro-batches", "ranks"])
-def test_it_is_the_training_of_torchaos_layers(how, num_parts=2):
+def test_it_is_the_training_of_torchaos_layers(how):
+    num_parts = 2
     start = make_model()
     other = torchaos(copy.deepcopy(start))
     optimizer = ours.adamw(other.parameters())

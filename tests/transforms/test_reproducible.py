@@ -14,7 +14,6 @@ from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.reproducible_runs import (
     RECIPES,
-    WORLDS,
     Net,
     batches,
     built,
@@ -32,16 +31,15 @@ pytestmark = [
 ]
 
 
-def test_twenty_updates_have_one_hash_for_every_number_of_ranks():
+def test_updates_have_one_hash_for_every_number_of_ranks():
     """The run has AdamW, dropout and clipping; some slices and the first updates do not use one
     head."""
-    assert len(fingerprints(af.clip(0.5))) == 1
+    assert len(fingerprints(af.clip(0.5), data=batches(8))) == 1
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        [],
         ["average", "schedule", "freeze", "norm", "fp16"],
         ["uniform average", "plateau", "spikes", "replicas"],
     ],
@@ -56,18 +54,18 @@ def test_a_run_that_resumes_with_other_numbers_of_ranks_has_that_hash_too(names,
             model.heads[0].bias += state.rank + len(heard)  # a checkpoint replaces these parameters
         state, step = built(state, recipe, model)
         state = af.load(tmp_path, state, step) if heard else state
-        state, said = train(state, step, batches()[state.step : stop])
+        state, said = train(state, step, batches(9)[state.step : stop])
         af.save(tmp_path, state, step)
         return said, sha256([*kept(state, step), *heard, *said])
 
     heard = []
-    for world_size, stop in [(4, 7), (2, 13), (8, 20)]:
+    for world_size, stop in [(4, 3), (2, 6), (8, 9)]:
         ((said, found), *others) = simulate(
             lambda state, stop=stop: leg(state, stop), world_size=world_size
         )
         assert {each for _, each in others} == {found}
         heard += said
-    assert {found} == fingerprints(recipe, worlds=(1,))
+    assert {found} == fingerprints(recipe, worlds=(1,), data=batches(9))
 
 
 def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
@@ -84,7 +82,7 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
 
     ends = {
         each
-        for size in (1, 2, 8)
+        for size in (1, 4)
         for each in simulate(lambda state: run(state, drop_last=True), world_size=size)
     }
     assert len(ends) == 1
@@ -97,13 +95,12 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
     simulate(run_into_the_tail, world_size=2)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    ("name", "made", "scale"),
+    ("name", "made", "scale", "world_size"),
     [
-        ("norm", [True, False, True, True, True], None),
-        ("fp16", [True, False, True, False, True], 2.0**8),
-        ("spikes", [True, False, True, False, True], None),
+        ("norm", [True, False, True, True, True], None, 1),
+        ("fp16", [True, False, True, False, True], 2.0**8, 4),
+        ("spikes", [True, False, True, False, True], None, 2),
     ],
 )
 def test_every_number_of_ranks_skips_the_updates_that_would_do_harm(name, made, scale, world_size):
@@ -197,7 +194,7 @@ def draws(world_size, *, seed=0, num_steps=2):
 def test_what_a_slot_draws_depends_on_seed_step_and_slot_alone():
     found = draws(1)
     assert len(found) == 16
-    assert draws(2) == draws(8) == found
+    assert draws(4) == found
     other = draws(1, seed=1)
     every = [numbers for each in (found, other) for drawn in each.values() for numbers in drawn]
     assert len(set(every)) == 2 * 16 * 3

@@ -1,5 +1,6 @@
 """Parallel styles by pattern of names: each module's style, and mappings that are refused."""
 
+import copy
 import re
 from collections import OrderedDict
 
@@ -19,9 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils.parametrizations import weight_norm
 
 import accel_fn as af
-from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import simulate
-from accel_fn.transforms.tp.split_sequence import SplitSequence
 from accel_fn.transforms.tp.styles import styles_of
 
 
@@ -94,6 +93,9 @@ STYLES = {
 TIED = {"embed": "rowwise", "head": ColwiseParallel(output_layouts=Replicate())}
 
 
+(BY_SEQUENCE,) = styles_of(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"}, 2).values()
+
+
 def loss_and_gradients(model, gradient=lambda each: each.grad):
     tokens = torch.tensor([[0, 3, 9, 11, 5], [7, 7, 2, 9, 1]])
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -109,7 +111,7 @@ def test_sharded_model_has_the_loss_and_the_gradients_of_one_process(styles):
     def run(state):
         mine = Words().double()
         mine.load_state_dict(model.state_dict())
-        mesh = make_mesh(state, 1)
+        mesh = af.device_mesh(state)
         for name, style in styles_of(mine, styles, state.world_size).items():
             parallelize_module(mine.get_submodule(name), mesh, style, src_data_rank=None)
         if "head" in styles:
@@ -131,7 +133,7 @@ def test_styles_are_those_of_torch_in_the_order_of_the_model():
     kinds = {name: type(style) for name, style in found.items()}
     assert list(kinds.items()) == [
         ("embed", RowwiseParallel),
-        ("layers.0.norm", SplitSequence),
+        ("layers.0.norm", type(BY_SEQUENCE)),
         *((f"layers.0.attention.{name}", ColwiseParallel) for name in "qkv"),
         ("layers.0.attention.o", RowwiseParallel),
         ("layers.0.up", ColwiseParallel),
@@ -318,7 +320,7 @@ def test_styles_that_do_not_fit_are_refused(model, styles, words):
 @pytest.mark.parametrize("inputs", [(), (torch.ones(4),)], ids=["none", "one dimension"])
 def test_module_that_splits_the_sequence_needs_a_sequence(inputs):
     def run(state):
-        model = parallelize_module(nn.LayerNorm(4), make_mesh(state, 1), SplitSequence())
+        model = parallelize_module(nn.LayerNorm(4), af.device_mesh(state), copy.copy(BY_SEQUENCE))
         got = f"LayerNorm({', '.join('Tensor' for _ in inputs)})"
         words = f'^step: a module of style "sequence" must be called with a tensor .*, got {re.escape(got)}$'
         with pytest.raises(af.errors.PlanError, match=words):
@@ -339,7 +341,7 @@ def test_each_rank_runs_its_part_of_the_sequence():
     inputs = torch.arange(10.0).reshape(2, 5, 1)
 
     def run(state):
-        model = parallelize_module(Length(), make_mesh(state, 1), SplitSequence())
+        model = parallelize_module(Length(), af.device_mesh(state), copy.copy(BY_SEQUENCE))
         assert torch.equal(model(inputs), inputs)
         return model.length
 
