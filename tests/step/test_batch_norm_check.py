@@ -168,11 +168,7 @@ class Unused(nn.Module):
 
 @pytest.mark.parametrize(
     "model",
-    [
-        lambda: made(nn.GroupNorm(2, 4)),
-        lambda: made(nn.BatchNorm1d(4).eval()),
-        Unused,
-    ],
+    [lambda: made(nn.GroupNorm(2, 4)), lambda: made(nn.BatchNorm1d(4).eval()), Unused],
     ids=["GroupNorm", "frozen", "unused"],
 )
 def test_layers_without_statistics_of_rows_are_not_warned_of(model):

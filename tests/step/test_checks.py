@@ -399,33 +399,6 @@ def test_leaves_that_a_loss_makes_or_a_batch_holds_are_not_warned_of():
             state, _ = step(state, batch)
 
 
-@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
-def test_the_other_half_of_a_gan_is_not_warned_of(wrap):
-    def run(state):
-        torch.manual_seed(0)
-        G, D = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (G, D)]
-        losses = lambda G, x: F.softplus(-D(G(x))).mean(), lambda D, x: F.softplus(D(x)).mean()
-        steps = []
-        for model, loss, optimizer in zip((G, D), losses, optimizers, strict=True):
-            state, step = af.build(state, wrap()(af.Plan(loss, model, optimizer)))
-            steps.append(step)
-        for _ in range(2):
-            for step in steps:
-                step(state, af.part(X, state))
-
-    simulate(run, world_size=2 if wrap is af.wrap_ddp else 1)
-
-
-def test_a_teacher_that_requires_no_gradient_is_not_warned_of():
-    teacher = copy.deepcopy(MODEL).requires_grad_(False)
-
-    def loss(model, x):
-        return F.mse_loss(model(x), teacher(x) + 1)
-
-    trained(af.wrap_ddp(), 2, loss=loss)
-
-
 @pytest.mark.parametrize("first", [1, 4])
 def test_a_loss_without_a_graph_is_refused_in_any_step(first):
     calls = []

@@ -13,10 +13,7 @@ from accel_fn.errors import LossError
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
 
-WRAPS = {
-    "wrap_ddp": af.wrap_ddp(),
-    "wrap_fsdp": af.wrap_fsdp(blocks=torch.nn.Linear),
-}
+WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp(blocks=torch.nn.Linear)}
 
 
 def network():

@@ -110,8 +110,7 @@ def test_buffers_that_a_forward_writes_are_warned_of_where_batches_are_cut(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world_size"),
-    [(af.compose(), 1), (af.compose(af.wrap_ddp(), af.accumulate(1)), 2)],
+    ("recipe", "world_size"), [(af.compose(), 1), (af.compose(af.wrap_ddp(), af.accumulate(1)), 2)]
 )
 def test_buffers_that_do_not_depend_on_the_cut_are_not_warned_of(recipe, world_size):
     def run(state):

@@ -84,11 +84,7 @@ MODELS = {
         lambda: drawn(8, 3, 32, 32),
     ),
     "Mixtral": language(
-        tf.MixtralConfig,
-        tf.MixtralForCausalLM,
-        **SMALL,
-        num_key_value_heads=1,
-        num_local_experts=4,
+        tf.MixtralConfig, tf.MixtralForCausalLM, **SMALL, num_key_value_heads=1, num_local_experts=4
     ),
     "LSTM": classifier(Recurrent, ids),
 }

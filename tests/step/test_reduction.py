@@ -38,8 +38,7 @@ OF_MEAN = (ours.mse, "sum", r"return the sum .* got a mean.* use Plan\(..., redu
 
 
 @pytest.mark.parametrize(
-    ("cut", "case"),
-    [*((cut, OF_SUM) for cut in CUT), (CUT[0], OF_MEAN), (CUT[-1], OF_MEAN)],
+    ("cut", "case"), [*((cut, OF_SUM) for cut in CUT), (CUT[0], OF_MEAN), (CUT[-1], OF_MEAN)]
 )
 def test_another_reduction_is_refused_on_every_rank(cut, case):
     (recipe, world_size), (loss_fn, reduction, words) = cut, case
@@ -219,70 +218,6 @@ def test_batches_1_2_10_and_100_are_compared():
         [8, *cuts[number], 8, *steps] if number in cuts else steps for number in range(1, 102)
     ]
     assert calls == [size for sizes in with_comparison for size in sizes]
-
-
-class Marked(nn.Module):
-    """A model whose forward changes a buffer, attributes and random generators."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1, dtype=torch.float64)
-        self.dropout = nn.Dropout(0.5)
-        self.register_buffer("calls", torch.zeros(()))
-        self.count = 0
-        self.cache = None
-
-    def forward(self, inputs):
-        self.calls += 1
-        self.count += 1
-        self.cache = inputs
-        self.extra = torch.rand(3)
-        return self.layer(self.dropout(inputs))
-
-
-@pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
-def test_the_comparison_leaves_no_trace():
-    seen = []
-
-    def run(check_loss):
-        torch.manual_seed(0)
-        model = Marked()
-        model.dropout.eval()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.DistState(), af.accumulate(2)(plan), check_loss=check_loss)
-        state, report = step(state, BATCH)
-        seen.append(report.loss)
-        assert (model.count, float(model.calls), model.training) == (2, 2.0, True)
-        assert not model.dropout.training
-        assert ("a mean" in af.explain(step, state)) is check_loss
-        return model.state_dict(), torch.rand(3)
-
-    with_check, without = run(True), run(False)
-    ours.assert_identical(with_check[0], without[0])
-    assert with_check[1].equal(without[1])
-    assert seen[0].equal(seen[1])
-
-
-@pytest.mark.parametrize("smallest", [3, 8], ids=["a part", "the batch"])
-def test_a_comparison_that_fails_is_left_to_the_step(smallest):
-    def loss_fn(model, batch):
-        if len(batch[0]) < smallest:
-            raise ValueError("too few rows")
-        return ours.mse(model, batch)
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        rows = torch.cat([BATCH[0]] * 4), torch.cat([BATCH[1]] * 4)
-        step(state, af.part(rows, state) if smallest > 4 else af.part(BATCH, state))
-        return af.explain(step, state)
-
-    words = (
-        "could not be compared with those of its parts: ValueError: too few rows in a forward or backward "
-        "of a few rows"
-    )
-    assert all(words in text for text in simulate(run, world_size=2))
 
 
 def causal_loss(model, batch):
@@ -573,18 +508,6 @@ def test_a_loss_of_the_whole_batch_by_collectives_is_not_warned_of():
 
     for line in simulate(run, world_size=2):
         assert "it calls collectives, and is the same however rows are dealt to ranks" in line
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_a_batch_in_one_part_is_not_compared(num_microbatches):
-    calls = []
-
-    def loss_fn(model, batch):
-        calls.append(len(batch[0]))
-        return ours.mse(model, batch)
-
-    stepped(loss_fn, af.accumulate(num_microbatches), [[BATCH]])
-    assert (len(calls) == 1) is (num_microbatches == 1)
 
 
 def test_each_term_is_compared():

@@ -54,11 +54,7 @@ AROUND = {
 
 @pytest.mark.parametrize(
     ("collate", "num_rows", "around"),
-    [
-        (time_first, 5, "plain"),
-        (joined, 1, "prefetch"),
-        (joined, 1, "sampler"),
-    ],
+    [(time_first, 5, "plain"), (joined, 1, "prefetch"), (joined, 1, "sampler")],
 )
 def test_rows_that_are_not_samples_are_warned_of_once(collate, num_rows, around):
     (text,) = texts(2, collate, **AROUND[around])

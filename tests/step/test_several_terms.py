@@ -1,6 +1,5 @@
 """A loss of several terms: reports, precisions, graphs, evaluation, and terms without items."""
 
-import json
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from accel_fn.testing import simulate
 from tests import reference
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
-from tests.support.processes import from_lists, launch
 from tests.support.several_terms import (
     FIXED,
     NUM_PLACES,
@@ -262,25 +260,3 @@ def test_a_forward_gives_the_sum_of_the_terms():
 
     for found in simulate(run, world_size=3):
         assert found == pytest.approx([float(by_hand(model, each)) for each in FIXED], rel=1e-12)
-
-
-IN_PROCESSES = """
-import json
-import accel_fn as af
-from tests.step.test_several_terms import trained
-from tests.support import strategies as ours
-
-model, reports = trained(af.init(device="cpu", timeout_s=60), {wrap}, af.accumulate(2))
-parameters = {{name: each.tolist() for name, each in ours.whole(model.state_dict()).items()}}
-say(json.dumps([parameters, [float(each.loss) for each in reports]]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
-def test_processes_are_one_process(wrap):
-    losses, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
-    for line in launch(IN_PROCESSES.format(wrap=wrap), num_processes=2).splitlines():
-        parameters, found = json.loads(line)
-        ours.assert_close(from_lists(parameters), expected)
-        assert found == pytest.approx(losses, rel=1e-12)

@@ -104,25 +104,6 @@ def test_another_model_in_the_loss_keeps_its_gradients():
         assert simulate(run, world_size=2) == [(True, False)] * 2
 
 
-def test_two_steps_built_of_one_plan_work_independently():
-    def run(state):
-        model = ours.regression_model()
-        plan = af.compose(af.wrap_ddp(), af.clip(0.5))(
-            af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        )
-        state, first = af.build(state, plan)
-        state, second = af.build(state, plan)
-        for step in (first, second, first, second):
-            state, _ = step(state, BATCH)
-        return model.state_dict()
-
-    _, expected = ours.trained_by_hand(
-        ours.regression_model(), [BATCH] * 4, optimizer=ours.sgd, max_norm=0.5
-    )
-    for parameters in simulate(run, world_size=2):
-        ours.assert_close(parameters, expected)
-
-
 class Helper(nn.Module):
     """A model whose loss calls one of its methods twice."""
 
@@ -142,16 +123,6 @@ def test_a_loss_may_call_any_method_any_number_of_times():
     parts = ours.dealt_evenly([BATCH], 3)
     for _, actual in ours.trained(Helper(), parts, af.wrap_ddp(), loss_fn=loss_fn):
         ours.assert_close(actual, expected)
-
-
-def test_the_model_keeps_its_type_its_keys_and_its_forward():
-    def run(state):
-        model = ours.regression_model()
-        keys, forward = list(model.state_dict()), model.forward
-        built(af.compose(af.place(), af.wrap_ddp(), af.with_amp("bf16")), state, model=model)
-        return list(model.state_dict()) == keys, type(model), model.forward == forward
-
-    assert simulate(run, world_size=2) == [(True, nn.Sequential, True)] * 2
 
 
 def test_hooks_of_the_users_stay_and_run_in_every_step():
@@ -177,24 +148,6 @@ def test_a_step_that_is_gone_keeps_nothing_alive():
     del step, model
     gc.collect()
     assert alive() is None
-
-
-def test_bf16_runs_forward_and_loss_under_autocast():
-    seen = []
-
-    def loss_fn(model, batch):
-        output = model(batch[0])
-        seen.append(output.dtype)
-        return F.mse_loss(output.float(), batch[1])
-
-    model = ours.regression_model().float()
-    state, step = ours.built(af.with_amp(torch.bfloat16), model=model, loss_fn=loss_fn)
-    batch = tuple(value.float() for value in BATCH)
-    state, _ = step(state, batch)
-    step.forward(state, batch)
-    assert seen == [torch.bfloat16, torch.bfloat16]
-    assert state.scaler is None
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_contexts_of_the_users_are_entered_with_the_state():
@@ -234,36 +187,6 @@ def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
     }
     assert moved == {"2.weight", "2.bias"}
     assert model[0].bias.grad is None
-
-
-@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
-def test_batch_statistics_are_rank_zeros_on_all_ranks():
-    def run(state):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.1)
-        state, step = ours.built(af.wrap_ddp(), state, model=model)
-        for index in range(3):
-            state, _ = step(state, (BATCH[0] * (1 + state.rank + index), BATCH[1]))
-        step(state, BATCH)
-        return {name: value for name, value in model.state_dict().items() if "running" not in name}
-
-    first, second = simulate(run, world_size=2)
-    ours.assert_identical(first, second)
-
-
-def test_the_report_holds_what_gradient_functions_add():
-    def counted(grad_fn):
-        def with_count(state, batch):
-            state, grads, report = grad_fn(state, batch)
-            return state, grads, replace(report, extras={"calls": 1})
-
-        return with_count
-
-    state, step, _ = built(lambda plan: replace(plan, wrap_grad_fn=(counted,)))
-    _, report = step(state, BATCH)
-    assert report.extras == {"calls": 1}
 
 
 def test_a_step_names_its_plan():

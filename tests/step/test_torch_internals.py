@@ -188,13 +188,3 @@ def test_profiler_records_the_step():
         one_step(sgd)
     names = [event.key for event in profile.key_averages()]
     assert "Optimizer.step#SGD.step" in names
-
-
-def test_fused_sgd_still_leaves_a_momentum_unset_that_its_first_update_skipped():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9, fused=True)
-    weight.grad = torch.ones(3)
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    # if this fails, the guard in _updating can go
-    assert "momentum_buffer" in optimizer.state[weight]

@@ -90,10 +90,7 @@ def test_unknown_settings_are_refused_when_given(settings, text):
 @pytest.mark.parametrize(
     ("scopes", "text"),
     [
-        (
-            ("loss", "blocks"),
-            "have at most one function in compile_loss, got compiled.*blocks",
-        ),
+        (("loss", "blocks"), "have at most one function in compile_loss, got compiled.*blocks"),
         (("step", "step"), "have at most one function in compile_step, got compiled"),
     ],
 )

@@ -31,10 +31,7 @@ def drawn(state, num_features, num_targets):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({}, (100, 1, 1)),
-        ({"bucket_cap_mb": 25, "gradient_as_bucket_view": False}, (25, 0, 1)),
-    ],
+    [({}, (100, 1, 1)), ({"bucket_cap_mb": 25, "gradient_as_bucket_view": False}, (25, 0, 1))],
     ids=str,
 )
 def test_ddp_gets_what_the_docs_name_where_the_user_gives_nothing_else(options, expected):
@@ -202,30 +199,6 @@ def test_plans_in_turn_over_one_model_reach_other_parts_of_it(
     )
     for each in found:
         torch.testing.assert_close(each, expected, rtol=0, atol=1e-12)
-
-
-def test_modules_that_share_a_part_train_in_turn():
-    """Each plan has a model of its own around the part."""
-
-    def run(state, recipe):
-        heads = Heads()
-        halves = [
-            nn.ModuleDict({"body": heads.body, "head": each, "unused": nn.Linear(1, 1).double()})
-            for each in (heads.first, heads.second)
-        ]
-        loss = lambda model, x: model["head"](model["body"](x)).square().mean()
-        steps = []
-        for half in halves:
-            optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
-            steps.append(af.build(state, recipe(af.Plan(loss, half, optimizer)))[1])
-        for step in steps * 2:
-            state, _ = step(state, af.part(ROWS, state))
-        return torch.cat([each.detach().flatten() for each in heads.parameters()])
-
-    (expected,) = simulate(lambda state: run(state, af.compose()), world_size=1)
-    wrap = af.wrap_ddp(find_unused_parameters=True)
-    for found in simulate(lambda state: run(state, wrap), world_size=2):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 class NCCLGroup:

@@ -137,18 +137,6 @@ def test_a_checkpoint_resumes_with_and_without_shards(tmp_path):
                     torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-def test_weights_are_saved_whole(tmp_path):
-    def run(state):
-        model, state, *_ = trained(state, af.wrap_fsdp(ignore=IGNORE), num=1)
-        af.save_model(model, tmp_path)
-        return af.whole_state_dict(model, state)
-
-    found, _ = simulate(run, world_size=2)
-    other = Distilled()
-    af.load_model(other, tmp_path)
-    ours.assert_identical(other.state_dict(), found)
-
-
 def test_whole_parameters_keep_their_dtype_and_are_not_gathered():
     def run(state):
         model = Distilled().float()

@@ -9,7 +9,6 @@ from accel_fn.errors import LossError
 from accel_fn.testing import simulate
 from accel_fn.testing.internals import num_collectives
 from tests.support import strategies as ours
-from tests.support.processes import launch
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 BOTH = torch.tensor([1.0, -1.0] * 4)
@@ -78,21 +77,6 @@ def test_ranks_that_skip_an_expert_raise_an_error_that_names_it_and_the_repair()
         assert "got experts.1 as number 2 on rank 1 and " in second
         assert "call each unit on every rank, with no rows where it has nothing to do" in second
         assert first == third == ""
-
-
-SCRIPT = """
-import accel_fn as af
-from tests.transforms.test_fsdp_order import refusals
-
-state = af.init(device="cpu", timeout_s=100)
-first, second, third = refusals(state)
-say(first, "got experts.1 as number 2 on rank 1" in second, third)
-"""
-
-
-@pytest.mark.slow
-def test_processes_raise_alike_and_go_on():
-    launch(SCRIPT, expect=[" True "] * 2)
 
 
 def test_experts_that_are_called_with_no_rows_train_as_on_one_rank():

@@ -10,11 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
-from tests.support.block_models import (
-    Block,
-    Tied,
-    stack,
-)
+from tests.support.block_models import Block, Tied, stack
 
 
 def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):

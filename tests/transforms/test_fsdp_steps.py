@@ -41,10 +41,7 @@ def in_two_groups(kind, **settings):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        in_two_groups(torch.optim.AdamW, amsgrad=True),
-        in_two_groups(torch.optim.SGD, momentum=0.9),
-    ],
+    [in_two_groups(torch.optim.AdamW, amsgrad=True), in_two_groups(torch.optim.SGD, momentum=0.9)],
     ids=["adamw", "sgd"],
 )
 def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer):

@@ -107,19 +107,3 @@ def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update():
         strict=True,
     ):
         ours.assert_identical(found, expected)
-
-
-def test_an_average_is_sharded_as_the_parameters_are():
-    def run(state):
-        state, step = ours.built(
-            af.compose(af.wrap_fsdp(), af.average(0.9)), state, optimizer=ours.adamw
-        )
-        state, _ = step(state, BATCHES[0])
-        kept = step.plan.after_update[0].state_dict()
-        means = [kept[f"mean/{name}"] for name, _ in step.plan.model.named_parameters()]
-        return [
-            (mean.placements, mean.to_local().shape) == (each.placements, each.to_local().shape)
-            for mean, each in zip(means, step.plan.model.parameters(), strict=True)
-        ]
-
-    assert simulate(run, world_size=2) == [[True] * 4] * 2

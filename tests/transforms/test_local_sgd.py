@@ -14,25 +14,6 @@ from tests.support import strategies as ours
 from tests.support.block_models import batches, part
 
 
-class Recorder:
-    """A group that records its collectives, with the number and dtype of their elements."""
-
-    def __init__(self, group):
-        self._group = group
-        self.said = []
-
-    def __getattr__(self, name):
-        call = getattr(self._group, name)
-
-        def recorded(tensors, *arguments):
-            sent = [tensors] if name == "alltoall_base" else tensors
-            sent = arguments[0] if name == "allgather" else sent
-            self.said += [(name, each.numel(), each.dtype) for each in sent]
-            return call(tensors, *arguments)
-
-        return recorded
-
-
 def built(state, recipe, optimizer=ours.sgd, model=None, loss_fn=ours.mse):
     model = ours.regression_model() if model is None else model
     plan = af.Plan(loss_fn, model, optimizer(model.parameters()))
@@ -41,39 +22,6 @@ def built(state, recipe, optimizer=ours.sgd, model=None, loss_fn=ours.mse):
 
 def weights(step):
     return {name: value.clone() for name, value in step.plan.model.state_dict().items()}
-
-
-@pytest.mark.parametrize("optimizer", [ours.sgd, ours.adamw], ids=["SGD", "AdamW"])
-def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
-    def run(state):
-        state = replace(state, group=Recorder(state.group))
-        state, step = built(state, af.local_sgd(3), optimizer)
-        said = []
-        for batch in batches():
-            state.group.said.clear()
-            state, _ = step(state, part(batch, state))
-            said.append(list(state.group.said))
-        return said
-
-    numel = sum(each.numel() for each in ours.regression_model().parameters())
-    floats = [(torch.float64, 2 * numel)]  # parameters and momentum
-    if optimizer is ours.adamw:
-        # AdamW's counts; parameters and two moments
-        floats = [(torch.float32, 4), (torch.float64, 3 * numel)]
-    for apart, again, averaged in simulate(run, world_size=2):
-        # a number or two, with the name of the collective, twice
-        small = [("alltoall_base", 96, torch.uint8)] * 2
-        assert averaged[:2] == small
-        # batch 2, as batch 1, begins with a look at the hooks of all ranks, and at the rows of a batch
-        looks = [("allgather", 16, torch.uint8), ("allgather", 4, torch.uint8)]
-        assert again == [small[0], looks[0], small[0], looks[1], *small]
-        # once the ranks also compare their batches, and agree on the names of the metrics
-        assert len([each for each in apart if each not in small]) == 2 + 2
-        large = [each for each in averaged if each[0] not in ("allgather", "alltoall_base")]
-        sums = [("allreduce", size, dtype) for dtype, size in floats]
-        sent = [("broadcast", size * dtype.itemsize, torch.uint8) for dtype, size in floats]
-        assert sorted(large, key=str) == sorted(sums + sent, key=str)
-        assert len(averaged) == 2 + 2 + len(large)
 
 
 class Normed(nn.Module):

@@ -1,7 +1,6 @@
 """reproducible: hashes of whole runs, draws by virtual rank, and single cases."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,21 +149,6 @@ def test_where_in_memory_a_slot_begins_does_not_matter():
     assert len({each for size in (1, 8) for each in simulate(run, world_size=size)}) == 1
 
 
-def test_a_request_from_one_rank_reaches_all_after_the_same_step():
-    def run(state):
-        asked = iter([False, state.rank == 3])
-        asking = lambda plan: replace(plan, should_stop=(lambda: next(asked),))
-        state, step = built(state, asking)
-        heard = []
-        for batch in batches(2, 8):
-            part = tuple(each.tensor_split(4)[state.rank] for each in batch)
-            state, report = step(state, part)
-            heard.append(report.extras["stop"])
-        return heard
-
-    assert simulate(run, world_size=4) == [[False, True]] * 4
-
-
 def drawing(drawn):
     """Make a loss that draws from every generator, and records for which sample."""
 
@@ -235,15 +219,6 @@ def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was
         assert torch.equal(device.get_rng_state(), before)
         found.append([float(each) for each in said])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_explain_shows_it(world_size):
-    plan = af.Plan(ours.mse, (model := Net()), torch.optim.AdamW(model.parameters()))
-    recipe = af.compose(af.reproducible(4), af.accumulate(2))
-    text = af.explain(recipe(plan), af.DistState(world_size=world_size))
-    assert "split      reproducible(4), then accumulate(2)" in text
-    assert "backward   the mean over the global batch, by reproducible(4)" in text
 
 
 def test_ranks_start_from_the_parameters_of_the_first():

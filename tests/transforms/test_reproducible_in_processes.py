@@ -129,9 +129,7 @@ def test_twice_as_many_slots_hold_one_gradient_more():
 
 @on_linux
 @pytest.mark.parametrize(
-    ("model", "num_virtual_ranks", "more"),
-    [(LARGE, 8, 1.5), (MANY, 8, 2.0)],
-    ids=["large", "many"],
+    ("model", "num_virtual_ranks", "more"), [(LARGE, 8, 1.5), (MANY, 8, 2.0)], ids=["large", "many"]
 )
 def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_virtual_ranks, more):
     """With many parameters, log2 of a rank's slices; with a single one, the buffer of its sum over

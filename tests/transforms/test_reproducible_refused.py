@@ -202,11 +202,7 @@ def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
 
 @pytest.mark.parametrize(
     ("num_virtual_ranks", "sizes", "got"),
-    [
-        (8, [12], "12"),
-        (2, [3, 1], "3 + 1"),
-        (4, [5, 5, 5, 1], "5 + 5 + 5 + 1"),
-    ],
+    [(8, [12], "12"), (2, [3, 1], "3 + 1"), (4, [5, 5, 5, 1], "5 + 5 + 5 + 1")],
 )
 def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_virtual_ranks, sizes, got):
     def run(state):

@@ -95,9 +95,7 @@ def test_a_plateau_is_seen_in_the_last_update_of_every_so_many_batches():
 def test_each_of_two_optimizers_follows_a_schedule_of_epochs():
     model = ours.regression_model()
     optimizers = {"a": sgd(model[0].parameters()), "b": sgd(model[2].parameters())}
-    recipe = af.compose(
-        af.schedule(lambda epoch: 0.5**epoch, every=2),
-    )
+    recipe = af.compose(af.schedule(lambda epoch: 0.5**epoch, every=2))
     state, step = af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizers)))
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     for _ in range(5):
@@ -130,9 +128,7 @@ def test_schedules_of_updates_and_of_epochs_stand_beside_each_other(skipped):
     plan = ours.plan(optimizer=sgd)
     warm_up = schedulers.LinearLR(plan.optimizer, 0.25, total_iters=3)
     recipe = af.compose(
-        af.skip_nonfinite(),
-        af.schedule(warm_up),
-        af.schedule(halved(plan.optimizer), every=2),
+        af.skip_nonfinite(), af.schedule(warm_up), af.schedule(halved(plan.optimizer), every=2)
     )
     state, step = af.build(af.DistState(), recipe(plan))
     batches = [
