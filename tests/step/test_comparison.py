@@ -2,7 +2,6 @@
 
 import copy
 import random
-import weakref
 from collections import UserDict, deque
 from functools import partial
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -134,48 +132,6 @@ def test_an_error_while_everything_is_put_back_is_raised():
         af.errors.StateError, match=r"put back .* more than one element of the writ"
     ):
         stepped(Locked())
-
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of the tensors that are alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self.known = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        found = op(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(each, torch.Tensor):
-                self.count(each.untyped_storage())
-        return found
-
-    def count(self, storage):
-        key = storage._cdata
-        if key not in self.known:
-            self.known.add(key)
-            self.now += (size := storage.nbytes())
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-
-def test_a_look_takes_no_more_memory_than_the_step():
-    """One set of gradients, and the activations of a few rows."""
-    peaks = []
-    for check_loss in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(200, 200), nn.Dropout(0.5), nn.Linear(200, 1))
-        batch = torch.randn(512, 200), torch.randn(512, 1)
-        peak = Peak()
-        with peak:
-            stepped(model, batch=batch, check_loss=check_loss)
-        peaks.append(peak.most)
-    assert peaks[1] <= peaks[0]
 
 
 class Keeps(nn.Module):

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import sys
 import warnings
 
 import pytest
@@ -413,25 +412,3 @@ def test_estimate_counts_frozen_models():
         ArgumentTypeError, match="make_frozen must give a mapping of names to models"
     ):
         af.estimate_memory(lambda: nn.Linear(3, 1), make_frozen=lambda: nn.Linear(1, 1))
-
-
-def test_frozen_models_cost_a_steady_step_no_call():
-    def calls(plan):
-        state, step = trained(plan, steps=3)
-        count = 0
-
-        def note(frame, event, argument):
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(note)
-        try:
-            step(state, BATCH)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    models = {"vae": Encoder().eval().requires_grad_(False)}
-    with_closure = plan_of(lambda model, batch: loss_fn(model, batch, models), {})
-    given = plan_of(lambda model, batch, frozen: loss_fn(model, batch, frozen), models)
-    assert calls(given) == calls(with_closure)

@@ -185,14 +185,6 @@ def test_norm_read_is_the_first_that_was_read():
     assert later.norm_read == 6.0
 
 
-def test_norm_read_outlives_a_map():
-    grads = af.Grads((torch.ones(4),))
-    grads.norm()
-    mapped = grads.map(lambda value: value * 5)
-    assert mapped.norm() == 10.0
-    assert mapped.norm_read == 2.0
-
-
 @given(tensors=tensors((torch.float32, torch.float64, *HALVES)), factor=factors)
 def test_scaling_by_a_number_is_scaling_by_a_tensor_as_wide_as_the_gradients(tensors, factor):
     double = any(each is not None and each.dtype == torch.float64 for each in tensors)
@@ -202,11 +194,6 @@ def test_scaling_by_a_number_is_scaling_by_a_tensor_as_wide_as_the_gradients(ten
         by_number = af.Grads(tensors).scaled(plain)
         assert (by_number.factor.dtype, by_number.factor.shape) == (dtype, ())
         assert torch.equal(flat(by_number), flat(by_tensor))
-
-
-def test_scaling_by_a_whole_number_and_without_gradients():
-    assert float(af.Grads((torch.ones(4),)).scaled(3).norm()) == 6.0
-    assert float(af.Grads((None,)).scaled(np.int64(3)).norm()) == 0.0
 
 
 @pytest.mark.parametrize("factor", [True, "2", None, 1j, [2.0]])

@@ -146,20 +146,6 @@ def test_schedules_alone_and_rates_that_are_set_by_hand_are_not_warned_of(make, 
     assert warned(loop(make, same, beside=beside)) == []
 
 
-def test_two_schedules_of_a_plan_and_two_plans_with_one_are_not_warned_of():
-    def run(state):
-        model = ours.regression_model()
-        optimizer = ours.sgd(model.parameters())
-        both = af.compose(*(af.schedule(exponential(optimizer)) for _ in range(2)))
-        plan = both(af.Plan(ours.mse, model, optimizer))
-        steps = [af.build(state, plan)[1] for _ in range(2)]
-        for _ in range(4):
-            for step in steps:
-                state, _ = step(state, BATCH)
-
-    assert warned(run) == []
-
-
 def test_a_resumed_schedule_is_not_warned_of(tmp_path):
     def run(state):
         for _ in range(2):

@@ -30,16 +30,6 @@ def test_every_strategy_reports_metrics(recipe):
         assert {name: reports[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.slow
-def test_a_step_in_one_graph_reports_metrics():
-    inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
-    batch = (inputs, inputs.sum(1, keepdim=True))
-    plain = run_measured([[batch] * 4], af.accumulate(2))
-    graph = run_measured([[batch] * 4], af.compose(af.accumulate(2), af.compiled(scope="step")))
-    for ours_, theirs in zip(plain[0], graph[0], strict=True):
-        assert ours_ == pytest.approx(theirs, rel=1e-9)
-
-
 def test_what_is_not_finite_is_reported_and_does_not_stop_the_step():
     def loss_fn(model, batch):
         loss = ours.mse(model, batch)
@@ -99,26 +89,6 @@ def test_other_names_on_another_rank_are_refused_on_all(recipe, step):
         return list(report.metrics)
 
     assert simulate(run, world_size=2) == [["name"]] * 2
-
-
-def test_metrics_that_one_rank_begins_to_return_are_refused_on_all():
-    def run(state):
-        begun = []
-
-        def loss_fn(model, batch):
-            loss = ours.mse(model, batch)
-            return (loss, {"late": loss}) if begun and state.rank else loss
-
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-        state, _ = step(state, batch)
-        begun.append(True)
-        with pytest.raises(af.errors.LossError, match="must return the same metrics in every step"):
-            step(state, batch)
-
-    simulate(run, world_size=2)
 
 
 WRONG = {

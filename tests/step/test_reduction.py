@@ -519,19 +519,6 @@ def test_each_term_is_compared():
         stepped(loss_fn, af.accumulate(2), [[BATCH]], weight_fn=weight_fn)
 
 
-def test_terms_that_are_all_sums_are_refused():
-    def loss_fn(model, batch):
-        return {"a": summed(model, batch), "b": 2 * summed(model, batch)}
-
-    with pytest.raises(af.errors.LossError, match=r"must return the mean over .* got a sum"):
-        stepped(
-            loss_fn,
-            af.accumulate(2),
-            [[BATCH]],
-            weight_fn=dict.fromkeys(("a", "b"), af.num_samples),
-        )
-
-
 def test_a_cut_with_a_part_that_is_not_finite_is_left_out():
     """The spread of one row is not a number; thirds and every second row have more of them."""
 

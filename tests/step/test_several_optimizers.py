@@ -27,20 +27,6 @@ def test_every_strategy_takes_several_optimizers(recipe):
         ours.assert_close(found, by_hand(EVEN))
 
 
-def test_local_sgd_averages_the_state_of_each():
-    recipe = af.compose(af.local_sgd(every=3), af.clip(0.5))
-    first, second = trained(ours.dealt_evenly(EVEN, 2), recipe)
-    ours.assert_identical(first, second)
-
-
-@pytest.mark.slow
-def test_one_graph_holds_several_optimizers():
-    recipe = af.compose(af.accumulate(2), af.clip(0.5), af.compiled(scope="step"))
-    (found,) = trained([EVEN], recipe)
-    for name, value in by_hand(EVEN).items():
-        assert torch.allclose(found[name], value, rtol=1e-7, atol=1e-9)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_overflow_skips_all_of_them(fused):
     """Some are fused and some not; they share one verdict and one loss scale, and schedules do not

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests import reference
-from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 from tests.support.several_terms import (
     FIXED,
@@ -49,18 +48,6 @@ def test_a_report_has_the_mean_and_the_weight_of_each_term():
     assert other.loss == other.terms["cls"]
 
 
-def test_a_batch_in_which_no_term_has_items_has_gradients_of_zeros():
-    _, expected = ours.trained_by_hand(
-        Detector(), [FIXED[0], nothing := a_batch([0, 0], [0, 0])], loss_fn=by_hand
-    )
-    for model, reports in simulate(
-        lambda s: trained(s, af.wrap_ddp(), found=[FIXED[0], nothing]), world_size=2
-    ):
-        ours.assert_close(model.state_dict(), expected)
-        assert reports[1].weight == {"cls": 0, "box": 0}
-        assert reports[1].loss == 0
-
-
 @pytest.mark.parametrize(
     ("transforms", "world_size"), [((), 4), ((af.accumulate(2),), 2)], ids=["whole", "accumulate"]
 )
@@ -97,20 +84,6 @@ def test_a_batch_that_is_repeated_after_an_out_of_memory_error_is_exact():
         assert reports[1].extras["num_microbatches"] == 2
 
 
-@pytest.mark.parametrize(
-    "with_amp", [af.with_amp("bf16"), af.with_amp("fp16", init_scale=256.0)], ids=["bf16", "fp16"]
-)
-def test_mixed_precision_trains_a_loss_without_a_term(with_amp):
-    _, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
-    for model, reports in simulate(
-        lambda s: trained(s, af.wrap_ddp(), with_amp, af.accumulate(2), dtype=torch.float32),
-        world_size=2,
-    ):
-        assert all(report.applied for report in reports)
-        found = {name: value.double() for name, value in model.state_dict().items()}
-        ours.assert_close(found, expected, rtol=0.05, atol=0.05)  # half precision has 3 digits
-
-
 def test_terms_in_half_precision_are_added_up_in_full():
     def halved(model, batch):
         return {name: each.bfloat16() for name, each in terms(model, batch).items()}
@@ -124,15 +97,6 @@ def test_terms_in_half_precision_are_added_up_in_full():
         by_part = [halved(Detector(), part)[name].detach().double() for part in parts]
         expected = sum(n * each for n, each in zip(counts, by_part, strict=True)) / sum(counts)
         torch.testing.assert_close(mean, expected, **ours.EXACT)
-
-
-def test_a_loss_scale_changes_no_bit():
-    expected, _ = simulate(lambda s: trained(s, af.wrap_ddp()), world_size=2)[0]
-    for model, reports in simulate(
-        lambda s: trained(s, af.wrap_ddp(), scaled(1024.0)), world_size=2
-    ):
-        assert all(report.applied for report in reports)
-        ours.assert_identical(model.state_dict(), expected.state_dict())
 
 
 def test_a_constant_stands_for_a_term_without_items():
@@ -249,14 +213,3 @@ def test_evaluate_gives_nan_for_a_term_without_items_and_leaves_it_out_of_the_su
     nothing = evaluated(af.DistState(), a_batch([0, 0], [0, 0]), terms, metric_fn)
     assert sorted(nothing) == ["box", "cls", "loss"]
     assert all(map(math.isnan, nothing.values()))
-
-
-def test_a_forward_gives_the_sum_of_the_terms():
-    model = Detector().requires_grad_(False)
-
-    def run(state):
-        state, step = built(state, terms)
-        return [float(step.forward(state, af.part(batch, state))) for batch in FIXED]
-
-    for found in simulate(run, world_size=3):
-        assert found == pytest.approx([float(by_hand(model, each)) for each in FIXED], rel=1e-12)

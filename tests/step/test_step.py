@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -125,22 +124,6 @@ def test_a_loss_may_call_any_method_any_number_of_times():
         ours.assert_close(actual, expected)
 
 
-def test_hooks_of_the_users_stay_and_run_in_every_step():
-    def run(state):
-        model, ran = ours.regression_model(), []
-        model[2].register_forward_pre_hook(lambda *_: ran.append("before forward"))
-        model[2].register_forward_hook(lambda *_: ran.append("forward"))
-        model[2].register_full_backward_hook(lambda *_: ran.append("backward"))
-        state, step, _ = built(af.compose(af.place(), af.wrap_ddp()), state, model=model)
-        for _ in range(2):
-            state, _ = step(state, BATCH)
-        return ran
-
-    expected = ["before forward", "forward", "backward"] * 2
-    for ran in simulate(run, world_size=2):
-        assert sorted(ran) == sorted(expected)
-
-
 def test_a_step_that_is_gone_keeps_nothing_alive():
     state, step, model = built(af.clip(1.0))
     step(state, BATCH)
@@ -148,29 +131,6 @@ def test_a_step_that_is_gone_keeps_nothing_alive():
     del step, model
     gc.collect()
     assert alive() is None
-
-
-def test_contexts_of_the_users_are_entered_with_the_state():
-    from contextlib import contextmanager
-
-    entered = []
-
-    @contextmanager
-    def noted(state):
-        entered.append(state.step)
-        yield
-
-    def note(plan):
-        return replace(plan, forward_contexts=(*plan.forward_contexts, noted))
-
-    state, step, _ = built(
-        af.compose(af.with_amp("bf16"), note, af.accumulate(2)),
-        model=ours.regression_model().float(),
-    )
-    batch = tuple(value.float() for value in BATCH)
-    state, _ = step(state, batch)
-    step(state, batch)
-    assert entered == [0, 0, 1, 1]
 
 
 def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():

@@ -195,11 +195,6 @@ def test_a_dict_without_a_mapping_of_weights_is_refused():
         trained(af.DistState(), terms, weight_fn=af.num_samples)
 
 
-def test_an_output_of_transformers_is_refused_with_its_loss_as_the_repair():
-    with pytest.raises(LossError, match=r"got Output; return its \.loss"):
-        trained(af.DistState(), output, weight_fn=af.num_samples)
-
-
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
@@ -254,11 +249,6 @@ def test_evaluate_refuses_other_terms():
 def test_what_cannot_be_exact_is_refused_in_build(transform, world_size, text):
     with pytest.raises(PlanError, match=re.escape(text)):
         simulate(lambda state: af.build(state, transform(plan())), world_size=world_size)
-
-
-def test_local_sgd_of_one_rank_trains_on_terms():
-    report = trained(af.DistState(), terms, af.local_sgd(2))
-    assert report.weight == {"cls": 3, "box": 2}
 
 
 def test_ranks_with_other_terms_are_refused():

@@ -144,13 +144,6 @@ def test_hooks_and_steps_of_users_see_the_gradients_of_a_loop_by_hand(register, 
     assert_same_bits(seen, [] if ok is BAD else [tensors[0] * 0.5])
 
 
-def test_a_schedule_alone_leaves_the_factor_to_the_kernel(kernel):
-    optimizer = torch.optim.Adam(parameters(torch.float32), fused=True)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    update(optimizer, normal([torch.float32]), torch.tensor(0.5), OK)
-    assert kernel.given == [{"grad_scale": 2.0, "found_inf": 0.0}]
-
-
 @every_optimizer
 @fused_or_not
 @given(
@@ -181,16 +174,6 @@ def test_kernel_and_multiply_agree_to_rounding(make, factor, seed):
     torch.testing.assert_close(fused[0] / scale, plain[0] / scale, **ROUNDING)
 
 
-@every_optimizer
-@fused_or_not
-def test_factor_in_float64_is_applied_in_float64(make, fused):
-    ours, by_hand = parameters(torch.float64), parameters(torch.float64)
-    tensors, factor = normal([torch.float64]), torch.tensor(1 / 3, dtype=torch.float64)
-    update(make(ours, fused=fused), tensors, factor)
-    update_by_hand(make(by_hand, fused=fused), [each * factor for each in tensors])
-    assert_same_bits(ours, by_hand)
-
-
 @fused_or_not
 @pytest.mark.parametrize("factor", [torch.float32, torch.float64], ids=str)
 def test_parameters_of_several_dtypes_are_updated_each_in_its_own(fused, factor):
@@ -201,17 +184,6 @@ def test_parameters_of_several_dtypes_are_updated_each_in_its_own(fused, factor)
     )
     update_by_hand(torch.optim.SGD(by_hand, lr=0.1, fused=fused), [t * 0.5 for t in normal(dtypes)])
     assert_same_bits(ours, by_hand)
-
-
-@fused_or_not
-def test_groups_keep_their_own_learning_rates(fused):
-    first, second = parameters(torch.float32, torch.float32)
-    start = [first.detach().clone(), second.detach().clone()]
-    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}]
-    tensors = normal([torch.float32, torch.float32])
-    update(torch.optim.SGD(groups, fused=fused), tensors, torch.tensor(0.5))
-    expected = [start[0] - 0.25 * tensors[0], start[1] - 0.125 * tensors[1]]
-    torch.testing.assert_close([first.detach(), second.detach()], expected, **ROUNDING)
 
 
 def test_optimizer_of_which_one_group_is_not_fused_gets_its_gradients_multiplied(kernel):

@@ -186,18 +186,6 @@ def test_another_error_is_not_tried_again():
     assert len(calls) == 1
 
 
-def test_parameters_that_the_loss_misses_are_refused_as_without_it():
-    def loss_fn(model, batch):
-        return model[0](batch[0]).square().mean()
-
-    def run(state):
-        batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
-        with pytest.raises(ValueError, match=r"got no gradient for 3\.weight"):
-            train(state, [batch], loss_fn, af.accumulate("auto"))
-
-    simulate(run, world_size=2)
-
-
 def test_it_cuts_by_rows_alone():
     with pytest.raises(ValueError, match='split must be "rows" where num_microbatches is "auto"'):
         af.accumulate("auto", split=None)

@@ -161,47 +161,12 @@ def test_a_run_of_compiled_steps_continues_from_a_checkpoint_with_the_same_bits(
 
 
 @compiles
-@pytest.mark.parametrize("scope", ["blocks", "step"])
-def test_a_run_resumes_where_it_is_compiled_and_where_it_is_no_more(tmp_path, scope):
-    model, batches = stack(), make_batches(*[4] * 6)
-    whole = make_plan(copy.deepcopy(model))
-    run(whole, batches)
-    for recipe, stop in ((af.compose(), 2), (af.compiled(scope=scope), 4), (af.compose(), 6)):
-        plan = recipe(make_plan(copy.deepcopy(model)))
-        state, step = af.build(af.DistState(), plan)
-        if af.latest(tmp_path):
-            state = af.load(tmp_path, state, step)
-        for batch in batches[state.step : stop]:
-            state, _ = step(state, batch)
-        af.save(tmp_path, state, step)
-    ours.assert_close(plan.model.state_dict(), whole.model.state_dict())
-
-
-@compiles
 def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
     eager, plan = make_plan(), af.compiled(scope="step")(make_plan())
     run(eager, batches)
     _, _, reports = run(plan, batches)
     assert (reports[-1].loss, reports[-1].weight) == (0, 0)
-    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
-
-
-@compiles
-def test_frozen_and_unused_parameters_stay_as_they_are():
-    def start():
-        model = nn.ModuleDict({"used": ours.regression_model(), "unused": ours.regression_model(1)})
-        model["used"][0].bias.requires_grad_(False)
-        return model
-
-    def loss_fn(model, batch):
-        return ours.mse(model["used"], batch)
-
-    batches = make_batches(4, 4, 4)
-    eager = make_plan(start(), loss_fn=loss_fn)
-    plan = af.compiled(scope="step")(make_plan(start(), loss_fn=loss_fn))
-    run(eager, batches)
-    run(plan, batches)
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
@@ -419,21 +384,3 @@ def test_simulated_ranks_leave_the_compiler_of_their_process_on():
     graphs = num_graphs()
     torch.compile(lambda values: values + 1, backend="eager")(torch.ones(2))
     assert num_graphs() - graphs == 1
-
-
-def test_a_simulated_rank_that_compiles_says_so_in_traced_code_alone():
-    """Optimizers of other ranks ask the same flag."""
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(torch.compiler.is_compiling())
-        return graph.forward
-
-    def double_in_graph(values):
-        return values * 2 if torch.compiler.is_compiling() else values
-
-    def run_graph(state):
-        return torch.compile(double_in_graph, backend=backend)(torch.ones(2)).tolist()
-
-    assert simulate(run_graph, world_size=2) == [[2.0, 2.0]] * 2
-    assert not any(seen)

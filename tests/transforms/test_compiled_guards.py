@@ -65,20 +65,6 @@ def test_what_changes_after_build_is_refused(do, what):
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_scheduler_of_torch_made_after_build_is_followed():
-    ends = []
-    for recipe in (af.compose(), af.compiled(scope="step")):
-        state, step, model, optimizer = built(recipe)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(4):
-            state, _ = step(state, X)
-            scheduler.step()
-        ends.append(model[0].weight.detach().clone())
-    torch.testing.assert_close(*ends)
-
-
-@needs_compiler
-@pytest.mark.slow
 def test_a_learning_rate_that_was_a_tensor_and_becomes_a_number_counts():
     ends = []
     for recipe in (af.compose(), af.compiled(scope="step")):

@@ -132,15 +132,6 @@ def test_an_optimizer_with_modes_is_tried_in_training_mode():
     assert all("is off by" in str(error) for error in errors)
 
 
-def test_an_optimizer_whose_step_a_scheduler_has_wrapped_is_tried():
-    def scheduled(parameters):
-        optimizer = Own(parameters, keeps_rows)
-        StepLR(optimizer, 2)
-        return optimizer
-
-    assert all("is off by" in str(error) for error in errors_of(lambda s: build(s, scheduled)))
-
-
 def test_state_that_an_optimizer_makes_when_it_is_made_is_tried():
     def warm(change):
         def make(parameters):

@@ -244,13 +244,6 @@ def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_bat
         ours.assert_close(actual, expected)
 
 
-def test_explain_shows_that_gradients_are_the_ranks_own():
-    plan = af.local_sgd(8)(ours.plan())
-    told = af.explain(plan, af.DistState(world_size=4))
-    assert "the mean over the rank's own items, by local_sgd(" in told
-    assert "after      local_sgd(" in told
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [

@@ -92,17 +92,6 @@ def test_a_plateau_is_seen_in_the_last_update_of_every_so_many_batches():
     assert rates_of(step, state, [batch] * 7) == [0.1] * 4 + [0.05] * 3
 
 
-def test_each_of_two_optimizers_follows_a_schedule_of_epochs():
-    model = ours.regression_model()
-    optimizers = {"a": sgd(model[0].parameters()), "b": sgd(model[2].parameters())}
-    recipe = af.compose(af.schedule(lambda epoch: 0.5**epoch, every=2))
-    state, step = af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizers)))
-    batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
-    for _ in range(5):
-        state, _ = step(state, batch)
-    assert [each.param_groups[0]["lr"] for each in optimizers.values()] == [0.025, 0.025]
-
-
 SCALED = af.DistState(device="meta", scaler=af.LossScale.start(8.0))
 
 

@@ -135,20 +135,6 @@ def test_frozen_layers_use_their_running_statistics():
         ours.assert_close(actual, right)
 
 
-def test_a_forward_in_training_mode_uses_all_rows():
-    def run(state, recipe):
-        model = Normed()
-        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, recipe(plan), check_loss=False)
-        rows = PARTS[0][state.rank] if state.world_size > 1 else torch.cat(PARTS[0])
-        return step.forward(state, rows), model.norm.running_var
-
-    right = run(af.DistState(), af.compose())
-    recipe = af.wrap_ddp(sync_batchnorm=True)
-    for found in simulate(lambda state: run(state, recipe), world_size=2):
-        torch.testing.assert_close(found, right, **ours.EXACT)
-
-
 def test_ranks_that_call_other_layers_are_refused_on_all_ranks():
     class TwoNorms(Normed):
         def forward(self, inputs):

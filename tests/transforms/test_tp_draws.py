@@ -1,6 +1,5 @@
 """Dropout of activations that are split over an axis: each rank has a mask of its own, from one generator."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -109,23 +108,6 @@ def test_dropout_keeps_the_mean_over_the_ranks():
     (one, _), (other, _) = drawn(0), drawn(1)
     agreeing = (torch.cat(one) == torch.cat(other)).double().mean().item()
     assert agreeing == pytest.approx(0.5, abs=4 / 64)
-
-
-def test_a_copy_of_a_model_draws_as_the_model_does():
-    model = split(1)
-    again = copy.deepcopy(model)
-    for each in (model, again):
-        torch.manual_seed(2)
-        each(ONES)
-    assert all(map(torch.equal, model.masks()[0], again.masks()[0]))
-
-
-def test_each_region_has_its_own_mask_if_nothing_is_drawn_between_them():
-    model = Model()
-    for block in model.blocks:
-        block.dropout.p = 0.0
-    (first, second), _ = drawn(1, model)
-    assert not torch.equal(first, second)
 
 
 def test_without_draws_between_the_layers_the_numbers_are_those_of_one_rank():
@@ -295,27 +277,6 @@ def test_dropout_that_would_break_whole_graphs_is_refused():
     )
     with pytest.raises(ValueError, match=text):
         simulate(run, mesh={"tp": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_compiled_models_draw_by_rank_too(scope):
-    """Graphs break where a region begins and ends."""
-
-    def masks(rank):
-        torch.compiler.reset()
-        model = split(rank)
-        for module in [model] if scope == "model" else model.blocks:
-            module.compile(backend="aot_eager")
-        torch.manual_seed(2)
-        model(ONES)
-        return model.masks(), torch.get_rng_state()
-
-    (one, after), (other, its) = masks(0), masks(1)
-    assert not any(map(torch.equal, one[0], other[0]))
-    assert all(map(torch.equal, one[1], other[1]))
-    assert torch.equal(after, its)
 
 
 @pytest.mark.gpu

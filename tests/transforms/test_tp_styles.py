@@ -90,38 +90,9 @@ STYLES = {
     "layers.*.up": "colwise",
     "layers.*.down": "rowwise",
 }
-TIED = {"embed": "rowwise", "head": ColwiseParallel(output_layouts=Replicate())}
 
 
 (BY_SEQUENCE,) = styles_of(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"}, 2).values()
-
-
-def loss_and_gradients(model, gradient=lambda each: each.grad):
-    tokens = torch.tensor([[0, 3, 9, 11, 5], [7, 7, 2, 9, 1]])
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return [loss.detach(), *map(gradient, model.parameters())]
-
-
-@pytest.mark.parametrize("styles", [STYLES, STYLES | TIED], ids=["layers", "layers and table"])
-def test_sharded_model_has_the_loss_and_the_gradients_of_one_process(styles):
-    model = Words().double()
-    expected = loss_and_gradients(model)
-
-    def run(state):
-        mine = Words().double()
-        mine.load_state_dict(model.state_dict())
-        mesh = af.device_mesh(state)
-        for name, style in styles_of(mine, styles, state.world_size).items():
-            parallelize_module(mine.get_submodule(name), mesh, style, src_data_rank=None)
-        if "head" in styles:
-            mine.head.weight = mine.embed.weight
-        return loss_and_gradients(
-            mine, lambda each: getattr(each.grad, "full_tensor", lambda: each.grad)()
-        )
-
-    for results in simulate(run, world_size=2):
-        torch.testing.assert_close(results, expected, rtol=0, atol=1e-12)
 
 
 def test_styles_are_those_of_torch_in_the_order_of_the_model():
