@@ -6,12 +6,17 @@ moves, this page is what follows it, and no test does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 from accel_fn.base.warn import warn_user
 from accel_fn.comm.primitives import num_calls
 from accel_fn.step import step as step_file
+from accel_fn.step import update
 from accel_fn.step.step import Step
+from accel_fn.step.torch_internals import run_optimizer
 from accel_fn.step.update import apply_update, follow_parameters
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
 from accel_fn.transforms.deepspeed.deepspeed import check_lock
@@ -29,7 +34,9 @@ __all__ = [
     "may_draw",
     "num_collectives",
     "place_of_rate",
+    "run_optimizer",
     "warn_user",
+    "with_run_optimizer",
 ]
 
 # ---- step
@@ -40,6 +47,11 @@ kept_gradients = step_file._cloned
 def ddp_of(step: Step) -> Any:
     """Return torch's DistributedDataParallel of a step."""
     return step.strategy.ddp  # type: ignore[attr-defined]
+
+
+def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """Let updates call this function in place of `run_optimizer`."""
+    return patch.object(update, "run_optimizer", run)
 
 
 # ---- ranks

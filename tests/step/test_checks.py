@@ -297,6 +297,16 @@ def test_a_gradient_penalty_under_wrap_fsdp_is_refused():
         trained(af.wrap_fsdp(), 2, put_between, loss=penalized)
 
 
+def test_embeddings_with_sparse_gradients_are_refused_by_wrap_fsdp():
+    def put_first(model):
+        model.append(nn.Embedding(3, 1, sparse=True).double())
+
+    with pytest.raises(
+        ValueError, match=r"dense gradients.*got '?2'?; use sparse=False, or wrap_ddp"
+    ):
+        trained(af.wrap_fsdp(), 2, put_first)
+
+
 def test_a_parameter_of_no_optimizer_that_is_frozen_after_build_is_named():
     model = copy.deepcopy(MODEL)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)

@@ -8,11 +8,17 @@ from torch import nn
 
 import accel_fn as af
 from tests.support.compilers import needs_compiler
+from tests.transforms.test_compiled_follows import compile_guards
 
 X = torch.ones(8, 3, dtype=torch.float64)
 
 
 STEP = af.compiled(scope="step")
+
+
+@pytest.fixture(autouse=True)
+def _without_kernels(monkeypatch):
+    monkeypatch.setattr(torch, "compile", compile_guards)
 
 
 def built(recipe=STEP, optimizer=None):

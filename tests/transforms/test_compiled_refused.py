@@ -27,6 +27,7 @@ from tests.support.compilers import (
     plain_sgd,
     run,
 )
+from tests.transforms.test_compiled_follows import compile_guards
 
 pytestmark = looks_at_gradients
 
@@ -171,7 +172,9 @@ def test_a_whole_step_with_shards_on_one_rank_is_refused(options):
         (torch_optimizer.Lookahead, "it runs another optimizer"),
     ],
 )
-def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason):
+def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason, monkeypatch):
+    monkeypatch.setattr(torch, "compile", compile_guards)
+
     def make(parameters):
         around = kind is torch_optimizer.Lookahead
         return kind(torch.optim.SGD(parameters, lr=0.1) if around else parameters)

@@ -27,16 +27,8 @@ from accel_fn.transforms.tp.styles import styles_of
 class Attention(nn.Module):
     def __init__(self, width, num_heads):
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.num_heads = num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, inputs):
-        q, k, v = (
-            layer(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
@@ -46,26 +38,16 @@ class Layer(nn.Module):
         self.attention = Attention(width, num_heads)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, inputs):
-        hidden = inputs + self.attention(self.norm(inputs))
-        return hidden + self.down(self.up(hidden).tanh())
-
 
 class Words(nn.Module):
-    """A language model whose head is tied to its embedding."""
+    """The parts of a language model whose head is tied to its embedding."""
 
     def __init__(self, width=8, num_heads=4, depth=2):
         super().__init__()
-        self.embed = nn.Embedding(12, width, padding_idx=9)
+        self.embed = nn.Embedding(12, width)
         self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(depth))
         self.head = nn.Linear(width, 12, bias=False)
         self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
 
 
 class Conv1D(nn.Module):
