@@ -204,20 +204,21 @@ def test_missing_torchao_is_an_error_that_names_its_extra(monkeypatch):
         af.with_amp("fp8")
 
 
-def fp8_plan(*precision):
-    plan = ours.plan(model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn)
-    return af.with_amp(*(precision or ["fp8"]))(plan)
+def plan_under(amp):
+    return amp(ours.plan(model=make_model(), optimizer=ours.adamw, loss_fn=loss_fn))
 
 
 def test_the_launch_can_choose_it(monkeypatch):
     monkeypatch.setenv("ACCEL_FN_MIXED_PRECISION", "fp8")
-    plan = fp8_plan(None)
+    plan = plan_under(af.with_amp())
     text = af.explain(plan, af.DistState())
     assert "forward    loss_fn(Sequential, batch) under with_amp(), fp8 from the launch\n" in text
     (batch,) = make_batches(1)
     losses = [
         float(step.forward(state, batch))
-        for state, step in (af.build(af.DistState(), each) for each in (plan, fp8_plan()))
+        for state, step in (
+            af.build(af.DistState(), each) for each in (plan, plan_under(af.with_amp("fp8")))
+        )
     ]
     assert losses[0] == losses[1]
 

@@ -178,9 +178,9 @@ def bounded(kind):
     [
         (af.reproducible(), 1, nn.Embedding),
         (af.wrap_ddp(), 2, nn.EmbeddingBag),
-        (af.accumulate(2), 1, nn.Embedding),
+        (af.wrap_fsdp(), 2, nn.Embedding),
     ],
-    ids=["reproducible", "wrap_ddp", "accumulate"],
+    ids=["reproducible", "wrap_ddp", "wrap_fsdp"],
 )
 def test_a_table_whose_forward_writes_to_its_weight_is_named(recipe, world_size, kind):
     words = refused(recipe, world_size, lambda: bounded(kind))
@@ -190,8 +190,8 @@ def test_a_table_whose_forward_writes_to_its_weight_is_named(recipe, world_size,
 
 @pytest.mark.parametrize(
     ("recipe", "world_size"),
-    [(af.wrap_ddp(), 1), (af.local_sgd(2), 2)],
-    ids=["wrap_ddp", "local_sgd"],
+    [(af.accumulate(2), 1), (af.local_sgd(2), 2)],
+    ids=["accumulate", "local_sgd"],
 )
 def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
     simulate(
