@@ -57,27 +57,53 @@ __all__ = [  # what tests call as it is
     "StoreLog",
     "StoreWatchdog",
     "Writing",
+    "apply_update",
     "axes_of",
+    "check_deepspeed_lock",
+    "check_fits_in_graph",
     "check_same",
+    "ddp_of",
+    "draw_by_shard",
     "export_model",
     "fill",
+    "follow_parameters",
     "global_norm",
+    "kept_gradients",
     "local",
     "make_mesh",
+    "may_draw",
     "meet",
     "meet_at",
     "num_calls",
+    "num_collectives",
     "open_channel",
+    "place_of_rate",
     "read_manifest",
+    "run_optimizer",
     "shard_like",
     "signed",
     "start_total",
     "verified",
     "waiting",
+    "warn_user",
     "whole",
+    "with_run_optimizer",
 ]
 
 # ---- step
+
+kept_gradients = step_file._cloned
+
+
+def ddp_of(step: Step) -> Any:
+    """Return torch's DistributedDataParallel of a step."""
+    return step.strategy.ddp  # type: ignore[attr-defined]
+
+
+def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """Let updates call this function in place of `run_optimizer`."""
+    return patch.object(update, "run_optimizer", run)
+
 
 # ---- ranks
 
@@ -139,6 +165,8 @@ def use_device_backend(backend_of: Callable[[Any], Any]) -> None:
     vars(rendezvous).update(nccl_of=backend_of, device_backend=backend_of)
 
 
+num_collectives = num_calls
+
 # ---- data
 
 
@@ -164,6 +192,16 @@ def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | Non
 
 
 # ---- transforms
+
+check_deepspeed_lock = check_lock
+check_fits_in_graph = keeps_tensors
+
+
+def place_of_rate(transform: Any) -> str:
+    """Return where a schedule that was begun computes rates, or that it counts batches."""
+    kinds = {DeviceSchedule: "device", BatchSchedule: "batches"}
+    return kinds.get(type(transform), "host")
+
 
 # ---- checkpoint
 
