@@ -4,6 +4,10 @@ Nothing here is for users: names and meaning change with the code. When a file o
 moves, this page is what follows it, and no test does.
 """
 
+from __future__ import annotations
+
+from accel_fn.transforms.local_sgd import average_ranks
+
 # ---- step
 
 # ---- ranks
@@ -11,6 +15,9 @@ moves, this page is what follows it, and no test does.
 # ---- data
 
 # ---- transforms
+
+average_over_ranks = average_ranks.average
+"""Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
 
 # ---- checkpoint
 

@@ -14,7 +14,6 @@ from torch import nn
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
-from tests.support.cases import pinned
 from tests.support.processes import from_lists, launch
 
 POSITIONS = st.builds(
@@ -123,8 +122,8 @@ def train(gan, state, steps, stop=None):
 
 
 @given(
-    num_critic=st.integers(0, 3),
-    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    num_critic=st.integers(0, 2),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=2),
     world_size=strategies.world_sizes(3),
     num_microbatches=st.integers(1, 3),
     seed=st.integers(0, 9),
@@ -154,17 +153,7 @@ RESUMED = {"replicas": af.wrap_ddp(), "reproducible": af.reproducible(4)}
 
 @pytest.mark.parametrize(
     ("recipe", "stop", "worlds"),
-    pinned(
-        [
-            ("replicas", (1, 0), (1, 1)),
-            ("replicas", (1, 1), (2, 2)),
-            ("replicas", (1, 2), (2, 4)),
-            ("reproducible", (1, 1), (2, 4)),
-        ],
-        RESUMED,
-        [(1, 0), (1, 1), (1, 2)],
-        [(1, 1), (2, 2), (2, 4)],
-    ),
+    [("replicas", (1, 1), (2, 2)), ("replicas", (1, 2), (2, 4)), ("reproducible", (1, 0), (2, 4))],
     ids=str,
 )
 def test_a_run_resumes_between_two_steps_of_a_batch(worlds, stop, recipe, tmp_path):
