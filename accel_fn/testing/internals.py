@@ -6,6 +6,17 @@ moves, this page is what follows it, and no test does.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accel_fn.base.state import DistState
+from accel_fn.checkpoint import background, new_checkpoint
+from accel_fn.checkpoint.format import write
+from accel_fn.step.step import Step
 from accel_fn.transforms.local_sgd import average_ranks
 
 # ---- step
@@ -20,5 +31,30 @@ average_over_ranks = average_ranks.average
 """Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
 
 # ---- checkpoint
+
+
+def finish_saving(state: DistState, step: Step) -> None:
+    """Wait for the save in the background; if it failed on one rank, all raise."""
+    background.finish_writing(step.notes, state, "save")
+
+
+@contextmanager
+def saves_killed_after(num_files: int) -> Iterator[None]:
+    """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
+    write_file, left = write.write_file, itertools.count(num_files, -1)
+
+    def writing(path: Path, *arguments: Any) -> Any:
+        if next(left) <= 0:
+            path.write_bytes(b"half")
+            raise OSError("killed")
+        return write_file(path, *arguments)
+
+    with (
+        mock.patch.object(write, "write_file", writing),
+        mock.patch.object(new_checkpoint, "write_file", writing),
+        mock.patch.object(new_checkpoint.NewCheckpoint, "discard"),
+    ):
+        yield
+
 
 # ---- observe
