@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from accel_fn.base import rng
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint import background, new_checkpoint
 from accel_fn.checkpoint.format import write
@@ -22,6 +23,12 @@ from accel_fn.transforms.local_sgd import average_ranks
 # ---- step
 
 # ---- ranks
+
+exclusive_random = rng.exclusive_random
+"""Lets one simulated rank alone use the random generators, and restores them."""
+
+derive_random = rng.derive_random
+"""Seeds the random generators of a rank that the saved run did not have."""
 
 # ---- data
 

@@ -76,16 +76,16 @@ RUNS = st.fixed_dictionaries(
 )
 CASES = [(name, make, "program") for name, (make, _) in WITH_LENGTH.items()]
 CASES += [(name, make, "saved") for name, (make, _) in WITH_LENGTH.items() if name != "one cycle"]
-CASES += [(name, make, None) for name, make in WITHOUT_LENGTH.items()]
+CASES += [(f"{name} without length", make, None) for name, make in WITHOUT_LENGTH.items()]
 """Names of schedules, how they are made, and which one is to be followed."""
 
 
 def check(folder, case, wrap, bad, worlds, k, stop):
-    name, make, choice = case
+    _, make, choice = case
     batches = batches_of(bad if wrap != "local_sgd" else ())
     expected = ByHand(make)
     expected.train(batches[:stop])
-    if choice == "program" or name in WITHOUT_LENGTH:
+    if choice == "program" or make in WITHOUT_LENGTH.values():
         expected.lengthen()
     expected.train(batches[stop:])
     ends = stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, choice)

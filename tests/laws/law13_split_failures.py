@@ -10,7 +10,7 @@ from tests.laws.law13_meshes import SQUARE, four_batches
 from tests.support import on_one_rank
 from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
-from tests.transforms.test_wrap_tp import STYLES, perceptron
+from tests.support.runs_on_meshes import STYLES, perceptron
 
 WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp()}
 BATCH = four_batches()[0]
