@@ -12,7 +12,6 @@ from tests.laws.law03_real_processes import batches, run
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 from tests.support.compilers import MARKS
-from tests.support.processes import launch
 
 pytestmark = MARKS
 
@@ -103,36 +102,3 @@ def test_a_compiled_loss_of_several_processes_is_one_process(wrap, scope, beside
         assert actual.losses == pytest.approx(losses, rel=1e-6)
         ours.assert_close(actual.parameters, expected)
         assert actual.num_graphs > 0
-
-
-IN_PROCESSES = """
-from torch._dynamo.utils import counters
-import accel_fn as af
-from tests.support import strategies as ours
-from tests.support.block_models import Stack, batches, part
-
-state = af.init(device="cpu", timeout_s=60)
-model = Stack(depth=10).double()  # torch stops at 8 graphs of one function
-plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-state, step = af.build(state, af.compose(af.place(), {wrap}, {compiling})(plan))
-built = counters["stats"]["unique_graphs"]
-try:
-    for batch in batches():
-        state, _ = step(state, part(batch, state))
-except Exception as error:
-    say(type(error).__name__, "in step", state.step)
-else:
-    say("graphs", counters["stats"]["unique_graphs"] - built)
-"""
-
-
-def test_blocks_of_several_processes_are_compiled_once_however_many_they_are():
-    script = IN_PROCESSES.format(wrap="af.wrap_fsdp()", compiling='af.compiled(scope="blocks")')
-    launch(script, expect=["graphs 1"] * 2)
-
-
-def test_shards_break_graphs_which_fullgraph_refuses_in_the_first_step():
-    """FSDP's hooks around each block break the graph."""
-    compiling = 'af.compiled(scope="loss", fullgraph=True)'
-    script = IN_PROCESSES.format(wrap="af.wrap_fsdp()", compiling=compiling)
-    launch(script, expect=["Unsupported in step 0"] * 2)

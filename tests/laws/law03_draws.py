@@ -1,7 +1,6 @@
 """Draws are the same for every number of ranks, and so are several steps on one batch that use them."""
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
-from tests.support.processes import from_lists, launch
 
 POSITIONS = st.builds(
     af.DistState,
@@ -177,27 +175,3 @@ def test_a_run_resumes_between_two_steps_of_a_batch(worlds, stop, recipe, tmp_pa
     for start, found in simulate(leg, world_size=worlds[1]):
         assert start == stop
         (ours.assert_identical if exact else ours.assert_close)(found, expected)
-
-
-SCRIPT = """
-import json, tempfile, accel_fn as af
-from tests.laws.law03_draws import Gan, train
-
-with af.distributed(device="cpu", seed=3) as state:
-    folder = af.broadcast([tempfile.mkdtemp() if state.is_main else ""], state)[0]
-    for stop in ((1, 1), None):
-        gan = Gan(2, [5, 2, 7])
-        position, steps = gan.built(state, af.compose(af.wrap_ddp(), af.accumulate(2)))
-        position = train(gan, af.resume(folder, position, steps), steps, stop)
-        af.save(folder, position, steps)
-    say(json.dumps({name: each.tolist() for name, each in gan.weights().items()}))
-"""
-
-
-@pytest.mark.slow
-def test_it_is_the_loop_by_hand_over_processes_that_stop_between_two_steps_of_a_batch():
-    expected = by_hand(Gan(2, [5, 2, 7]), seed=3)
-    lines = launch(SCRIPT).splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        ours.assert_close(from_lists(json.loads(line)), expected)
