@@ -17,7 +17,9 @@ from accel_fn.base import rng
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint import background, new_checkpoint
 from accel_fn.checkpoint.format import write
+from accel_fn.observe import progress
 from accel_fn.step.step import Step
+from accel_fn.testing import simulation
 from accel_fn.transforms.local_sgd import average_ranks
 
 # ---- step
@@ -29,6 +31,21 @@ exclusive_random = rng.exclusive_random
 
 derive_random = rng.derive_random
 """Seeds the random generators of a rank that the saved run did not have."""
+
+
+@contextmanager
+def simulations_apart(**limits: int) -> Iterator[None]:
+    """Run simulations apart from those of other tests; join what is left of them at the end.
+
+    `max_lost_sockets` and `max_idle_sockets` bound what failed and waiting worlds may hold open.
+    """
+    changed = {f"_{name.upper()}": value for name, value in limits.items()}
+    changed |= {"_lost": simulation._LostThreads(), "_idle": simulation._IdleWorlds()}
+    with mock.patch.multiple(simulation, _UNUSED_S=0.1, **changed):
+        yield
+        simulation._lost.join_oldest()
+        simulation._idle.take((1, 1.0, ()))
+
 
 # ---- data
 
@@ -65,3 +82,6 @@ def saves_killed_after(num_files: int) -> Iterator[None]:
 
 
 # ---- observe
+
+ShownEpoch = progress.ShownEpoch
+"""What `progress` makes of an epoch."""
