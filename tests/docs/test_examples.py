@@ -65,10 +65,9 @@ def modules_with_examples() -> list[object]:
     package = Path(af.__file__).parent
     paths = sorted(path for path in package.rglob("*.py") if ">>> " in path.read_text("utf-8"))
     names = [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths]
-    starts_processes = {name for name in names if name.endswith(".function.launch")}
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in starts_processes)) for name in names
-    ]
+    # What starts processes, and what imports a trainer.
+    long = {name for name in names if name.endswith((".function.launch", ".transformers"))}
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in long)) for name in names]
 
 
 @pytest.mark.parametrize("name", modules_with_examples())

@@ -46,7 +46,11 @@ def losses(printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["from-accelerate.md", "from-ddp.md", "from-fabric.md", "from-trainer.md"]
+    "page",
+    [
+        *("from-accelerate.md", "from-ddp.md", "from-fabric.md"),
+        pytest.param("from-trainer.md", marks=pytest.mark.slow),
+    ],
 )
 def test_the_new_program_of_a_guide_trains(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
