@@ -17,7 +17,11 @@ def check(drawn):
     assert drawn.verdict() in {KINDS[drawn.name].right, "equal"}, drawn.source()
 
 
-@pytest.mark.parametrize("name", KINDS)
+# Ports import transformers, and train its models.
+SMALL = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("ports.")) for name in KINDS]
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_a_small_program_does_what_is_right_for_its_kind(name):
     check(FieldProgram.small(name))
 

@@ -36,7 +36,9 @@ ONE_SIDED = [a_batch([0, 2, 1], [3, 0, 0])]
         af.wrap_ddp(),
         af.wrap_ddp(find_unused_parameters=True),
         af.wrap_fsdp(blocks=nn.Linear),
-        af.wrap_fsdp(blocks=nn.Linear, reshard_after_forward=False),
+        pytest.param(
+            af.wrap_fsdp(blocks=nn.Linear, reshard_after_forward=False), marks=pytest.mark.slow
+        ),
     ],
     ids=["wrap_ddp", "find_unused", "wrap_fsdp", "kept_whole"],
 )

@@ -31,7 +31,7 @@ def assert_known(results, ranks):
         ours.assert_close(parameters, expected)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", ["wrap_ddp", pytest.param("wrap_fsdp", marks=pytest.mark.slow)])
 def test_a_stop_and_a_failure_before_the_first_forward_on_any_rank_are_known_on_all(wrap):
     ranks = range(4)
     assert_known(simulate(lambda state: learned(state, wrap, ranks), mesh=SQUARE), ranks)

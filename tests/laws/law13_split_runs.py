@@ -78,6 +78,7 @@ def check_overflows(wrap, mesh, skipped, culprit, num_microbatches):
         ours.assert_close(found[1], expected)
 
 
+@pytest.mark.slow
 def test_an_overflow_in_the_part_of_one_rank_skips_the_update_and_its_rate_on_all():
     check_overflows(af.wrap_fsdp(), SQUARE, {0, 2}, culprit=3, num_microbatches=2)
 

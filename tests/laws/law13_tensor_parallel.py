@@ -79,7 +79,11 @@ def check(wrap, run, num_microbatches, make_optimizer=ours.sgd):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "make_optimizer"), [(af.wrap_ddp(), ours.adamw), (af.wrap_fsdp(), ours.sgd)]
+    ("wrap", "make_optimizer"),
+    [
+        (af.wrap_ddp(), ours.adamw),
+        pytest.param(af.wrap_fsdp(), ours.sgd, marks=pytest.mark.slow),
+    ],
 )
 def test_a_mesh_is_one_rank(wrap, make_optimizer):
     check(wrap, UNEVEN, num_microbatches=2, make_optimizer=make_optimizer)

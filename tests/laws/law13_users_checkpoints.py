@@ -81,6 +81,7 @@ def test_a_run_moves_between_meshes(tmp_path, places):
     check(tmp_path, places)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_run_resumes_on_its_own_mesh_to_the_bit(tmp_path, recipe):
     place = next(name for name, (_, each) in PLACES.items() if each is recipe)

@@ -197,7 +197,9 @@ def test_any_split_over_a_mesh_is_one_process(recipe, dealt, num_microbatches):
     ("given", "expected"),
     [
         ({"loss_fn": summed_loss, "reduction": "sum"}, {"loss_fn": summed_loss}),
-        ({"optimizer": two_optimizers}, {"optimizer": by_group}),
+        pytest.param(
+            {"optimizer": two_optimizers}, {"optimizer": by_group}, marks=pytest.mark.slow
+        ),
     ],
     ids=["a sum", "two optimizers"],
 )
