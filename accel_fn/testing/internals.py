@@ -6,18 +6,20 @@ moves, this page is what follows it, and no test does.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from accel_fn.base import file_lock
+from accel_fn.base import file_lock, rng
 from accel_fn.base.state import DistState
-from accel_fn.checkpoint import background, frozen
+from accel_fn.checkpoint import background, frozen, new_checkpoint
 from accel_fn.checkpoint.background import Writing
-from accel_fn.checkpoint.format import host_memory
+from accel_fn.checkpoint.format import host_memory, write
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.checkpoint.weights.export import export_model
@@ -36,12 +38,14 @@ from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
 from accel_fn.data import prefetch, workers
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.set_epoch import InEpoch
-from accel_fn.observe import bar
+from accel_fn.observe import bar, progress
 from accel_fn.observe.log_to import _NAMES
 from accel_fn.step.grads import global_norm
 from accel_fn.step.observers import observers
 from accel_fn.step.same_on_all_ranks import check_same
 from accel_fn.step.step import Step
+from accel_fn.testing import simulation
+from accel_fn.transforms.local_sgd import average_ranks
 
 __all__ = [  # what tests call as it is
     "Abort",
@@ -167,6 +171,27 @@ def use_device_backend(backend_of: Callable[[Any], Any]) -> None:
 
 num_collectives = num_calls
 
+exclusive_random = rng.exclusive_random
+"""Lets one simulated rank alone use the random generators, and restores them."""
+
+derive_random = rng.derive_random
+"""Seeds the random generators of a rank that the saved run did not have."""
+
+
+@contextmanager
+def simulations_apart(**limits: int) -> Iterator[None]:
+    """Run simulations apart from those of other tests; join what is left of them at the end.
+
+    `max_lost_sockets` and `max_idle_sockets` bound what failed and waiting worlds may hold open.
+    """
+    changed = {f"_{name.upper()}": value for name, value in limits.items()}
+    changed |= {"_lost": simulation._LostThreads(), "_idle": simulation._IdleWorlds()}
+    with mock.patch.multiple(simulation, _UNUSED_S=0.1, **changed):
+        yield
+        simulation._lost.join_oldest()
+        simulation._idle.take((1, 1.0, ()))
+
+
 # ---- data
 
 
@@ -259,6 +284,36 @@ def failing(step: str, error: Exception, *, in_thread: str) -> Iterator[None]:
         setattr(owner, name, function)
 
 
+average_over_ranks = average_ranks.average
+"""Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
+
+# ---- checkpoint
+
+
+def finish_saving(state: DistState, step: Step) -> None:
+    """Wait for the save in the background; if it failed on one rank, all raise."""
+    background.finish_writing(step.notes, state, "save")
+
+
+@contextmanager
+def saves_killed_after(num_files: int) -> Iterator[None]:
+    """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
+    write_file, left = write.write_file, itertools.count(num_files, -1)
+
+    def writing(path: Path, *arguments: Any) -> Any:
+        if next(left) <= 0:
+            path.write_bytes(b"half")
+            raise OSError("killed")
+        return write_file(path, *arguments)
+
+    with (
+        mock.patch.object(write, "write_file", writing),
+        mock.patch.object(new_checkpoint, "write_file", writing),
+        mock.patch.object(new_checkpoint.NewCheckpoint, "discard"),
+    ):
+        yield
+
+
 # ---- observe
 
 LOGGED_NAMES = frozenset(_NAMES)
@@ -271,3 +326,7 @@ LOCK_TRIES = (file_lock, "_TRIES")
 def recorders(step: Step) -> list[Any]:
     """What reads the device's values for the logs of a step."""
     return [each._recorder for each in observers([step.plan])]
+
+
+ShownEpoch = progress.ShownEpoch
+"""What `progress` makes of an epoch."""
