@@ -10,13 +10,15 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import patch
 
 from accel_fn.base import file_lock, rng
 from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
 from accel_fn.checkpoint import background, frozen, new_checkpoint
 from accel_fn.checkpoint.background import Writing
 from accel_fn.checkpoint.format import host_memory, write
@@ -40,12 +42,20 @@ from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.observe import bar, progress
 from accel_fn.observe.log_to import _NAMES
+from accel_fn.step import step as step_file
+from accel_fn.step import update
 from accel_fn.step.grads import global_norm
 from accel_fn.step.observers import observers
 from accel_fn.step.same_on_all_ranks import check_same
 from accel_fn.step.step import Step
+from accel_fn.step.torch_internals import run_optimizer
+from accel_fn.step.update import apply_update, follow_parameters
 from accel_fn.testing import simulation
+from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
+from accel_fn.transforms.deepspeed.deepspeed import check_lock
 from accel_fn.transforms.local_sgd import average_ranks
+from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
+from accel_fn.transforms.tp.draws import draw_by_shard, may_draw
 
 __all__ = [  # what tests call as it is
     "Abort",
@@ -79,7 +89,6 @@ __all__ = [  # what tests call as it is
     "meet",
     "meet_at",
     "num_calls",
-    "num_collectives",
     "open_channel",
     "place_of_rate",
     "read_manifest",
@@ -169,8 +178,6 @@ def use_device_backend(backend_of: Callable[[Any], Any]) -> None:
     vars(rendezvous).update(nccl_of=backend_of, device_backend=backend_of)
 
 
-num_collectives = num_calls
-
 exclusive_random = rng.exclusive_random
 """Lets one simulated rank alone use the random generators, and restores them."""
 
@@ -217,6 +224,9 @@ def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | Non
 
 
 # ---- transforms
+
+average_over_ranks = average_ranks.average
+"""Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
 
 check_deepspeed_lock = check_lock
 check_fits_in_graph = keeps_tensors
@@ -282,12 +292,6 @@ def failing(step: str, error: Exception, *, in_thread: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, function)
-
-
-average_over_ranks = average_ranks.average
-"""Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
-
-# ---- checkpoint
 
 
 def finish_saving(state: DistState, step: Step) -> None:
