@@ -21,7 +21,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.warn import warn_user
 from accel_fn.checkpoint import background, frozen, new_checkpoint
 from accel_fn.checkpoint.background import Writing
-from accel_fn.checkpoint.format import host_memory, write
+from accel_fn.checkpoint.format import hashing, host_memory, write
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.checkpoint.weights.export import export_model
@@ -30,8 +30,9 @@ from accel_fn.comm.dtensor import axes_of, fill, local, shard_like, whole
 from accel_fn.comm.meeting import Place, meet
 from accel_fn.comm.mesh import make_mesh
 from accel_fn.comm.messages import Channel, open_channel
-from accel_fn.comm.primitives import num_calls, signed, start_total, verified, waiting
+from accel_fn.comm.primitives import num_calls, start_total, waiting
 from accel_fn.comm.rendezvous import meet_at
+from accel_fn.comm.signed import signed, verified
 from accel_fn.comm.stores import FolderStore, SignedStore
 from accel_fn.comm.watchdog import watchdog as watchdog_module
 from accel_fn.comm.watchdog.hang_report import Ranks, Stack
@@ -191,9 +192,13 @@ def simulations_apart(**limits: int) -> Iterator[None]:
 
     `max_lost_sockets` and `max_idle_sockets` bound what failed and waiting worlds may hold open.
     """
-    changed = {f"_{name.upper()}": value for name, value in limits.items()}
-    changed |= {"_lost": simulation._LostThreads(), "_idle": simulation._IdleWorlds()}
-    with mock.patch.multiple(simulation, _UNUSED_S=0.1, **changed):
+    changed: dict[str, Any] = {f"_{name.upper()}": value for name, value in limits.items()}
+    changed |= {
+        "_lost": simulation._LostThreads(),
+        "_idle": simulation._IdleWorlds(),
+        "_UNUSED_S": 0.1,
+    }
+    with mock.patch.multiple(simulation, **changed):
         yield
         simulation._lost.join_oldest()
         simulation._idle.take((1, 1.0, ()))
@@ -302,7 +307,7 @@ def finish_saving(state: DistState, step: Step) -> None:
 @contextmanager
 def saves_killed_after(num_files: int) -> Iterator[None]:
     """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
-    write_file, left = write.write_file, itertools.count(num_files, -1)
+    write_file, left = hashing.write_file, itertools.count(num_files, -1)
 
     def writing(path: Path, *arguments: Any) -> Any:
         if next(left) <= 0:
@@ -329,7 +334,7 @@ LOCK_TRIES = (file_lock, "_TRIES")
 
 def recorders(step: Step) -> list[Any]:
     """What reads the device's values for the logs of a step."""
-    return [each._recorder for each in observers([step.plan])]
+    return [vars(each)["_recorder"] for each in observers([step.plan])]
 
 
 ShownEpoch = progress.ShownEpoch

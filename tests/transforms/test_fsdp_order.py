@@ -7,7 +7,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.errors import LossError
 from accel_fn.testing import simulate
-from accel_fn.testing.internals import num_collectives
+from accel_fn.testing.internals import num_calls
 from tests.support import strategies as ours
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -130,14 +130,14 @@ def test_steps_after_the_first_two_have_three_small_collectives():
         state, step = built(state, af.compose(af.wrap_fsdp(), af.accumulate(2)))
         counts = []
         for _ in range(5):
-            before = num_collectives()
+            before = num_calls()
             state, _ = step(state, batch_of(state, BOTH))
-            counts.append(num_collectives() - before)
+            counts.append(num_calls() - before)
         step.forward(state, batch_of(state, BOTH))
-        before = num_collectives()
+        before = num_calls()
         step.forward(state, batch_of(state, BOTH))
         step(state, batch_of(state, BOTH))
-        return counts[2:], num_collectives() - before
+        return counts[2:], num_calls() - before
 
     assert simulate(run, world_size=2) == [([3, 3, 3], 6)] * 2
 
@@ -154,9 +154,9 @@ def test_a_forward_without_a_backward_leaves_no_gather_to_the_next_step():
             with torch.no_grad():
                 if each > 2:
                     model(batch_of(state, BOTH))
-            before = num_collectives()
+            before = num_calls()
             state, _ = step(state, batch_of(state, BOTH))
-            counts.append(num_collectives() - before)
+            counts.append(num_calls() - before)
         return counts[2:]
 
     assert simulate(run, world_size=2) == [[3, 3, 3]] * 2
