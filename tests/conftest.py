@@ -15,8 +15,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=10, **_COMMON)
-settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
+settings.register_profile("dev", max_examples=6, **_COMMON)
+settings.register_profile("ci", max_examples=6, derandomize=True, **_COMMON)
 settings.register_profile(  # one failing example is enough for a planted bug
     "mutants", max_examples=10, derandomize=True, phases=[Phase.explicit, Phase.generate], **_COMMON
 )

@@ -4,14 +4,338 @@ Nothing here is for users: names and meaning change with the code. When a file o
 moves, this page is what follows it, and no test does.
 """
 
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from unittest.mock import patch
+
+from accel_fn.base import file_lock, rng
+from accel_fn.base.state import DistState
+from accel_fn.base.warn import warn_user
+from accel_fn.checkpoint import background, frozen, new_checkpoint
+from accel_fn.checkpoint.background import Writing
+from accel_fn.checkpoint.format import hashing, host_memory, write
+from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.checkpoint.format.write import Share
+from accel_fn.checkpoint.weights.export import export_model
+from accel_fn.comm import meeting, messages, primitives, rendezvous
+from accel_fn.comm.dtensor import axes_of, fill, local, shard_like, whole
+from accel_fn.comm.meeting import Place, meet
+from accel_fn.comm.mesh import make_mesh
+from accel_fn.comm.messages import Channel, open_channel
+from accel_fn.comm.primitives import num_calls, start_total, waiting
+from accel_fn.comm.rendezvous import meet_at
+from accel_fn.comm.signed import signed, verified
+from accel_fn.comm.stores import FolderStore, SignedStore
+from accel_fn.comm.watchdog import watchdog as watchdog_module
+from accel_fn.comm.watchdog.hang_report import Ranks, Stack
+from accel_fn.comm.watchdog.store_log import Entry, StoreLog
+from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
+from accel_fn.data import prefetch, workers
+from accel_fn.data.loader import ShardedLoader
+from accel_fn.data.set_epoch import InEpoch
+from accel_fn.observe import bar, progress
+from accel_fn.observe.log_to import _NAMES
+from accel_fn.step import step as step_file
+from accel_fn.step import update
+from accel_fn.step.grads import global_norm
+from accel_fn.step.observers import observers
+from accel_fn.step.same_on_all_ranks import check_same
+from accel_fn.step.step import Step
+from accel_fn.step.torch_internals import run_optimizer
+from accel_fn.step.update import apply_update, follow_parameters
+from accel_fn.testing import simulation
+from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
+from accel_fn.transforms.deepspeed.deepspeed import check_lock
+from accel_fn.transforms.local_sgd import average_ranks
+from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
+from accel_fn.transforms.tp.draws import draw_by_shard, may_draw
+
+__all__ = [  # what tests call as it is
+    "Abort",
+    "Channel",
+    "Entry",
+    "FolderStore",
+    "InEpoch",
+    "Place",
+    "Ranks",
+    "Share",
+    "SignedStore",
+    "Stack",
+    "StoreLog",
+    "StoreWatchdog",
+    "Writing",
+    "apply_update",
+    "axes_of",
+    "check_deepspeed_lock",
+    "check_fits_in_graph",
+    "check_same",
+    "ddp_of",
+    "draw_by_shard",
+    "export_model",
+    "fill",
+    "follow_parameters",
+    "global_norm",
+    "kept_gradients",
+    "local",
+    "make_mesh",
+    "may_draw",
+    "meet",
+    "meet_at",
+    "num_calls",
+    "open_channel",
+    "place_of_rate",
+    "read_manifest",
+    "run_optimizer",
+    "shard_like",
+    "signed",
+    "start_total",
+    "verified",
+    "waiting",
+    "warn_user",
+    "whole",
+    "with_run_optimizer",
+]
+
 # ---- step
+
+kept_gradients = step_file._cloned
+
+
+def ddp_of(step: Step) -> Any:
+    """Return torch's DistributedDataParallel of a step."""
+    return step.strategy.ddp  # type: ignore[attr-defined]
+
+
+def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """Let updates call this function in place of `run_optimizer`."""
+    return patch.object(update, "run_optimizer", run)
+
 
 # ---- ranks
 
+HANG_EXIT_CODE = watchdog_module.EXIT_CODE
+
+# For `monkeypatch.setattr(*NAME, seconds)`: how long rank 0 serves those that it has failed, and how
+# long a watchdog waits for the entry of a rank that has left.
+LINGER_S = (meeting, "_LINGER_S")
+SLACK_S = (watchdog_module, "_SLACK_S")
+
+
+def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
+    """Let a watchdog look at its waits at this time; return why it would end the process."""
+    reasons: list[str] = []
+    with mock.patch.object(watchdog, "_end", side_effect=lambda *given: reasons.append(given[0])):
+        watchdog._check(now)
+    return reasons
+
+
+def last_wait(watchdog: StoreWatchdog) -> str:
+    """The collective that a watchdog has noted last."""
+    return str(watchdog._last)
+
+
+def is_timed(state: DistState) -> bool:
+    """Does the watchdog of a state time a step at this moment?"""
+    assert isinstance(state.watchdog, StoreWatchdog)
+    return state.watchdog._step_began is not None
+
+
+write_report = watchdog_module._write
+
+
+@contextmanager
+def withdrawing_late(delay_s: float) -> Iterator[None]:
+    """Let a rank that gives up a meeting take so long times its number to say so."""
+    withdraw = meeting._Meeting._withdraw
+
+    def late(self: meeting._Meeting) -> None:
+        time.sleep(delay_s * self._place.rank)
+        withdraw(self)
+
+    with mock.patch.object(meeting._Meeting, "_withdraw", late):
+        yield
+
+
+@contextmanager
+def forged_messages(data: bytes) -> Iterator[None]:
+    """Have ranks get these bytes, in place of what their peers pickle for them."""
+    with (
+        mock.patch.object(primitives, "signed", return_value=data),
+        mock.patch.object(messages, "signed", return_value=data),
+    ):
+        yield
+
+
+def use_device_backend(backend_of: Callable[[Any], Any]) -> None:
+    """Let a world take this for the backend of its device, such as NCCL."""
+    vars(rendezvous).update(nccl_of=backend_of, device_backend=backend_of)
+
+
+exclusive_random = rng.exclusive_random
+"""Lets one simulated rank alone use the random generators, and restores them."""
+
+derive_random = rng.derive_random
+"""Seeds the random generators of a rank that the saved run did not have."""
+
+
+@contextmanager
+def simulations_apart(**limits: int) -> Iterator[None]:
+    """Run simulations apart from those of other tests; join what is left of them at the end.
+
+    `max_lost_sockets` and `max_idle_sockets` bound what failed and waiting worlds may hold open.
+    """
+    changed: dict[str, Any] = {f"_{name.upper()}": value for name, value in limits.items()}
+    changed |= {
+        "_lost": simulation._LostThreads(),
+        "_idle": simulation._IdleWorlds(),
+        "_UNUSED_S": 0.1,
+    }
+    with mock.patch.multiple(simulation, **changed):
+        yield
+        simulation._lost.join_oldest()
+        simulation._idle.take((1, 1.0, ()))
+
+
 # ---- data
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    """List the living threads that read for `prefetch`."""
+    return [each for each in threading.enumerate() if isinstance(each, prefetch.Reader)]
+
+
+def overlook_stopped_workers() -> None:
+    """Let this process take stopped workers for running ones, for good."""
+
+    def is_stopped(pid: int) -> bool:
+        return pid < 0
+
+    workers._is_stopped = is_stopped
+
+
+def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | None]]:
+    """Yield the batches of epoch 0, and of how many samples each was made."""
+    source = loader._source
+    for number, batch in enumerate(source.batches(0, 0)):
+        yield batch, source.num_samples(0, number)
+
 
 # ---- transforms
 
+average_over_ranks = average_ranks.average
+"""Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
+
+check_deepspeed_lock = check_lock
+check_fits_in_graph = keeps_tensors
+
+
+def place_of_rate(transform: Any) -> str:
+    """Return where a schedule that was begun computes rates, or that it counts batches."""
+    kinds = {DeviceSchedule: "device", BatchSchedule: "batches"}
+    return kinds.get(type(transform), "host")
+
+
 # ---- checkpoint
 
+_LIMITS: dict[str, list[tuple[Any, str]]] = {
+    "report of a batch": [(workers, "_REPORT_AFTER_S"), (prefetch, "_REPORT_AFTER_S")],
+    "report of a write": [(background, "_REPORT_AFTER_S")],
+    "share of a rank": [(background, "_TIMEOUT_S")],
+    "share of a lost rank": [(background, "_TIMEOUT_AFTER_LOSS_S")],
+    "tries for a lock": [(file_lock, "_TRIES")],
+    "delay of a bar": [(bar, "_DELAY_S")],
+    "bytes of a block": [(host_memory, "_BLOCK_BYTES")],
+}
+
+
+def set_limit(name: str, value: float) -> float:
+    """Set how long this process waits for something, or how large it is; return what it was."""
+    before: float
+    for module, attribute in _LIMITS[name]:
+        before = getattr(module, attribute)
+        setattr(module, attribute, value)
+    return before
+
+
+@contextmanager
+def limited(name: str, value: float) -> Iterator[None]:
+    """Set such a limit for as long as the context lasts."""
+    before = set_limit(name, value)
+    try:
+        yield
+    finally:
+        set_limit(name, before)
+
+
+def hashes_of_frozen() -> tuple[Any, str]:
+    """The owner and the name of the function that reads frozen parameters for their hashes."""
+    return frozen, "_hashes"
+
+
+@contextmanager
+def failing(step: str, error: Exception, *, in_thread: str) -> Iterator[None]:
+    """Raise the error at the first `copy` for a save in the background, or `start` of its thread."""
+    owner, name = {"copy": (background, "_copied"), "start": (Writing, "start")}[step]
+    function, left = getattr(owner, name), [in_thread]
+
+    def once(*arguments: Any) -> Any:
+        if left and threading.current_thread().name.startswith(left[0]):
+            left.clear()
+            raise error
+        return function(*arguments)
+
+    setattr(owner, name, once)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def finish_saving(state: DistState, step: Step) -> None:
+    """Wait for the save in the background; if it failed on one rank, all raise."""
+    background.finish_writing(step.notes, state, "save")
+
+
+@contextmanager
+def saves_killed_after(num_files: int) -> Iterator[None]:
+    """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
+    write_file, left = hashing.write_file, itertools.count(num_files, -1)
+
+    def writing(path: Path, *arguments: Any) -> Any:
+        if next(left) <= 0:
+            path.write_bytes(b"half")
+            raise OSError("killed")
+        return write_file(path, *arguments)
+
+    with (
+        mock.patch.object(write, "write_file", writing),
+        mock.patch.object(new_checkpoint, "write_file", writing),
+        mock.patch.object(new_checkpoint.NewCheckpoint, "discard"),
+    ):
+        yield
+
+
 # ---- observe
+
+LOGGED_NAMES = frozenset(_NAMES)
+"""The names of values in a line of a log that are the step's own."""
+
+LOCK_TRIES = (file_lock, "_TRIES")
+"""For `monkeypatch.setattr(*LOCK_TRIES, number)`: how often a second run tries to lock a log."""
+
+
+def recorders(step: Step) -> list[Any]:
+    """What reads the device's values for the logs of a step."""
+    return [vars(each)["_recorder"] for each in observers([step.plan])]
+
+
+ShownEpoch = progress.ShownEpoch
+"""What `progress` makes of an epoch."""

@@ -43,10 +43,6 @@ def test_other_sums_are_left_alone(fn):
     assert [node.target for node in passed(fn, first, second).graph.nodes] == before
 
 
-def test_the_pass_has_a_name_for_caches():
-    assert Addends().uuid() == Addends().uuid() is not None
-
-
 @compiles
 def test_what_is_added_to_a_matrix_product_keeps_its_number():
     compiled = compile_function(decayed, fullgraph=True, options=options_of("default"))

@@ -7,7 +7,6 @@ from hypothesis import given
 from torch import nn
 
 import accel_fn as af
-from accel_fn.step.plan import slot_names
 from accel_fn.testing import strategies
 from tests.support import strategies as ours
 
@@ -63,20 +62,14 @@ def test_options_that_a_launch_sets_are_read(said):
     ("name", "value", "rule"),
     [
         (PRECISION, "fp4", 'be "no", "fp16", "bf16" or "fp8", got \'fp4\''),
-        (PRECISION, "BF16", 'be "no", "fp16", "bf16" or "fp8", got \'BF16\''),
         (WRAP, "FSDP", 'be "ddp", "fsdp" or "deepspeed", got \'FSDP\''),
         (NUMBER, "0", "be an integer >= 1, got '0'"),
         (NUMBER, "2.0", "be an integer >= 1, got '2.0'"),
-        (NUMBER, "many", "be an integer >= 1, got 'many'"),
         (TIMEOUT, "0", "be a finite number > 0, in seconds, got '0'"),
-        (TIMEOUT, "nan", "be a finite number > 0, in seconds, got 'nan'"),
+        (TIMEOUT, "nan", "be a finite number > 0, .* got 'nan'"),
+        (TIMEOUT, "10min", "be a finite number > 0, .* got '10min'"),
         (MESH, "dp", "be axes and their sizes, each once, such as dp=-1,tp=2, got 'dp'"),
-        (
-            MESH,
-            "tp=2,tp=2",
-            "be axes and their sizes, each once, such as dp=-1,tp=2, got 'tp=2,tp=2'",
-        ),
-        (TIMEOUT, "10min", "be a finite number > 0, in seconds, got '10min'"),
+        (MESH, "tp=2,tp=2", "be axes and their sizes, each once, .*, got 'tp=2,tp=2'"),
     ],
 )
 def test_a_variable_that_cannot_be_is_refused(said, name, value, rule):
@@ -93,27 +86,26 @@ def test_the_precision_of_the_launch_is_that_of_with_amp(said):
 
 
 @pytest.mark.parametrize(
-    ("value", "strategy", "source"),
+    ("value", "same", "source"),
     [
-        ("fsdp", "make_fsdp", "fsdp from the launch"),
-        ("ddp", "make_ddp", "ddp from the launch"),
-        ("deepspeed", "make_zero", "deepspeed from the launch"),
-        (None, "make_ddp", "ddp since the launch sets no --wrap"),
+        ("fsdp", af.wrap_fsdp, "fsdp from the launch"),
+        ("ddp", af.wrap_ddp, "ddp from the launch"),
+        ("deepspeed", af.wrap_deepspeed, "deepspeed from the launch"),
+        (None, af.wrap_ddp, "ddp since the launch sets no --wrap"),
     ],
 )
-def test_replicas_or_shards_are_what_the_launch_says(said, value, strategy, source):
+def test_replicas_or_shards_are_what_the_launch_says(said, value, same, source):
     if value is not None:
         said(WRAP, value)
-    (slot,) = af.wrap()(make_plan()).strategy
-    assert slot.func.__name__ == strategy
+    (slot,), (expected,) = (recipe(make_plan()).strategy for recipe in (af.wrap(), same()))
+    assert slot.func is expected.func
     line = explained(af.wrap())["backward"]
     assert line == f"the mean over the global batch; wrap(), {source}, has nothing to do"
 
 
-@pytest.mark.parametrize("value", ["fsdp", "ddp", "deepspeed", None])
+@pytest.mark.parametrize("value", ["fsdp", "ddp", "deepspeed"])
 def test_what_the_launch_sets_is_named_by_wrap_where_two_own_the_parameters(said, value):
-    if value is not None:
-        said(WRAP, value)
+    said(WRAP, value)
     with pytest.raises(ValueError, match=r"leave out one of wrap and reproducible$"):
         af.build(af.DistState(), af.compose(af.wrap(), af.reproducible(4))(make_plan()))
 
@@ -210,6 +202,4 @@ def test_a_bad_variable_is_refused_when_the_transform_is_made(said, name, value,
 def test_a_transform_makes_the_same_of_the_same_plan(transform):
     plan = make_plan()
     first, second = transform(plan), transform(plan)
-    assert [getattr(first, name) for name in slot_names()] == [
-        getattr(second, name) for name in slot_names()
-    ]
+    assert repr(first) == repr(second)

@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.rng import exclusive_random
 from tests.support.processes import launch
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def generators_as_they_were():
-    with exclusive_random(CPU):
-        yield
 
 
 def drawn(state, **options):

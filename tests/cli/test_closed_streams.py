@@ -14,15 +14,6 @@ if os.environ["RANK"] == "1":
     raise SystemExit("the reason of rank 1")
 time.sleep(60)
 """
-STREAMS = """
-import os, sys
-from accel_fn.launcher.processes.worker import open_streams
-open_streams()
-text = str([os.open(os.devnull, os.O_RDONLY), *map(os.get_inheritable, range(3))])
-print("printed")
-print("an error", file=sys.stderr)
-open(sys.argv[1], "w").write(text)
-"""
 
 
 def shell(folder, command, closed):
@@ -32,31 +23,9 @@ def shell(folder, command, closed):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("closed", "stdout", "stderr"),
-    [
-        ("", "printed\n", "an error\n"),
-        (">&-", "", "an error\n"),
-        ("2>&-", "printed\nan error\n", ""),
-        (">&- 2>&-", "", ""),
-        ("<&- >&- 2>&-", "", ""),
-    ],
-)
-def test_streams_that_are_closed_are_opened(tmp_path, closed, stdout, stderr):
-    done = shell(tmp_path, [sys.executable, "-c", STREAMS, "seen"], closed)
-    assert (done.returncode, done.stdout, done.stderr) == (0, stdout, stderr)
-    number, *inherited = eval((tmp_path / "seen").read_text())
-    assert number > 2
-    assert inherited == [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("closed", "where"),
-    [
-        (">&-", "stderr"),
-        pytest.param("2>&-", "stdout", marks=pytest.mark.slow),
-        pytest.param("<&- >&- 2>&-", None, marks=pytest.mark.slow),
-    ],
+    ("closed", "where"), [(">&-", "stderr"), ("2>&-", "stdout"), ("<&- >&- 2>&-", None)]
 )
 def test_the_error_of_a_rank_is_the_last_line_of_a_launch_and_in_its_logs(tmp_path, closed, where):
     (tmp_path / "script.py").write_text(FAILS)

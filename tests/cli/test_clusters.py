@@ -92,13 +92,8 @@ CLUSTERS = {
 """The variables of the machine of a rank. Where these hold no port, the test gives one."""
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        pytest.param(each, marks=() if each == "SageMaker" else pytest.mark.slow)
-        for each in CLUSTERS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_launchers_of_a_cluster_meet_without_a_flag(launchers, tmp_path, cluster):
     port, folder = free_port(), tmp_path
     machines = [

@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_fn.cli.config import _prompt, choose_settings
-from accel_fn.launcher.machines.detect import Machine
-from accel_fn.launcher.settings.files import render
-from tests.support.launch_settings import TWO_GPUS, resolved, written
+from tests.support.launch_settings import TWO_GPUS, Machine, render, resolved, written
 
 
 def answering(**answers):
@@ -39,72 +37,45 @@ def test_the_defaults_are_what_a_launch_would_do_without_a_file(tmp_path_factory
     assert found.num_processes == resolved(machine=machine).settings.num_processes
 
 
-def test_processes_come_first_and_machines_last():
-    ask, asked = answering(num_machines=2, main_process_ip="node0")
-    choose_settings(ask, TWO_GPUS)
-    names = list(asked)
-    assert names[0] == "num_processes"
-    assert names[-4:] == ["num_machines", "machine_rank", "main_process_ip", "main_process_port"]
-
-
-def test_devices_are_named_where_there_are_more_than_processes():
-    ask, asked = answering(num_processes=1, gpu_ids=(1,))
-    settings = choose_settings(ask, TWO_GPUS)
-    assert (asked["gpu_ids"], asked["num_processes"]) == ("all", 2)
-    assert (settings.gpu_ids, settings.num_processes) == ((1,), 1)
-    ask, asked = answering()
-    assert choose_settings(ask, TWO_GPUS).num_processes == 2
-    assert "gpu_ids" not in asked
-
-
 @pytest.mark.parametrize(("num_processes", "default"), [(2, False), (3, True)])
 def test_more_processes_than_devices_are_for_the_cpu(num_processes, default):
     ask, asked = answering(num_processes=num_processes)
     assert choose_settings(ask, TWO_GPUS).cpu == asked["cpu"] == default
 
 
-def test_on_the_cpu_there_is_no_question_about_devices():
-    ask, asked = answering(num_processes=1, cpu=True)
-    assert choose_settings(ask, TWO_GPUS).cpu
-    assert "gpu_ids" not in asked
+LOCAL = ["mixed_precision", "num_microbatches"]
+AMONG_MACHINES = ["num_machines", "machine_rank", "main_process_ip", "main_process_port"]
+SEVERAL = {"num_machines": 2, "main_process_ip": "a"}
+NONE = Machine(num_cores=4, kind="", num_installed=0, num_devices=0)
+XPUS = Machine(num_cores=4, kind="XPU", num_installed=2, num_devices=2)
 
 
-def test_without_accelerators_there_is_no_question_about_the_cpu():
-    ask, asked = answering()
-    machine = Machine(num_cores=4, kind="", num_installed=0, num_devices=0)
-    assert choose_settings(ask, machine).num_processes == 1
-    assert not {"cpu", "gpu_ids"} & set(asked)
-
-
-def test_there_is_no_question_about_devices_that_cannot_be_named():
-    ask, asked = answering(num_processes=1)
-    machine = Machine(num_cores=4, kind="XPU", num_installed=2, num_devices=2)
-    assert choose_settings(ask, machine).num_processes == 1
-    assert asked["num_processes"] == 2
-    assert "gpu_ids" not in asked
-
-
-@pytest.mark.parametrize("num_machines", [1, 2])
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_wrap_is_a_question_only_for_several_ranks(num_processes, num_machines):
-    ask, asked = answering(
-        num_processes=num_processes, num_machines=num_machines, main_process_ip="a", wrap="fsdp"
-    )
-    settings = choose_settings(ask, TWO_GPUS)
-    several = num_processes * num_machines > 1
-    assert settings.num_processes == num_processes * num_machines
-    assert (asked.get("wrap"), settings.wrap) == (("ddp", "fsdp") if several else (None, None))
-
-
-def test_addresses_are_questions_only_for_several_machines():
-    several = {"machine_rank", "main_process_ip", "main_process_port"}
-    ask, asked = answering()
-    choose_settings(ask, TWO_GPUS)
-    assert not several & set(asked)
-    ask, asked = answering(num_machines=2, main_process_ip="node0")
-    settings = choose_settings(ask, TWO_GPUS)
-    assert several <= set(asked)
-    assert settings.num_processes == 4
+@pytest.mark.parametrize(
+    ("machine", "answers", "questions"),
+    [
+        (TWO_GPUS, {}, ["cpu", *LOCAL, "wrap", "num_machines"]),
+        (
+            TWO_GPUS,
+            {"num_processes": 1, "gpu_ids": (1,)},
+            ["cpu", "gpu_ids", *LOCAL, "num_machines"],
+        ),
+        (TWO_GPUS, {"num_processes": 1, "cpu": True}, ["cpu", *LOCAL, "num_machines"]),
+        (TWO_GPUS, SEVERAL, ["cpu", *LOCAL, "wrap", *AMONG_MACHINES]),
+        (NONE, {}, [*LOCAL, "num_machines"]),
+        (NONE, SEVERAL, [*LOCAL, *AMONG_MACHINES, "wrap"]),
+        (XPUS, {"num_processes": 1}, ["cpu", *LOCAL, "num_machines"]),
+    ],
+)
+def test_only_questions_that_are_open_are_asked(machine, answers, questions):
+    ask, asked = answering(**answers)
+    settings = choose_settings(ask, machine)
+    assert list(asked) == ["num_processes", *questions]
+    assert asked["num_processes"] == max(machine.num_devices, 1)
+    assert asked.get("gpu_ids", "all") == "all"
+    num_local = answers.get("num_processes", asked["num_processes"])
+    assert settings.num_processes == num_local * answers.get("num_machines", 1)
+    assert settings.gpu_ids == answers.get("gpu_ids")
+    assert (settings.wrap, settings.cpu) == (asked.get("wrap"), answers.get("cpu", False))
 
 
 def prompted(monkeypatch, capsys, machine, name, before, *typed):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_fn.launcher.processes import worker
 from tests.cli.commands import ROOT, run_python, surroundings
 from tests.cli.launchers import until
 
@@ -122,7 +121,7 @@ def test_ctrl_c_ends_a_launch_whenever_it_comes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.2, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("delay_s", [0.5, 2.0])
 def test_ctrl_c_ends_a_test_and_its_ranks_whenever_it_comes(tmp_path, delay_s):
     ended = interrupt(tmp_path, "test", delay_s=delay_s)
     assert ended == (130, "accel-fn test: stopped by Ctrl-C\n")
@@ -173,21 +172,6 @@ def test_ranks_that_still_start_print_nothing_on_ctrl_c(tmp_path, launchers, kin
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
     ended = launchers.run(tmp_path, "-n", 2, *target, PYTHONPATH=paths)
     assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
-
-
-@pytest.mark.parametrize("kind", ["command", "function"])
-def test_a_rank_without_a_launcher_prints_nothing(tmp_path, kind):
-    place = str(tmp_path / "gone")
-    given = str(os.getpid()), "", place, ""
-    call = f"from accel_fn.launcher.function.child import main; main(*{given!r})"
-    arguments = [worker.__file__, str(os.getpid()), "", "", "script", "script.py"]
-    ended = run_python(
-        tmp_path,
-        *(arguments if kind == "command" else ["-c", call]),
-        RANK="0",
-        TORCHELASTIC_ERROR_FILE=f"{place}/error.json",
-    )
-    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_a_command_that_ignores_ctrl_c_continues(tmp_path):

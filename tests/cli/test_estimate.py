@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.cli.commands import surroundings
+from tests.cli.commands import command, surroundings
 from tests.cli.terminal import Terminal
 
 SCRIPT = """
@@ -33,9 +33,8 @@ def script(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
-def test_the_command_prints_a_column_for_each_world_and_number_of_microbatches(launchers, script):
-    done = launchers.command(
+def test_the_command_prints_a_column_for_each_world_and_number_of_microbatches(script):
+    done = command(
         script, "estimate", "net.py:model", "--batch", "net:batch", "--loss", "net.py:loss",
         "-n", "1,2", "--num-microbatches", "1,3", "--device", "cpu",
     )  # fmt: skip
@@ -50,9 +49,17 @@ def test_the_command_prints_a_column_for_each_world_and_number_of_microbatches(l
 
 @pytest.mark.slow
 def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
-    command = [sys.executable, "-m", "accel_fn.cli", "estimate", "net.py:model", "-n", "1,2,4,8,16"]
+    estimate = [
+        sys.executable,
+        "-m",
+        "accel_fn.cli",
+        "estimate",
+        "net.py:model",
+        "-n",
+        "1,2,4,8,16",
+    ]
     environment = surroundings(script, TERM="xterm-256color", COLUMNS="80")
-    with Terminal(command, script, environment) as screen:
+    with Terminal(estimate, script, environment) as screen:
         screen.read_until("estimating, 0 of 5 done").read_until("ranks")
         assert screen.end() == 0
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.text).splitlines()
@@ -61,8 +68,8 @@ def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
     assert [line for line in lines if "estimating" not in line and len(line) > 80] == []
 
 
-def test_the_command_gives_bytes_to_programs(launchers, script):
-    done = launchers.command(
+def test_the_command_gives_bytes_to_programs(script):
+    done = command(
         script, "estimate", "net.py:model", "--optimizer", "SGD", "--json", "--mesh", "tp=1"
     )
     assert done.exit_code == 0, done.stderr
@@ -81,16 +88,16 @@ def test_the_command_gives_bytes_to_programs(launchers, script):
     }
 
 
-def test_mistakes_of_the_command_are_one_line(launchers, script):
-    done = launchers.command(script, "estimate", "net.py:modle")
+def test_mistakes_of_the_command_are_one_line(script):
+    done = command(script, "estimate", "net.py:modle")
     assert (done.exit_code, done.stdout) == (1, "")
     expected = (
         "Error: estimate: target must name something in net.py, got 'modle'; did you mean model?"
     )
     assert done.stderr.strip() == expected
-    done = launchers.command(script, "estimate", "net.py:model", "--mesh", "dp")
+    done = command(script, "estimate", "net.py:model", "--mesh", "dp")
     expected = "Error: estimate: mesh must be axes and their sizes, each once, such as dp=-1,tp=2, got 'dp'"
     assert done.stderr.strip() == expected
-    done = launchers.command(script, "estimate", "net.py:model", "-n", "1,none")
+    done = command(script, "estimate", "net.py:model", "-n", "1,none")
     assert done.exit_code == 2
     assert "'1,none' is not an integer >= 1, or several such as 1,8,64" in done.stderr

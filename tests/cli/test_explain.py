@@ -5,13 +5,10 @@ import re
 import subprocess
 import sys
 
-import click
 import pytest
 import torch
 
-from accel_fn.cli.explain import explain_target
-from accel_fn.cli.targets import load_target
-from tests.cli.commands import ROOT, run_command, surroundings
+from tests.cli.commands import ROOT, command, surroundings
 from tests.cli.terminal import Terminal
 
 TRAIN = """
@@ -52,32 +49,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("explain")
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "explain"
+    place.mkdir()
     (place / "train.py").write_text(TRAIN)
     (place / "sizes.py").write_text("NUM_INPUTS = 4\n")
     return place
 
 
-@pytest.fixture
-def here(folder, monkeypatch):
-    """Start in that folder with nothing of it imported, as the command does."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("train", "sizes"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield folder
-    for name in ("train", "sizes"):
-        sys.modules.pop(name, None)
+def explained(folder, *arguments, **variables):
+    """Run the command; return the lines that it prints."""
+    done = command(folder, "explain", *arguments, **variables)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout.splitlines()
 
 
-def test_the_command_prints_the_step_of_a_number_of_ranks(launchers, folder):
+def test_the_command_prints_the_step_of_a_number_of_ranks(folder):
     """The command runs in another folder than the file, and finds what the file imports."""
     target = f"{folder.name}/train.py:make_plan"
-    done = launchers.command(folder.parent, "explain", target, "-n", "4", "--device", "cuda:1")
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    assert explained(folder.parent, target, "-n", 4, "--device", "cuda:1") == [
         "one step on 4 ranks, cuda:1",
         "  model      place()",
         "  split      accumulate(2)",
@@ -101,172 +92,120 @@ _UNSAID = [
     "  forward    loss_fn(Linear, batch)",
     "  backward   the mean over the global batch, by wrap(), ddp since the launch sets no --wrap",
 ]
+_OF_ACCELERATE = (
+    "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "
+    "num_processes: 64, mixed_precision: bf16}"
+)
+_VARIABLES = {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "variables", "arguments", "first", "lines"),
     [
         ("tee: true", {}, ["-n", "2"], "2 ranks", _UNSAID),
         ("{wrap: fsdp, mixed_precision: bf16, num_microbatches: 3}", {}, ["-n", "2"], "2 ranks", _SAID),
-        ("{cpu: true, num_processes: 64, wrap: ddp, mixed_precision: bf16}",
-         {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}, [], "64 ranks, cpu", _SAID),
+        ("{cpu: true, num_processes: 64, wrap: ddp, mixed_precision: bf16}", _VARIABLES, [],
+         "64 ranks, cpu", _SAID),
         ("{cpu: true, num_processes: 64}", {}, ["-n", "2", "--device", "cuda:1"],
          "2 ranks, cuda:1", _UNSAID),
+        ("num_processes: 8", _VARIABLES, ["--config", "theirs.yaml"], "64 ranks, cpu", _SAID),
     ],
-    ids=["nothing", "file", "variables before the file", "arguments before the file"],
+    ids=["nothing", "file", "variables before the file", "arguments before the file", "accelerate's"],
 )  # fmt: skip
 def test_the_phases_follow_the_settings_of_a_launch_from_here(
-    launchers, folder, tmp_path, file, variables, arguments, first, lines
+    folder, tmp_path, file, variables, arguments, first, lines
 ):
     """The settings are those of the working folder, wherever the target is."""
     (tmp_path / "accel_fn.yaml").write_text(file)
-    target = f"{folder}/train.py:as_launched"
-    done = launchers.command(tmp_path, "explain", target, *arguments, **variables)
-    assert done.exit_code == 0, done.stderr
-    shown = done.stdout.splitlines()
+    (tmp_path / "theirs.yaml").write_text(_OF_ACCELERATE)
+    shown = explained(tmp_path, f"{folder}/train.py:as_launched", *arguments, **variables)
     assert shown[0].startswith(f"one step on {first}")
     assert {*lines} <= {*shown}
 
 
-def test_a_config_file_counts_as_in_a_launch(launchers, folder, tmp_path):
-    """The file may be one of accelerate's. Variables override it, and the nearest file is not
-    read."""
-    (tmp_path / "accel_fn.yaml").write_text("{num_processes: 8, tee: true}")
-    (tmp_path / "theirs.yaml").write_text(
-        "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "
-        "num_processes: 64, mixed_precision: bf16}"
-    )
-    target = f"{folder}/train.py:as_launched"
-    variables = {"ACCEL_FN_WRAP": "fsdp", "ACCEL_FN_NUM_MICROBATCHES": "3"}
-    done = launchers.command(tmp_path, "explain", target, "--config", "theirs.yaml", **variables)
-    assert done.exit_code == 0, done.stderr
-    shown = done.stdout.splitlines()
-    assert shown[0] == "one step on 64 ranks, cpu"
-    assert {*_SAID} <= {*shown}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--config", "no.yaml"], "Error: config: file must exist, got 'no.yaml'\n"),
-        ([], "accel_fn.yaml:1: wrap must be one of ddp, fsdp, deepspeed, got 'fdsp'\n"),
-    ],
-)
-def test_settings_that_a_launch_would_refuse_are_one_line(
-    launchers, folder, tmp_path, arguments, error
-):
-    (tmp_path / "accel_fn.yaml").write_text("wrap: fdsp\n")
-    done = launchers.command(tmp_path, "explain", f"{folder}/train.py:as_launched", *arguments)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("Error: ")
-    assert done.stderr.endswith(error)
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_on_a_terminal_phases_wrap_at_words_and_hang(folder):
-    command = [sys.executable, "-m", "accel_fn.cli", "explain", "train.py:make_plan"]
+    explain = [sys.executable, "-m", "accel_fn.cli", "explain", "train.py:make_plan"]
     with Terminal(
-        [*command, "-n", "2", "--device", "cpu"], folder, surroundings(folder, COLUMNS="50")
+        [*explain, "-n", "2", "--device", "cpu"], folder, surroundings(folder, COLUMNS="50")
     ) as screen:
         assert screen.end() == 0
     lines = screen.text.splitlines()
     assert max(map(len, lines)) <= 50
-    hanging = [line for line in lines if re.match(" {13}[^ ]", line)]
-    assert hanging
-    whole = " ".join(screen.text.split())
-    assert "update SGD(lr=0.5), 2 parameter tensors, 5 numbers" in whole
+    assert [line for line in lines if re.match(" {13}[^ ]", line)]
+    assert "update SGD(lr=0.5), 2 parameter tensors, 5 numbers" in " ".join(screen.text.split())
 
 
-def test_programs_get_the_phases_of_a_plan_in_a_module(here, capsys):
-    explain_target("train:Recipes.simple", 1, None, as_json=True)
-    shown = json.loads(capsys.readouterr().out)
+def test_programs_get_the_phases_of_a_plan_in_a_module(folder):
+    shown = json.loads("\n".join(explained(folder, "train:Recipes.simple", "-n", 1, "--json")))
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    assert shown["num_processes"] == 1
-    assert shown["mesh"] == {"dp": 1}
+    assert (shown["num_processes"], shown["mesh"]) == (1, {"dp": 1})
     assert shown["device"] == str(accelerator or "cpu")
     assert shown["phases"]["backward"] == (
         "the mean over the global batch; wrap_ddp() has nothing to do"
     )
-    assert shown["phases"]["update"] == "SGD(lr=0.5), 2 parameter tensors, 5 numbers"
     assert list(shown["phases"]) == [
         "model", "split", "weigh", "place", "forward", "backward", "gradients", "update",
     ]  # fmt: skip
 
 
-def test_the_mesh_is_that_of_the_option_else_of_the_launch(here, capsys, monkeypatch):
-    monkeypatch.setenv("ACCEL_FN_MESH", "dp=-1,tp=4")
-    explain_target("train:make_plan", 8, "cpu", as_json=False)
-    assert capsys.readouterr().out.startswith("one step on 8 ranks (dp 2 x tp 4), cpu\n")
-    explain_target("train:make_plan", 8, "cpu", mesh="dp=4,tp=2", as_json=True)
-    assert json.loads(capsys.readouterr().out)["mesh"] == {"dp": 4, "tp": 2}
-    with pytest.raises(
-        click.ClickException, match="explain: mesh must have sizes that divide the nu"
-    ):
-        explain_target("train:make_plan", 6, "cpu", mesh="dp=-1,tp=4", as_json=False)
-    with pytest.raises(
-        click.ClickException, match=r"mesh must be axes \(pp, dp, cp, tp\) with sizes"
-    ):
-        explain_target("train:make_plan", 6, "cpu", mesh="ep=4", as_json=False)
+def test_the_mesh_is_that_of_the_option_else_of_the_launch(folder):
+    given = ["train.py:make_plan", "--device", "cpu", "-n"]
+    lines = explained(folder, *given, 8, ACCEL_FN_MESH="dp=-1,tp=4")
+    assert lines[0] == "one step on 8 ranks (dp 2 x tp 4), cpu"
+    lines = explained(folder, *given, 8, "--mesh", "dp=4,tp=2", ACCEL_FN_MESH="dp=-1,tp=4")
+    assert lines[0] == "one step on 8 ranks (dp 4 x tp 2), cpu"
 
 
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("train.py", "target must be FILE.py:NAME or MODULE:NAME, got 'train.py'"),
-        ("train.py:", "target must be FILE.py:NAME or MODULE:NAME, got 'train.py:'"),
-        ("trian.py:make_plan", "target must name a file that is there, got 'trian.py'"),
-        ("trian:make_plan", "target must name a module that can be imported from here, got 'trian'"),
-        ("train.py:make_plam", "target must name something in train.py, got 'make_plam'; did you mean"),
-        ("train.py:Recipes.simpel", "got 'simpel'; did you mean simple?"),
-        ("train.py:number", "target must name a Plan, or a function that gives one, got 'train.py:number "),
-        ("train.py:needs_more", "got 'train.py:needs_more'; missing a required argument: 'plan'"),
-        ("train.py:Recipes", "got 'train.py:Recipes (Recipes)'"),
+        (["train.py"], "target must be FILE.py:NAME or MODULE:NAME, got 'train.py'"),
+        (["train.py:"], "target must be FILE.py:NAME or MODULE:NAME, got 'train.py:'"),
+        (["trian.py:make_plan"], "target must name a file that is there, got 'trian.py'"),
+        (["trian:make_plan"], "target must name a module that can be imported from here, got 'trian'"),
+        (["./train:make_plan"], "got './train'; ./train.py is a file: write ./train.py:NAME"),
+        (["train.py:make_plam"], "target must name something in train.py, got 'make_plam'; did you mean"),
+        (["train.py:Recipes.simpel"], "got 'simpel'; did you mean simple?"),
+        (["train.py:number"], "target must name a Plan, or a function that gives one, got 'train.py:number "),
+        (["train.py:needs_more"], "got 'train.py:needs_more'; missing a required argument: 'plan'"),
+        (["train.py:Recipes"], "got 'train.py:Recipes (Recipes)'"),
+        (["train.py:make_plan", "--device", "gpu"], "device must be torch's, got 'gpu'"),
+        (["train.py:make_plan", "-n", 6, "--mesh", "dp=-1,tp=4"], "mesh must have sizes that divide the"),
+        (["train.py:make_plan", "--mesh", "ep=4"], "mesh must be axes (pp, dp, cp, tp) with sizes"),
+        (["train.py:make_plan", "--config", "no.yaml"], "config: file must exist, got 'no.yaml'"),
     ],
 )  # fmt: skip
-def test_a_target_that_is_no_plan_is_one_line(here, target, text):
-    with pytest.raises(click.ClickException) as caught:
-        explain_target(target, 1, "cpu", as_json=False)
-    assert caught.value.message.startswith("explain: ")
-    assert text in caught.value.message
+def test_what_cannot_be_explained_is_one_line(folder, target, text):
+    done = command(folder, "explain", *target)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: ")
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
-def test_a_device_that_torch_does_not_know_is_one_line(here):
-    with pytest.raises(click.ClickException, match="explain: device must be torch's, got 'gpu'"):
-        explain_target("train.py:make_plan", 1, "gpu", as_json=False)
-
-
-def test_what_the_users_code_raises_is_shown_with_its_line(launchers, folder):
-    done = launchers.command(folder, "explain", "train.py:fails")
+def test_what_the_users_code_raises_is_shown_with_its_line(folder):
+    (folder / "broken.py").write_text("import no_such_thing\n")
+    done = command(folder, "explain", "train.py:fails")
     assert done.exit_code == 1
     assert f'File "{(folder / "train.py").resolve()}", line' in done.stderr
     assert done.stderr.rstrip().endswith("LookupError: no data here")
-
-
-def test_a_module_that_misses_another_raises_its_error(here):
-    (here / "broken.py").write_text("import no_such_thing\n")
     for target in ("broken:plan", "broken.py:plan"):
-        with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_thing'"):
-            load_target(target, "explain")
+        error = command(folder, "explain", target).stderr
+        assert "ModuleNotFoundError: No module named 'no_such_thing'" in error
 
 
-def test_a_file_with_the_name_of_a_module_replaces_none(here):
-    (here / "json.py").write_text("plan = 'of the file'\n")
-    assert load_target("json.py:plan", "explain") == "of the file"
+def test_a_file_with_the_name_of_a_module_replaces_none(folder):
+    (folder / "json.py").write_text(TRAIN)
+    assert explained(folder, "json.py:make_plan")[-1].endswith("2 parameter tensors, 5 numbers")
     assert sys.modules["json"] is json
-
-
-def test_a_file_given_as_a_module_gets_a_repair(here):
-    with pytest.raises(ValueError, match=r"got './train'; ./train.py is a file: write ./train.py:"):
-        load_target("./train:make_plan", "explain")
 
 
 def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
     """A real bash runs the line that the documentation gives."""
-    command = tmp_path / "accel-fn"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n')
-    command.chmod(0o755)
+    program = tmp_path / "accel-fn"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n')
+    program.chmod(0o755)
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     script = """
         PATH="$PWD:$PATH"
@@ -297,10 +236,3 @@ def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
     of_names, of_files = done.stdout.splitlines()[:3], done.stdout.splitlines()[3:]
     assert of_names == ["launch", "env estimate export explain", "--device"]
     assert of_files == ["as bash completes files", ""] * 4
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_gets_a_script(tmp_path, shell):
-    done = run_command(tmp_path, _ACCEL_FN_COMPLETE=f"{shell}_source")
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"_ACCEL_FN_COMPLETE={shell}_complete", done.stdout)

@@ -6,18 +6,16 @@ import ast
 import inspect
 import json
 import re
-import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator, PartialState
-from click.testing import CliRunner
 
 import accel_fn as af
-from accel_fn.cli.migrate import migrate
 from accel_fn.cli.migration.table import DIFFERENCES, TABLE
-from tests.cli.commands import ROOT, run_python
+from tests.cli.commands import ROOT, command, run_command, run_python
 
 SCRIPTS = Path(__file__).parent / "migrate"
 RENAMED = {
@@ -29,8 +27,9 @@ MOVED = ("accumulation", "checkpointing", "metrics", "early_stopping")
 
 
 def printed(*arguments: object) -> str:
-    done = CliRunner().invoke(migrate, [str(each) for each in arguments])
-    assert done.exit_code == 0, done.output
+    with tempfile.TemporaryDirectory() as folder:
+        done = command(Path(folder), "migrate", *arguments)
+    assert done.exit_code == 0, done.stderr
     return done.stdout
 
 
@@ -91,10 +90,6 @@ def test_what_is_printed_stands_in_the_program_that_follows(name):
             assert "..." in text or all(each in moved for each in text.splitlines()), use
     assert all(each in moved for each in found["recipe"])
     assert "accelerate" not in moved
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_lines_fit_a_terminal(name):
     assert max(map(len, printed(SCRIPTS / f"{name}.py").splitlines())) <= 80
 
 
@@ -106,32 +101,29 @@ def test_every_name_of_an_accelerator_has_a_row():
 
 
 def test_rows_name_what_accel_fn_has():
-    texts = [f"{row.replacement} {row.why} {row.transform}" for row in TABLE.values()]
-    assert set(re.findall(r"\baf\.(\w+)", " ".join(texts))) <= set(af.__all__)
+    assert set(re.findall(r"\baf\.(\w+)", " ".join(texts_of_rows()))) <= set(af.__all__)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_texts_of_a_row_can_be_filled(name):
-    values = defaultdict(str)
-    row = TABLE[name]
-    for text in (row.replacement or "", row.why, row.transform):
-        assert "{" not in text.format_map(values).replace("extras={", "")
+def texts_of_rows():
+    return [
+        text for row in TABLE.values() for text in (row.replacement or "", row.why, row.transform)
+    ]
 
 
-def calls_of_rows():
-    """The calls of accel_fn in the table whose arguments are written out, each with its name."""
-    for row in TABLE.values():
-        for text in (row.replacement or "", row.why, row.transform):
-            for name, arguments in re.findall(r"\baf\.(\w+)\(([^()]*)\)", text):
-                if "..." not in arguments:
-                    yield name, re.sub(r"{\w+}", "x", arguments.replace("{init}", ""))
+def test_texts_of_rows_can_be_filled():
+    for text in texts_of_rows():
+        assert "{" not in text.format_map(defaultdict(str)).replace("extras={", "")
 
 
-@pytest.mark.parametrize(("name", "arguments"), sorted(set(calls_of_rows())))
-def test_calls_of_rows_fit_the_signatures(name, arguments):
-    call = ast.parse(f"{name}({arguments})", mode="eval").body
-    keywords = {each.arg: None for each in call.keywords}
-    inspect.signature(getattr(af, name)).bind(*call.args, **keywords)
+def test_calls_of_rows_fit_the_signatures():
+    """Calls of accel_fn in the table whose arguments are written out."""
+    for text in texts_of_rows():
+        for name, arguments in re.findall(r"\baf\.(\w+)\(([^()]*)\)", text):
+            if "..." not in arguments:
+                filled = re.sub(r"{\w+}", "x", arguments.replace("{init}", ""))
+                call = ast.parse(f"{name}({filled})", mode="eval").body
+                keywords = {each.arg: None for each in call.keywords}
+                inspect.signature(getattr(af, name)).bind(*call.args, **keywords)
 
 
 def test_differences_are_those_of_the_page():
@@ -331,15 +323,6 @@ def test_autocast_in_a_loop_that_trains_goes(tmp_path):
     assert "af.autocast" not in printed(path)
 
 
-@pytest.mark.parametrize(
-    ("seed", "is_printed"),
-    [("3", True), ("3, device_specific=True", False), ("3 + accelerator.process_index", False)],
-)
-def test_equal_seeds_are_a_row_where_they_are_equal(seed, is_printed, tmp_path):
-    text = f"from accelerate.utils import set_seed\nset_seed({seed})"
-    assert ("row 16:" in lines_of(tmp_path, text)) == is_printed
-
-
 def test_rows_that_need_accumulation_are_not_printed_without_it(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(BY_HAND.replace("if i % 4 == 0", "if True").replace(" / 4", ""))
@@ -347,27 +330,25 @@ def test_rows_that_need_accumulation_are_not_printed_without_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "row"),
+    ("text", "row", "is_met"),
     [
-        ("other = Accelerator()", 22),
-        ("m, o = accelerator.prepare(m, sched)\nn = accelerator.num_processes", 10),
-        ("x = accelerator.wait_for_everyone()", 23),
+        ("other = Accelerator()", 22, True),
+        ("from accelerate import PartialState\nother = PartialState()", 22, False),
+        ("accelerator = Accelerator()", 22, False),
+        ("m, o = accelerator.prepare(m, sched)\nn = accelerator.num_processes", 10, True),
+        ("n = accelerator.num_processes", 10, False),
+        ("x = accelerator.wait_for_everyone()", 23, True),
+        ("from accelerate.utils import set_seed\nset_seed(3)", 16, True),
+        ("from accelerate.utils import set_seed\nset_seed(3, device_specific=True)", 16, False),
+        (
+            "from accelerate.utils import set_seed\nset_seed(3 + accelerator.process_index)",
+            16,
+            False,
+        ),
     ],
 )
-def test_a_row_is_printed_where_the_script_meets_it(text, row, tmp_path):
-    assert f"row {row}:" in lines_of(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "row"),
-    [
-        ("from accelerate import PartialState\nother = PartialState()", 22),
-        ("accelerator = Accelerator()", 22),
-        ("n = accelerator.num_processes", 10),
-    ],
-)
-def test_a_row_is_not_printed_where_the_script_does_not_meet_it(text, row, tmp_path):
-    assert f"row {row}:" not in lines_of(tmp_path, text)
+def test_a_row_is_printed_where_the_script_meets_it(text, row, is_met, tmp_path):
+    assert (f"row {row}:" in lines_of(tmp_path, text)) == is_met
 
 
 def test_reasons_and_rows_are_printed_where_they_come_first(tmp_path):
@@ -387,50 +368,25 @@ def test_lines_are_counted(tmp_path):
     assert "\n1 of 4 lines go, 2 are replaced.\n" in text
 
 
-def failed(*arguments: object) -> str:
-    done = CliRunner().invoke(migrate, [str(each) for each in arguments])
-    assert done.exit_code != 0
-    return done.stderr
-
-
-def test_a_script_without_accelerate_is_refused(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("import torch\naccelerator = torch.device('cpu')\n")
-    assert re.search(
-        r"^Error: migrate: script must import accelerate, got '.*script\.py'; .*from-ddp\.md",
-        failed(path),
-    )
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (b"import accelerate\ndef (:\n", r"must be Python, got .*script\.py, whose line 2 is not"),
-        (b"import accelerate\nx = '\xff'\n", r"must be text, got .*script\.py: .*decode"),
-        (b"# coding: none\nimport accelerate\n", r"must be text, got .*script\.py: unknown enc"),
+        (b"import torch\naccelerator = torch.device('cpu')\n", r"import accelerate, got .*; .*from-ddp\.md"),
+        (b"import accelerate\ndef (:\n", r"be Python, got .*script\.py, whose line 2 is not"),
+        (b"import accelerate\nx = '\xff'\n", r"be text, got .*script\.py: .*decode"),
+        (b"# coding: none\nimport accelerate\n", r"be text, got .*script\.py: unknown enc"),
     ],
-)
-def test_a_file_that_is_no_python_is_refused(source, expected, tmp_path):
-    path = tmp_path / "script.py"
-    path.write_bytes(source)
-    assert re.search(f"^Error: migrate: script {expected}", failed(path))
+)  # fmt: skip
+def test_what_cannot_be_migrated_is_refused(source, expected, tmp_path):
+    (tmp_path / "script.py").write_bytes(source)
+    done = command(tmp_path, "migrate", "script.py")
+    assert done.exit_code == 1
+    assert re.search(f"^Error: migrate: script must {expected}", done.stderr)
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    assert "File 'none.py' does not exist" in failed("none.py")
-
-
-def test_without_libcst_the_extra_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    monkeypatch.delitem(sys.modules, "accel_fn.cli.migration.read", raising=False)
-    monkeypatch.delitem(sys.modules, "accel_fn.cli.migration.facts", raising=False)
+def test_without_libcst_the_extra_is_named(tmp_path):
+    (tmp_path / "libcst.py").write_text("raise ModuleNotFoundError(name='libcst')\n")
     (tmp_path / "script.py").touch()
-    assert re.search(
-        r'^Error: migrate: libcst must be installed .* pip install "\.\[migrate\]"$',
-        failed(tmp_path / "script.py"),
-        re.MULTILINE,
-    )
-
-
-def test_help_has_an_example():
-    assert "Example: accel-fn migrate train.py" in CliRunner().invoke(migrate, ["--help"]).stdout
+    done = run_command(tmp_path, "migrate", "script.py", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    words = r'^Error: migrate: libcst must be installed .* pip install "\.\[migrate\]"$'
+    assert re.search(words, done.stderr, re.MULTILINE)

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from tests.cli.commands import run_command
+from tests.cli.commands import command
 
 
 def new(folder, name="train.py", num_epochs=2):
     """Write the program into a folder; let it train for so many epochs."""
-    done = run_command(folder, "new", name)
-    assert done.returncode == 0, done.stderr
+    done = command(folder, "new", name)
+    assert done.exit_code == 0, done.stderr
     lines = f"Wrote {name}.\nNext: accel-fn launch {name}\n"
     assert done.stdout == lines
     set_epochs(folder / name, num_epochs)
@@ -60,20 +60,17 @@ def test_it_is_short_and_names_itself(tmp_path):
     assert "accel-fn launch -n 2 --cpu my_train.py" in lines
 
 
-def test_its_plan_can_be_explained(launchers, tmp_path):
+def test_its_plan_can_be_explained(tmp_path):
     new(tmp_path)
-    ended = launchers.command(tmp_path, "explain", "train.py:make_plan", "-n", 2, "--device", "cpu")
+    ended = command(tmp_path, "explain", "train.py:make_plan", "-n", 2, "--device", "cpu")
     assert ended.stdout.startswith("one step on 2 ranks, cpu\n"), ended.stderr
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "train.py").write_text("mine\n")
-    done = run_command(tmp_path, "new", "train.py")
-    assert (done.returncode, done.stderr) == (1, "Error: train.py exists; name another file\n")
+    done = command(tmp_path, "new", "train.py")
+    assert (done.exit_code, done.stderr) == (1, "Error: train.py exists; name another file\n")
     assert (tmp_path / "train.py").read_text() == "mine\n"
-
-
-def test_a_folder_that_is_not_there_is_one_line(tmp_path):
-    done = run_command(tmp_path, "new", "no/train.py")
+    done = command(tmp_path, "new", "no/train.py")
     error = "Error: no/train.py cannot be written: No such file or directory\n"
-    assert (done.returncode, done.stderr) == (1, error)
+    assert (done.exit_code, done.stderr) == (1, error)

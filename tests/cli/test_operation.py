@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from itertools import product
 
 import pytest
 
@@ -18,11 +17,11 @@ from tests.cli.test_machines import _WAITING, start_two
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c")]
 
 _KILL, _TERM, _INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
-_PAIRS = [(_KILL, _KILL), (_KILL, _TERM), (_TERM, _KILL), (_TERM, _TERM), (_INT, _KILL)]
 
 
 @pytest.mark.parametrize(
-    ("order", "numbers", "gap_s"), [*product([(0, 1), (1, 0)], _PAIRS, [0, 0.5])]
+    ("order", "numbers", "gap_s"),
+    [((0, 1), (_KILL, _KILL), 0), ((1, 0), (_KILL, _TERM), 0.5), ((0, 1), (_INT, _KILL), 0.5)],
 )
 def test_two_launchers_that_end_in_any_order_leave_nothing(
     launchers, tmp_path, order, numbers, gap_s
@@ -38,33 +37,20 @@ def test_two_launchers_that_end_in_any_order_leave_nothing(
     gone(pids)
 
 
-def test_a_hundred_launches_in_a_row_leave_nothing(launchers, tmp_path):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    for number in range(100):
-        script = f"import os; os.write(1, b'{number} of ' + os.environ['RANK'].encode() + b' ')"
-        ended = launchers.run(tmp_path, "-n", 2, "script.py", script=script, TMPDIR=str(temporary))
-        assert (ended.exit_code, ended.stderr) == (0, "")
-        assert ended.stdout.count(f"{number} of ") == 2
-    assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.parametrize(("fails", "code"), [(False, 0), (True, 137)])
-def test_eight_ranks_are_a_world_and_end_together(launchers, tmp_path, fails, code):
-    script = f"""
+def test_eight_ranks_are_a_world_and_end_together(launchers, tmp_path):
+    script = """
         import os, signal
         import accel_fn as af
         state = af.init(device="cpu")
-        os.write(1, f"pid {{os.getpid()}} sum {{af.reduce_sum(state.rank, state)}}\\n".encode())
-        if {fails} and state.rank == 5:
+        os.write(1, f"pid {os.getpid()} sum {af.reduce_sum(state.rank, state)}\\n".encode())
+        if state.rank == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         af.barrier(state)
     """
     ended = launchers.run(tmp_path, "-n", 8, "--cpu", "script.py", script=script)
-    assert ended.exit_code == code, ended.stderr
+    assert ended.exit_code == 137, ended.stderr
     assert ended.stdout.count(" sum 28\n") == 8
-    if fails:
-        assert ended.last_lines[-1] == "SIGKILL: often out of memory"
+    assert ended.last_lines[-1] == "SIGKILL: often out of memory"
     gone([line.split()[1] for line in ended.stdout.splitlines()])
 
 
@@ -114,17 +100,3 @@ def test_ctrl_z_stops_the_launcher_alone_and_the_run_resumes_with_it(tmp_path, k
         if after:
             screen.read_until(f"code {after}\n")
         gone(pids)
-
-
-def test_ctrl_c_in_a_shell_ends_all_ranks(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import os, time\nos.write(1, f'up {os.getpid()}\\n'.encode())\ntime.sleep(600)\n"
-    )
-    command = f"{sys.executable} -m accel_fn.cli launch -n 8 script.py"
-    with shell(tmp_path) as screen:
-        screen.type(f"{command}; echo code $?\n")
-        for _ in range(8):
-            screen.read_until("up ")
-        screen.read_until("\n").type("\x03")
-        screen.read_until("accel-fn launch: stopped by Ctrl-C\n").read_until("code 130\n")
-        gone(re.findall(r"up (\d+)\n", screen.text))

@@ -69,6 +69,7 @@ def found_by_a_stranger(folder, found):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone may become another user")
 def test_another_user_reaches_nothing_of_a_launch(launchers, tmp_path):
     launch = launchers.start(tmp_path, "-n", 2, "--cpu", "script.py", script=SCRIPT)
@@ -80,23 +81,24 @@ def test_another_user_reaches_nothing_of_a_launch(launchers, tmp_path):
     assert (ended.exit_code, ended.stdout) == (0, "2\n2\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("runtime", [True, False])
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_folder_of_the_store_is_of_this_user_alone_and_is_removed(
-    launchers, tmp_path, runtime, kill
+    launchers, tmp_path, variable, kill
 ):
     own = tmp_path / "own"
     own.mkdir()
-    where = {"XDG_RUNTIME_DIR": str(own)} if runtime else {"TMPDIR": str(own)}
-    launch = launchers.start(tmp_path, "-n", 2, "--cpu", "script.py", script=SCRIPT, **where)
-    until(lambda: (tmp_path / "found.json").exists() or None, lambda: "a world")
-    store = Path(json.loads((tmp_path / "found.json").read_text())["ACCEL_FN_STORE"])
-    assert store.exists()
+    script = """
+        import os, time
+        print("store", os.environ["ACCEL_FN_STORE"], flush=True)
+        while not os.path.exists("go on"): time.sleep(0.01)
+    """
+    launch = launchers.start(tmp_path, "--cpu", "script.py", script=script, **{variable: str(own)})
+    store = Path(launch.printed(r"store (\S+)\n")[0])
     assert store.parents[1] == own
     assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700
     if kill:
-        os.kill(launch.pid, signal.SIGKILL)
+        launch.kill(signal.SIGKILL)
     else:
         (tmp_path / "go on").touch()
         assert launch.wait().exit_code == 0

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from accel_fn.cli.output import readable_seconds
-from tests.cli.commands import surroundings
+from tests.cli.commands import command, surroundings
 from tests.cli.terminal import Terminal
 from tests.observe.histories import History
 
@@ -38,8 +37,8 @@ def runs(tmp_path):
     return tmp_path
 
 
-def test_one_run_shows_where_its_time_went_and_its_values(launchers, runs):
-    done = launchers.command(runs, "report", "runs/b")
+def test_one_run_shows_where_its_time_went_and_its_values(runs):
+    done = command(runs, "report", "runs/b")
     assert (done.exit_code, done.stderr) == (0, "")
     first, second, _, *rest = done.stdout.splitlines()
     assert first == "runs/b: 70 steps, 1 restart, 1 skipped update"
@@ -75,12 +74,12 @@ def test_one_run_shows_where_its_time_went_and_its_values(launchers, runs):
     ],
     ids=str,
 )
-def test_runs_are_compared_in_a_table_that_sorts_by_any_column(launchers, runs, options, order):
+def test_runs_are_compared_in_a_table_that_sorts_by_any_column(runs, options, order):
     paths = [f"runs/{name}" for name in WAITS]
     if "validation/loss" in options:
         log = runs / "runs" / "a" / "log.jsonl"
         log.write_text(re.sub(r', "validation/loss": 2.0', "", log.read_text()))
-    done = launchers.command(runs, "report", *paths, *options)
+    done = command(runs, "report", *paths, *options)
     assert (done.exit_code, done.stderr) == (0, "")
     heading, *rows = done.stdout.splitlines()
     assert heading.split()[:3] == ["run", "step", "loss"]
@@ -88,15 +87,15 @@ def test_runs_are_compared_in_a_table_that_sorts_by_any_column(launchers, runs, 
     assert [row.removeprefix("runs/")[0] for row in rows] == [*order]
 
 
-def test_a_column_is_added_by_its_name(launchers, runs):
-    done = launchers.command(runs, "report", "runs/b", "--column", "validation/loss")
+def test_a_column_is_added_by_its_name(runs):
+    done = command(runs, "report", "runs/b", "--column", "validation/loss")
     heading, row = done.stdout.splitlines()
     assert heading.split()[:4] == ["run", "step", "loss", "validation/loss"]
     assert row.split()[:4] == ["runs/b", "70", "50.01", "2"]
 
 
-def test_json_has_the_seconds_of_each_category(launchers, runs):
-    done = launchers.command(runs, "report", "runs/b", "--json")
+def test_json_has_the_seconds_of_each_category(runs):
+    done = command(runs, "report", "runs/b", "--json")
     [found] = json.loads(done.stdout)
     assert found["run"] == "runs/b"
     assert (found["step"], found["restarts"], found["skipped_updates"]) == (70, 1, 1)
@@ -107,9 +106,9 @@ def test_json_has_the_seconds_of_each_category(launchers, runs):
 
 def test_a_terminal_of_80_columns_shows_every_heading_on_one_line(runs):
     paths = [f"runs/{name}" for name in WAITS]
-    command = [sys.executable, "-m", "accel_fn.cli", "report", *paths]
+    report = [sys.executable, "-m", "accel_fn.cli", "report", *paths]
     environment = surroundings(runs, TERM="xterm-256color", COLUMNS="80")
-    with Terminal(command, runs, environment) as screen:
+    with Terminal(report, runs, environment) as screen:
         assert screen.end() == 0
         lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.text).splitlines()
     assert max(map(len, lines)) <= 80
@@ -117,23 +116,23 @@ def test_a_terminal_of_80_columns_shows_every_heading_on_one_line(runs):
     assert [line.split() for line in lines if "goodput" in line] == [headings]
 
 
-def test_a_path_without_a_log_is_named_beside_the_others(launchers, runs):
+def test_a_path_without_a_log_is_named_beside_the_others(runs):
     (runs / "runs" / "empty").mkdir()
-    done = launchers.command(runs, "report", "runs/a", "runs/empty", "runs/b")
+    done = command(runs, "report", "runs/a", "runs/empty", "runs/b")
     assert (done.exit_code, done.stderr) == (0, "report: no log in runs/empty\n")
     assert len(done.stdout.splitlines()) == 3
 
 
-def test_mistakes_are_one_line(launchers, runs):
-    done = launchers.command(runs, "report", "runs")
+def test_mistakes_are_one_line(runs):
+    done = command(runs, "report", "runs")
     assert done.exit_code == 1
     assert done.stderr == "Error: report: no log in runs; its folders have one: use runs/*\n"
-    done = launchers.command(runs, "report", "runs/a", "--sort", "los")
+    done = command(runs, "report", "runs/a", "--sort", "los")
     rule = "must be a column of the table or a value that a run has logged"
     assert done.stderr == f"Error: report: sort {rule}, got 'los'; did you mean loss?\n"
-    done = launchers.command(runs, "report", "runs/a", "--column", "xyz")
+    done = command(runs, "report", "runs/a", "--column", "xyz")
     assert f"report: column {rule}, got 'xyz'; use one of run, step, " in done.stderr
-    done = launchers.command(runs, "report", "runs/a", "--descending")
+    done = command(runs, "report", "runs/a", "--descending")
     assert done.exit_code == 2
     assert "--descending needs --sort COLUMN" in done.stderr
 
@@ -151,5 +150,8 @@ def test_mistakes_are_one_line(launchers, runs):
         (100_000, "1 d 4 h"),
     ],
 )
-def test_a_length_of_time_has_two_units(seconds, text):
-    assert readable_seconds(seconds) == text
+def test_a_length_of_time_has_two_units(tmp_path, seconds, text):
+    lines = [{"step": step, "time": step * seconds, "loss": 1.0} for step in range(2)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, [*lines, {}])))
+    done = command(tmp_path, "report", "log.jsonl")
+    assert f": that share of {text} went into" in done.stdout

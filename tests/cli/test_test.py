@@ -5,33 +5,14 @@ import math
 import shutil
 import subprocess
 import sys
-import textwrap
+from dataclasses import replace
 
 import pytest
-import torch
 
 import accel_fn as af
-from accel_fn.base import weights
-from accel_fn.data.indexed.indexed_source import IndexedSource
-from accel_fn.step import grads as grads_module
-from accel_fn.step import loop, metric_sums, update
-from accel_fn.step.global_mean import GlobalMean
 from accel_fn.testing import promises, simulate
 from accel_fn.testing.outcomes import NOT_RUN, Outcome, merge
-from accel_fn.testing.promises import check_promises
-from accel_fn.transforms import clip, ddp
-from accel_fn.transforms.fsdp import fsdp
-from accel_fn.transforms.schedule.advance import Schedule
-from tests.cli.commands import ROOT, run_command, surroundings
-
-TRAINING = {
-    "W ranks train as one",
-    "shards train as one",
-    "micro-batches change nothing",
-    "tokens of all ranks have equal weights",
-    "a loss scale changes nothing",
-    "training through shard_loader is training through the loader",
-}
+from tests.cli.commands import ROOT, command, surroundings
 
 
 @pytest.mark.parametrize(
@@ -39,151 +20,130 @@ TRAINING = {
 )
 def test_every_promise_holds_in_every_world(world_size):
     """Some batches have fewer samples than three or five ranks."""
-    for report in simulate(check_promises, world_size=world_size, timeout_s=100):
+    for report in simulate(promises.check_promises, world_size=world_size, timeout_s=100):
         assert (report.world_size, report.device) == (world_size, "cpu")
         assert [each for each in report.outcomes if not each.holds] == []
         assert len(report.outcomes) == 15
 
 
-def broken(**outcomes):
-    """Return the promises that two ranks find broken together."""
-    reports = simulate(check_promises, world_size=2, timeout_s=100)
-    accept = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
-    assert not any(verdict.error for verdict in accept)
-    return {verdict.promise for verdict in accept if not verdict.holds}
+def reporting(change_report):
+    """Return a `build` whose steps give other reports."""
+
+    def build(state, plan):
+        state, step = af.build(state, plan)
+
+        def changed(state, batch):
+            state, report = step(state, batch)
+            return state, replace(report, **change_report(report))
+
+        return state, changed
+
+    return build
 
 
-def test_a_mean_of_means_is_found(monkeypatch):
-    monkeypatch.setattr(GlobalMean, "share", lambda mean, weight: 1.0)
-    assert broken() >= TRAINING
+class StartsOver:
+    """A loader whose epochs do not know where a run has stopped."""
+
+    def __init__(self, loader, state):
+        self.loader = af.shard_loader(loader, state)
+
+    def epochs(self, num_epochs, since=None):
+        return self.loader.epochs(num_epochs)
 
 
-def test_gradients_that_are_wrong_by_a_factor_are_found(monkeypatch):
-    take_gradients = loop.take_gradients
+TRAINING = "W ranks train as one"
+SHARDS = "shards train as one"
+CLIPPING = "clipping is by the norm of all ranks"
+TOKENS = "tokens of all ranks have equal weights"
+SCHEDULE = "a schedule follows the updates that are made"
+OVERFLOW = "an fp16 overflow on one rank skips the update on all"
+PARTITION = "shards partition every epoch, in one order"
+LOADING = "training through shard_loader is training through the loader"
+RESUMING = "a run resumes where it stopped"
+GATHER = "gather gives the order of the data set"
+REDUCE = "reduce and broadcast give what one process has"
+slightly_more = 1 + 1e-6
+FAULTS = {
+    "all ranks have the part of rank 0": (
+        {"take_part": lambda batch, rank, world_size: af.part(batch, af.DistState(world_size=2))},
+        TRAINING, "a loss scale changes nothing", SHARDS, CLIPPING, TOKENS,
+    ),
+    "a norm that is off by a millionth": (
+        {"clip": lambda max_norm: af.clip(max_norm * slightly_more)}, CLIPPING, SHARDS,
+    ),
+    "shards that are clipped by value too": (
+        {"wrap_fsdp": lambda: af.compose(af.wrap_fsdp(), af.clip_value(0.01))}, SHARDS,
+    ),
+    "micro-batches that are clipped": (
+        {"accumulate": lambda k: af.compose(af.accumulate(k), af.clip(0.5))},
+        "micro-batches change nothing",
+    ),
+    "labels that count though they are ignored": (
+        {"num_labels": lambda *_, **__: lambda batch: batch["labels"].numel()}, TOKENS,
+    ),
+    "a loss of another batch": ({"build": reporting(lambda each: {"loss": each.loss * 2})}, TRAINING),
+    "a weight of another batch": (
+        {"build": reporting(lambda each: {"weight": each.weight + 1})}, TRAINING,
+    ),
+    "a schedule that is ahead": (
+        {"schedule": lambda rate: af.schedule(lambda count: rate(count + 1))}, SCHEDULE,
+    ),
+    "updates that are not skipped": ({"skip_nonfinite": lambda: af.compose()}, SCHEDULE),
+    "a scale of another size": (
+        {"with_amp": lambda kind, init_scale: af.with_amp(kind, init_scale=2 * init_scale)}, OVERFLOW,
+    ),
+    "an update that is not made": (
+        {"build": reporting(lambda each: {"applied": each.applied.new_zeros(())})}, OVERFLOW,
+    ),
+    "an update that is not skipped": (
+        {"build": reporting(lambda each: {"applied": each.applied.new_ones(())})}, OVERFLOW,
+    ),
+    "a rank that reads the part of another": (
+        {"shard_loader": lambda loader, state: af.shard_loader(loader, replace(state, rank=0))},
+        PARTITION, LOADING,
+    ),
+    "a run that starts over": ({"shard_loader": StartsOver}, RESUMING),
+    "rows that are not gathered": ({"gather": lambda tree, state: tree}, GATHER),
+    "rows in the order of ranks from the last": (
+        {"gather": lambda tree, state: af.gather(tree, state).flip(0)}, GATHER,
+    ),
+    "a mean without weights": (
+        {"reduce_mean": lambda tree, state, weight: af.reduce_mean(tree, state)}, REDUCE,
+    ),
+    "a sum of one more": ({"reduce_sum": lambda tree, state: af.reduce_sum(tree, state) + 1}, REDUCE,
+                          "ranks are on devices of their own, and their sums are right"),
+    "a broadcast of rank 0": (
+        {"broadcast": lambda tree, state, source: af.broadcast(tree, state)}, REDUCE,
+    ),
+}  # fmt: skip
+"""What takes the place of functions of the library, and the promises that are broken then."""
 
-    def doubled(strategy, state, weight):
-        return take_gradients(strategy, state, weight).scaled(2.0)
 
-    monkeypatch.setattr(loop, "take_gradients", doubled)
-    assert broken() >= TRAINING
-
-
-@pytest.mark.slow
-def test_a_norm_that_is_off_by_a_millionth_is_found(monkeypatch):
-    clip_norm = clip.clip_norm
-
-    def off(state, grads, *, max_norm):
-        return clip_norm(state, grads, max_norm=max_norm * (1 + 1e-6))
-
-    monkeypatch.setattr(clip, "clip_norm", off)
-    assert broken() == {"clipping is by the norm of all ranks", "shards train as one"}
-
-
-def test_a_norm_that_takes_shards_for_replicas_is_found(monkeypatch):
-    over_shards = grads_module.norm_over_shards
-
-    def mean(norm, groups):
-        return over_shards(norm, groups) / math.prod(each.size() for each in groups) ** 0.5
-
-    monkeypatch.setattr(grads_module, "norm_over_shards", mean)
-    assert broken() == {"shards train as one"}
-
-
-@pytest.mark.slow
-def test_shards_whose_gradients_are_added_up_roughly_are_found(monkeypatch):
-    monkeypatch.setattr(fsdp, "_adding", lambda *given: torch.float32)
-    assert broken() == {"shards train as one"}
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean")
-def test_labels_that_count_though_they_are_ignored_are_found(monkeypatch):
-    def all_labels(batch, *, path, ignore_index):
-        return batch["labels"].numel()
-
-    monkeypatch.setattr(weights, "count_labels", all_labels)
-    assert broken() == {"tokens of all ranks have equal weights"}
-
-
-def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
-    apply_update = update.apply_update
-    monkeypatch.setattr(update, "apply_update", lambda *given: apply_update(*given[:3], None))
-    assert broken() == {
-        "an fp16 overflow on one rank skips the update on all",
-        "a schedule follows the updates that are made",
-    }
-
-
-def test_ranks_that_start_from_their_own_parameters_are_found(monkeypatch):
-    ddp = torch.nn.parallel.distributed
-    monkeypatch.setattr(ddp, "_sync_module_states", lambda *given, **options: None)
-    for report in simulate(check_promises, world_size=2, timeout_s=100):
-        assert not report.outcomes[1].holds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["loss", "weight"])
-def test_a_report_that_is_not_of_the_global_batch_is_found(monkeypatch, name):
-    def off(**fields):
-        return af.Report(**{**fields, name: fields[name] * 2})
-
-    monkeypatch.setattr(metric_sums, "Report", off)
-    assert broken() >= TRAINING - {"training through shard_loader is training through the loader"}
-
-
-@pytest.mark.slow
-def test_a_schedule_that_counts_batches_is_found(monkeypatch):
-    monkeypatch.setattr(Schedule, "_always", True, raising=False)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, monkeypatch):
+    functions, *words = FAULTS[fault]
+    every = promises.promises
     monkeypatch.setattr(
-        Schedule,
-        "__init__",
-        lambda schedule, advance, always: setattr(schedule, "_advance", advance),
+        promises, "promises", lambda state: [each for each in every(state) if each.words in words]
     )
-    assert broken() == {"a schedule follows the updates that are made"}
-
-
-@pytest.mark.slow
-def test_a_scale_that_stays_is_found(monkeypatch):
-    monkeypatch.setattr(af.LossScale, "adjust", lambda scale, ok: scale)
-    assert broken() == {"an fp16 overflow on one rank skips the update on all"}
-
-
-@pytest.mark.slow
-def test_a_rank_that_reads_another_ranks_part_is_found(monkeypatch):
-    init = IndexedSource.__init__
-    monkeypatch.setattr(
-        IndexedSource,
-        "__init__",
-        lambda source, loader, order, rank, *sizes: init(source, loader, order, 0, *sizes),
+    for name, function in functions.items():
+        monkeypatch.setattr(promises, name, function)
+    reports = simulate(promises.check_promises, world_size=2, timeout_s=100)
+    verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
+    assert {each.promise: (each.holds, each.error) for each in verdicts} == dict.fromkeys(
+        words, (False, "")
     )
-    found = broken()
-    assert "shards partition every epoch, in one order" in found
-    assert "training through shard_loader is training through the loader" in found
-
-
-@pytest.mark.slow
-def test_a_run_that_starts_over_is_found(monkeypatch):
-    monkeypatch.setattr(IndexedSource, "position", lambda source, step: (0, 0))
-    assert broken() == {"a run resumes where it stopped"}
-
-
-@pytest.mark.slow
-def test_rows_that_are_not_gathered_are_found(monkeypatch):
-    monkeypatch.setattr(promises, "gather", lambda tree, state: tree)
-    assert broken() == {"gather gives the order of the data set"}
-
-
-@pytest.mark.slow
-def test_a_mean_without_weights_is_found(monkeypatch):
-    mean = promises.reduce_mean
-    monkeypatch.setattr(promises, "reduce_mean", lambda tree, state, weight: mean(tree, state))
-    assert broken() == {"reduce and broadcast give what one process has"}
 
 
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
     """The library compares the first gradients over the ranks and raises on both."""
-    monkeypatch.setattr(ddp, "DDP", lambda *given, **options: af.Strategy(*given))
-    for report in simulate(check_promises, world_size=2, timeout_s=100):
+
+    def apart():
+        return lambda plan: replace(plan, strategy=(af.SlotFunction(af.Strategy),))
+
+    monkeypatch.setattr(promises, "wrap_ddp", apart)
+    for report in simulate(promises.check_promises, world_size=2, timeout_s=100):
         first, second, *rest = report.outcomes
         assert first.holds
         assert second.error.startswith("accel_fn.errors.ReplicaError: ")
@@ -219,59 +179,44 @@ def test_of_several_errors_the_cause_is_reported():
     assert (verdict.error, verdict.largest) == ("ValueError: the cause", None)
 
 
-@pytest.mark.slow
-def test_the_command_is_red_on_a_library_that_is_broken(tmp_path):
-    """In a copy of the package a resumed run starts over; nothing else is changed."""
-    shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
-    assert callable(IndexedSource.position)
-    with (tmp_path / "accel_fn" / "data" / "indexed" / "indexed_source.py").open("a") as module:
-        module.write("\n\nIndexedSource.position = lambda self, step, window=1: (0, 0)\n")
-    done = run_command(tmp_path, "test", "-n", "2", "--cpu", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1, done.stderr
-    rows, last = done.stdout.splitlines()[1:-1], done.stdout.splitlines()[-1]
-    assert last == "14 of 15 promises hold on 2 ranks, cpu, backend gloo"
-    broken = [row for row in rows if row.startswith("broken")]
-    assert [row.split("  ")[-1] for row in broken] == ["a run resumes where it stopped"]
-    assert sum(row.startswith("holds") for row in rows) == 14
-    assert max(map(len, rows)) <= 80
+PROMISES = """
+
+def waits(state):
+    while not Path("read").exists():
+        time.sleep(0.02)
+    return 1.0
+
+def promises(state):
+    return (Promise("at once", 0.0, lambda state: 0.0), Promise("late", 0.0, waits))
+"""
 
 
 @pytest.mark.slow
-def test_a_row_is_printed_as_each_promise_ends(tmp_path):
+def test_a_row_is_printed_as_each_promise_ends_and_a_broken_one_is_red(tmp_path):
     """In a copy of the package, the last check waits until the rows before it have been read."""
-    code = """
-        import pathlib, sys, time
-        from accel_fn.testing import promises
-        from accel_fn.cli import test
-
-        def check(state):
-            while not pathlib.Path("read").exists(): time.sleep(0.02)
-            return 0.0
-
-        def in_rank(folder):
-            at_once = promises.Promise("at once", 0.0, lambda state: 0.0)
-            late = promises.Promise("late", 0.0, check)
-            promises.promises = lambda state: (at_once, late)
-            return promises.check_this_rank(folder)
-
-        test._check_in_rank = in_rank
-        sys.argv = ["accel-fn", "-n", "2", "--cpu"]
-        test.test()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
+    shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
+    with (tmp_path / "accel_fn" / "testing" / "promises.py").open("a") as module:
+        module.write(PROMISES)
+    environment = surroundings(tmp_path, PYTHONPATH=str(tmp_path))
+    test = [sys.executable, "-m", "accel_fn.cli", "test", "-n", "2", "--cpu"]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=surroundings(tmp_path), stdout=subprocess.PIPE, text=True
+        test, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         lines = [process.stdout.readline() for _ in range(2)]
         (tmp_path / "read").touch()
         lines += process.stdout.readlines()
-    assert [line.split()[-1] for line in lines[:3]] == ["promise", "once", "late"]
-    assert lines[3] == "2 of 2 promises hold on 2 ranks, cpu, backend gloo\n"
+    assert process.returncode == 1
+    assert [line.split() for line in lines[:3]] == [
+        ["verdict", "largest", "bound", "promise"],
+        ["holds", "0", "0", "at", "once"],
+        ["broken", "1", "0", "late"],
+    ]
+    assert lines[3:] == ["1 of 2 promises hold on 2 ranks, cpu, backend gloo\n"]
 
 
 @pytest.mark.slow
-def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launchers, tmp_path):
-    done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
+def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(tmp_path):
+    done = command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
     assert "\n15 of 15 promises hold on 1 rank, cpu, backend none\n" in done.stdout
     assert done.stdout.count("\nholds ") == 15
@@ -280,8 +225,7 @@ def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launcher
 
 @pytest.mark.slow
 def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_path):
-    ours = ["-m", "accel_fn.cli", "test", "--json"]
-    done = launchers.command(tmp_path, "launch", "-n", "2", "--cpu", *ours)
+    done = launchers.run(tmp_path, "-n", 2, "--cpu", "-m", "accel_fn.cli", "test", "--json")
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)  # the report of one rank
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")
@@ -302,18 +246,18 @@ def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_pa
         ("num_proceses: 2\n", ["--config", "other.yaml"], "num_machines must be 1 for processes of its own"),
     ],
 )  # fmt: skip
-def test_mistakes_are_errors_before_anything_runs(launchers, tmp_path, settings, arguments, text):
+def test_mistakes_are_errors_before_anything_runs(tmp_path, settings, arguments, text):
     (tmp_path / "accel_fn.yaml").write_text(settings or "cpu: true\n")
     (tmp_path / "other.yaml").write_text("{cpu: true, num_machines: 2, main_process_ip: 10.0.0.1}")
-    done = launchers.command(tmp_path, "test", *arguments)
+    done = command(tmp_path, "test", *arguments)
     assert done.exit_code in (1, 2)
     assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("option", [("-n", "2"), ("--cpu",), ("--config", "other.yaml")])
-def test_a_rank_has_no_processes_of_its_own(launchers, tmp_path, option):
-    done = launchers.command(tmp_path, "test", *option, RANK="0", WORLD_SIZE="2")
+def test_a_rank_has_no_processes_of_its_own(tmp_path, option):
+    done = command(tmp_path, "test", *option, RANK="0", WORLD_SIZE="2")
     assert done.exit_code == 2
     assert (
         "-n, --cpu and --config are for ranks of its own, and this is a rank already" in done.stderr

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.cli.commands import surroundings
+from tests.cli.commands import command, surroundings
 from tests.cli.terminal import Terminal
 from tests.observe import histories
 
@@ -22,8 +22,8 @@ def runs(tmp_path):
 
 
 @pytest.mark.parametrize("options", [(), ("--once",)])
-def test_a_pipe_gets_all_curves_once_in_80_columns(launchers, runs, options):
-    done = launchers.command(runs, "watch", "runs/a", *options)
+def test_a_pipe_gets_all_curves_once_in_80_columns(runs, options):
+    done = command(runs, "watch", "runs/a", *options)
     assert (done.exit_code, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"runs/a: step 60, 6\d\d(\.\d)? samples/s, \d+ d \d+ h ago", lines[0])
@@ -34,28 +34,28 @@ def test_a_pipe_gets_all_curves_once_in_80_columns(launchers, runs, options):
     assert "\x1b" not in done.stdout
 
 
-def test_several_runs_share_the_charts(launchers, runs):
-    done = launchers.command(runs, "watch", "runs/a", "runs/b")
+def test_several_runs_share_the_charts(runs):
+    done = command(runs, "watch", "runs/a", "runs/b")
     first, second, third = done.stdout.splitlines()[:3]
     assert first.startswith("runs/a: step 60")
     assert second.startswith("runs/b: step 60")
     assert third.split() == ["loss", "accuracy"]
 
 
-def test_a_run_without_a_value_has_a_line_and_one_without_a_log_is_refused(launchers, runs):
+def test_a_run_without_a_value_has_a_line_and_one_without_a_log_is_refused(runs):
     (runs / "log.events.jsonl").write_text('{"event": "start", "time": 1, "step": 0}\n')
     (runs / "log.jsonl").touch()
-    done = launchers.command(runs, "watch", "log.jsonl")
+    done = command(runs, "watch", "log.jsonl")
     assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "log.jsonl: no value yet")
-    done = launchers.command(runs, "watch", "runs")
+    done = command(runs, "watch", "runs")
     assert done.exit_code == 1
     assert done.stderr == "Error: watch: no log in runs; its folders have one: use runs/*\n"
 
 
 def test_a_terminal_is_drawn_again_when_the_log_grows_and_left_clean_by_ctrl_c(runs):
-    command = [sys.executable, "-m", "accel_fn.cli", "watch", "runs/a"]
+    watch = [sys.executable, "-m", "accel_fn.cli", "watch", "runs/a"]
     environment = surroundings(runs, TERM="xterm-256color", COLUMNS="80", LINES="24")
-    with Terminal(command, runs, environment) as screen:
+    with Terminal(watch, runs, environment) as screen:
         screen.read_until("\x1b[?1049h").read_until("step 60")
         with (runs / "runs/a/log.jsonl").open("a") as log:
             print(json.dumps({"step": 61, "time": time.time(), "loss": 0.12345}), file=log)

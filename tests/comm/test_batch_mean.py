@@ -10,7 +10,6 @@ import accel_fn as af
 from accel_fn.errors import BatchError
 from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
-from tests.support.processes import launch
 
 WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp(blocks=torch.nn.Linear)}
 
@@ -79,8 +78,7 @@ def test_a_balance_loss_trains_as_in_one_process(wrap, data):
         assert found == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize(("world_size", "detached"), [(1, False), (2, True)])
 def test_several_microbatches_are_refused_on_all_ranks(world_size, detached):
     def run(state):
         def loss_fn(model, batch):
@@ -114,40 +112,3 @@ def test_rows_without_a_rank_are_no_rows_of_the_mean():
         return af.batch_mean(rows, state, "mean").item()
 
     assert simulate(run, world_size=2) == [1.0, 1.0]
-
-
-SCRIPT = """
-import accel_fn as af
-from tests.comm.test_batch_mean import a_batch, trained
-from tests.step import test_counts
-from tests.support import strategies as ours
-state = af.init(device="cpu", timeout_s=60)
-parts = ours.dealt([a_batch(5, seed) for seed in range(3)], [[3, 2], [1, 4], [4, 1]])
-for wrap in ("wrap_ddp", "wrap_fsdp"):
-    _, found = trained(state, parts, wrap)
-    say(sum(float(each.sum()) for each in found.values()))
-parts = ours.dealt([test_counts.a_batch(5, seed) for seed in range(3)], [[3, 2], [5, 0], [4, 1]])
-for wrap in ("wrap_ddp", "wrap_fsdp"):
-    for fn, k in ((test_counts.positives, 2), (test_counts.positives, 1), (test_counts.two, 1)):
-        transform = af.compose(af.accumulate(k), test_counts.WRAPS[wrap])
-        _, found = test_counts.trained(state, fn, parts, transform)
-        say(sum(float(each.sum()) for each in found.values()))
-"""
-
-
-@pytest.mark.slow
-def test_statistics_and_counts_over_processes_are_those_of_one():
-    from tests.step import test_counts
-
-    _, expected = ours.trained_by_hand(
-        Experts(), [a_batch(5, seed) for seed in range(3)], loss_fn=by_hand, optimizer=ours.sgd
-    )
-    batches = [test_counts.a_batch(5, seed) for seed in range(3)]
-    of_sums = test_counts.by_hand(test_counts.positives, batches)[1]
-    of_two = test_counts.by_hand(test_counts.two, batches)[1]
-    sums = [
-        sum(float(each.sum()) for each in model.values()) for model in (expected, of_sums, of_two)
-    ]
-    wanted = [*[sums[0]] * 2, *[sums[1], sums[1], sums[2]] * 2]
-    found = [float(line) for line in launch(SCRIPT).splitlines()]
-    assert sorted(found) == pytest.approx(sorted(wanted * 2), rel=1e-10)

@@ -2,7 +2,6 @@
 kept."""
 
 import dataclasses
-import threading
 from collections import namedtuple
 from typing import Any
 
@@ -161,26 +160,6 @@ def test_predictions_of_a_whole_evaluation_are_those_of_one_process_in_order(
         assert_same(found, expected)
 
 
-def test_a_rank_without_samples_joins_an_empty_list():
-    def run(state):
-        mine = [] if state.is_main else [{"boxes": boxes(2)}] * 2
-        return af.gather({"found": mine, "names": [] if state.is_main else ["a", "b"]}, state)
-
-    for found in simulate(run, world_size=2):
-        assert_same(found, {"found": [{"boxes": boxes(2)}] * 2, "names": ["a", "b"]})
-
-
-def test_a_batch_that_torch_collated_into_a_list_is_gathered_as_a_tuple():
-    data = TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
-
-    def run(state):
-        loader = af.shard_loader(DataLoader(data, batch_size=5), state)
-        return af.gather(tuple(next(iter(loader))), state)
-
-    for found in simulate(run, world_size=2):
-        assert_same(found, data.tensors)
-
-
 LISTS = [
     [torch.ones(2, 3), torch.ones(4)],
     [torch.ones(2), {"boxes": torch.ones(2)}, None],
@@ -288,26 +267,6 @@ def test_what_was_conjugated_or_transposed_arrives_as_it_reads():
     for tree in trees:
         for found in simulate(lambda state, tree=tree: af.gather(tree, state), world_size=2):
             torch.testing.assert_close(found, torch.cat([tree, tree]), rtol=0, atol=0)
-
-
-def test_row_14_objects_and_tails_are_neither_doubled_nor_lost():
-    """Two ranks hold seven samples in batches of 4; the objects of the last batch are included."""
-    names = [f"sample {i}" for i in range(7)]
-
-    def run(state):
-        loader = af.shard_loader(DataLoader(names, batch_size=4, collate_fn=list), state)
-        return [name for batch in loader for name in af.gather(batch, state)]
-
-    assert simulate(run, world_size=2) == [names, names]
-
-
-def test_row_14_an_item_that_cannot_be_sent_is_an_error_on_every_rank():
-    def run(state):
-        item = threading.Lock() if state.is_main else "text"
-        with pytest.raises(ValueError, match="hold items that can be pickled, got TypeError"):
-            af.gather([item], state)
-
-    simulate(run, world_size=2)
 
 
 def test_row_15_unequal_shapes_are_an_error_on_every_rank_or_arrive_as_they_are():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel_fn.comm.watchdog.watchdog import EXIT_CODE
+from accel_fn.testing.internals import HANG_EXIT_CODE
 from tests.support.forked_ranks import line_of, run_worlds
 
 START = """
@@ -48,7 +48,7 @@ def test_ranks_that_hang_along_an_axis_are_named_with_their_places(tmp_path):
         f"  rank 3 (dp 1, tp 1): at {place('# elsewhere')}; {last}",
     ]
     for rank, end in enumerate(ranks):
-        assert end.exit_code == EXIT_CODE, end.stderr
+        assert end.exit_code == HANG_EXIT_CODE, end.stderr
         assert f"accel_fn: rank {rank} (dp {rank // 2}, tp {rank % 2}) of 4 (" in end.stderr
         assert [line for line in lines if line not in end.stderr] == [], end.stderr
 

@@ -16,10 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from accel_fn.comm import meeting
-from accel_fn.comm.meeting import Place, meet
-from accel_fn.comm.rendezvous import meet_at
 from accel_fn.errors import WorldTimeoutError
+from accel_fn.testing import internals
+from accel_fn.testing.internals import Place, meet, meet_at
 from tests.support.processes import free_port, launch
 from tests.support.strategies import share
 
@@ -107,6 +106,7 @@ meet()
     )
 
 
+@pytest.mark.slow
 def test_a_second_group_of_a_world_is_made_at_the_second_try_of_one_rank():
     launch(
         TRY
@@ -125,6 +125,7 @@ meet()
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_connect_keeps_its_error_and_the_others_learn_it():
     launch(
         TRY
@@ -288,7 +289,7 @@ def test_ranks_meet_in_any_order_of_arrivals_departures_and_deaths(ranks, serves
     ]
     threads = [threading.Thread(target=rank.run) for rank in running]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_LINGER_S", 0.2)
+        patch.setattr(*internals.LINGER_S, 0.2)
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -310,19 +311,13 @@ def in_threads(*calls):
         return [str(future.exception(30)) for future in [threads.submit(call) for call in calls]]
 
 
-def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends(monkeypatch):
-    withdraw = meeting._Meeting._withdraw
-
-    def late(self):
-        time.sleep(0.3 * self._place.rank)  # rank 0 ends meanwhile
-        withdraw(self)
-
-    monkeypatch.setattr(meeting._Meeting, "_withdraw", late)
+def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends():
     port = free_port()
     ranks = [Rank(place(rank, 3, 0.0), [], 0, port, rank == 0, []) for rank in range(2)]
-    errors = in_threads(
-        partial(ranks[0].attempt, 1, LIVES_ON), partial(ranks[1].attempt, 2, LIVES_ON)
-    )
+    with internals.withdrawing_late(0.3):  # rank 0 ends meanwhile
+        errors = in_threads(
+            partial(ranks[0].attempt, 1, LIVES_ON), partial(ranks[1].attempt, 2, LIVES_ON)
+        )
     assert errors == [
         "init: all 3 ranks must come within 1 s, rank 0 did not see rank 2; "
         "is WORLD_SIZE right, and did they start?"

@@ -52,30 +52,20 @@ def pbs_machine(folder, *hosts, rank="1"):
     return {**pbs(folder, *hosts), "PBS_NODENUM": rank, "PBS_TASKNUM": "1"}
 
 
-def test_a_pod_of_kubeflow():
-    assert node(POD) == Node("Kubernetes", ("PET_NNODES",), 3, 2, "first", 23456, 4)
-
-
-def test_a_pod_of_a_jobset():
-    assert node(JOBSET) == Node("Kubernetes", ("PET_NNODES",), 2, 1)
-
-
-def test_a_pod_of_a_leader_worker_set():
-    found = Node("LeaderWorkerSet", tuple(LWS), 2, 1, "train-0.train.default")
-    assert node(LWS) == found
-
-
-def test_a_host_of_sagemaker():
-    assert node(SAGEMAKER) == Node("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST"), 2, 1, "algo-1")
-
-
-def test_a_replica_of_vertex_ai():
-    assert node(VERTEX) == Node("Vertex AI", ("CLUSTER_SPEC",), 3, 2, "pool0-0", 2222)
-    assert node(vertex("workerpool0", 0)).machine_rank == 0
-
-
-def test_a_node_of_azure_ml():
-    assert node(AZURE) == Node("Azure ML", ("AZUREML_NODE_COUNT",), 2, 1, "10.0.0.4")
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        (POD, Node("Kubernetes", ("PET_NNODES",), 3, 2, "first", 23456, 4)),
+        (JOBSET, Node("Kubernetes", ("PET_NNODES",), 2, 1)),
+        (LWS, Node("LeaderWorkerSet", tuple(LWS), 2, 1, "train-0.train.default")),
+        (SAGEMAKER, Node("SageMaker", ("SM_HOSTS", "SM_CURRENT_HOST"), 2, 1, "algo-1")),
+        (VERTEX, Node("Vertex AI", ("CLUSTER_SPEC",), 3, 2, "pool0-0", 2222)),
+        (vertex("workerpool0", 0), Node("Vertex AI", ("CLUSTER_SPEC",), 3, 0, "pool0-0", 2222)),
+        (AZURE, Node("Azure ML", ("AZUREML_NODE_COUNT",), 2, 1, "10.0.0.4")),
+    ],
+)
+def test_the_machine_is_read_from_the_variables_of_its_cluster(environment, found):
+    assert node(environment) == found
 
 
 def test_a_machine_of_pbs(tmp_path):
@@ -161,11 +151,10 @@ def test_a_rank_of_a_launcher_does_not_ask_the_cluster(names):
         (AZURE, "AZ_BATCH_MASTER_NODE"),
     ],
 )
-@pytest.mark.parametrize("function", ["init", "launch"])
-def test_half_of_the_variables_is_refused_by_name(environment, missing, function):
+def test_half_of_the_variables_is_refused_by_name(environment, missing):
     half = {name: value for name, value in environment.items() if name != missing}
-    with pytest.raises(WorldError, match=f"^{function}: .* must set .*{missing}.*, got none$"):
-        read_node(half, function=function)
+    with pytest.raises(WorldError, match=f"^launch: .* must set .*{missing}.*, got none$"):
+        node(half)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,11 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 import accel_fn as af
-from accel_fn.comm import messages, primitives
-from accel_fn.comm.stores import FolderStore, SignedStore
 from accel_fn.errors import WorldError
-from accel_fn.launcher.machines.network import is_listening
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
+from accel_fn.testing.internals import FolderStore, SignedStore
 from tests.cli.commands import surroundings
-from tests.cli.launchers import until
+from tests.cli.launchers import is_listening, until
 from tests.support.processes import free_port
 
 RULE = "ranks must send what they have signed with ACCEL_FN_TOKEN, got other bytes"
@@ -42,34 +40,26 @@ def run_code(text):
     RAN.append(text)
 
 
-def test_what_ranks_sign_arrives_as_it_was():
-    found = simulate(
-        lambda state: af.broadcast({"run": "blue", "n": state.rank}, state), world_size=3
-    )
-    assert found == [{"run": "blue", "n": 0}] * 3
+SENDING = {
+    "collectives": lambda state: af.broadcast({"run": "blue"}, state),
+    "channels": lambda state: internals.open_channel(state).exchange("value"),
+}
 
 
-@pytest.mark.parametrize("module", [primitives, messages])
-def test_bytes_of_a_stranger_are_refused_before_they_are_unpickled(monkeypatch, module):
+@pytest.mark.parametrize("send", SENDING.values(), ids=SENDING)
+def test_bytes_of_a_stranger_are_refused_before_they_are_unpickled(send):
     RAN.clear()
-    evil = pickle.dumps(Evil())
-    monkeypatch.setattr(module, "signed", lambda _: b"\0" * 32 + evil)
-
-    def run(state):
-        if module is primitives:
-            return af.broadcast({"run": "blue"}, state)
-        return messages.Channel(state, 7).exchange("value")
-
-    with pytest.raises(WorldError, match=RULE):
-        simulate(run, world_size=2)
+    evil = b"\0" * 32 + pickle.dumps(Evil())
+    with internals.forged_messages(evil), pytest.raises(WorldError, match=RULE):
+        simulate(send, world_size=2)
     assert RAN == []
 
 
 def test_without_a_token_nothing_is_signed(monkeypatch):
     monkeypatch.delenv("ACCEL_FN_TOKEN")
     store = HashStore()
-    assert primitives.signed(b"data") == b"data"
-    assert primitives.verified(b"data", "f") == b"data"
+    assert internals.signed(b"data") == b"data"
+    assert internals.verified(b"data", "f") == b"data"
     assert store.num_keys() == 0
 
 
@@ -141,9 +131,8 @@ def start(folder, rank, port, token):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "tokens", [("one", "one"), pytest.param(("one", "other"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [("one", "one"), ("one", "other")])
 def test_two_processes_meet_in_a_signed_store_if_they_have_one_token(tmp_path, tokens):
     port = free_port()
     ranks = [start(tmp_path, rank, port, token) for rank, token in enumerate(tokens)]
@@ -154,10 +143,11 @@ def test_two_processes_meet_in_a_signed_store_if_they_have_one_token(tmp_path, t
         assert RULE in outputs[0][1] + outputs[1][1]
 
 
+@pytest.mark.slow
 def test_a_stranger_who_writes_into_the_store_of_several_machines_is_noticed(tmp_path):
     port = free_port()
     rank_0 = start(tmp_path, 0, port, "one")
-    until(lambda: is_listening("127.0.0.1", port, 1.0) or None, lambda: "the store of rank 0")
+    until(lambda: is_listening("127.0.0.1", port) or None, lambda: "the store of rank 0")
     stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     stranger.set("accel_fn/note/1", '["a place in the world", 0]')
     _, errors = rank_0.communicate(timeout=100)

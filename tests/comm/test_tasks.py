@@ -72,29 +72,28 @@ JSRUN = {  # LSF: jsrun on two machines, beside the one that launches
 }
 
 
-def test_a_task_of_srun():
-    assert read_task(SRUN) == Task("Slurm", "1.0", 2, 4, 0, 2, 1, 2, "n1")
+@pytest.mark.parametrize(
+    ("environment", "task"),
+    [
+        (SRUN, Task("Slurm", "1.0", 2, 4, 0, 2, 1, 2, "n1")),
+        (MPIRUN, Task("Open MPI", "1360461825", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
+        (HYDRA, Task("MPICH", "17.server", 3, 4, 1, 2, 1, 2, None)),
+        (PALS, Task("MPICH", "0", 3, 4, 1, 2, 1, 2, None)),
+        (JSRUN, Task("LSF", "29", 3, 4, 1, 2, 1, 2, "h1")),
+    ],
+)
+def test_the_task_is_read_from_the_variables_of_its_launcher(environment, task):
+    assert read_task(environment) == task
 
 
-def test_a_process_of_mpirun():
-    assert read_task(MPIRUN) == Task("Open MPI", "1360461825", 1, 2, 1, 2, 0, 1, "127.0.0.1")
-
-
-def test_a_process_of_mpich_and_intel():
-    assert read_task(HYDRA) == Task("MPICH", "17.server", 3, 4, 1, 2, 1, 2, None)
-    assert read_task(PALS) == Task("MPICH", "0", 3, 4, 1, 2, 1, 2, None)
+def test_a_task_with_other_variables_is_read_too():
     alone = {**HYDRA, "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
     assert read_task(alone).host == "127.0.0.1"
-
-
-def test_a_task_of_jsrun():
-    assert read_task(JSRUN) == Task("LSF", "29", 3, 4, 1, 2, 1, 2, "h1")
     all_compute = {**JSRUN, "LSB_MCPU_HOSTS": "h1 42 h2 42"}
     assert read_task(all_compute).host == "h1"
     without = {name: value for name, value in JSRUN.items() if name != "JSM_NAMESPACE_LOCAL_SIZE"}
-    assert read_task({**without, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **_OPEN_MPI}) == read_task(
-        JSRUN
-    )
+    by_open_mpi = {**without, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **_OPEN_MPI}
+    assert read_task(by_open_mpi) == read_task(JSRUN)
 
 
 _OPEN_MPI = {  # the same process as JSRUN's and HYDRA's
@@ -178,9 +177,7 @@ def test_launchers_that_disagree_are_refused_by_name(environment, text):
         (HYDRA, "PMI_SIZE"),
         (HYDRA, "MPI_LOCALRANKID"),
         (HYDRA, "MPI_LOCALNRANKS"),
-        (JSRUN, "JSM_NAMESPACE_RANK"),
         (JSRUN, "JSM_NAMESPACE_SIZE"),
-        (JSRUN, "JSM_NAMESPACE_LOCAL_RANK"),
         (JSRUN, "JSM_NAMESPACE_LOCAL_SIZE"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import copy
 import faulthandler
+import os
 import pickle
 import queue
 import sys
@@ -14,12 +15,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
-from accel_fn.comm import primitives
-from accel_fn.comm.watchdog import watchdog as watchdog_module
-from accel_fn.comm.watchdog.hang_report import Place, Ranks, Stack
-from accel_fn.comm.watchdog.store_log import Entry, StoreLog
-from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
+from accel_fn.testing.internals import Abort, Entry, Ranks, Stack, StoreLog, StoreWatchdog
 from tests.support.processes import free_port
 
 SQUARE = Ranks(4, {"dp": 2, "cp": 1, "tp": 2})
@@ -91,7 +88,7 @@ def test_a_collective_is_noted_by_number_shapes_and_the_users_line():
     watchdog = make_watchdog(log)
     state = af.DistState(world_size=2, watchdog=watchdog)
     place = here()
-    with primitives.waiting(state, "gather", [torch.ones(3, 2), torch.arange(4), ["text"]]):
+    with internals.waiting(state, "gather", [torch.ones(3, 2), torch.arange(4), ["text"]]):
         pass
     left = f"has left; last collective 1, gather of float32 [3, 2], int64 [4], list, at {place}"
     assert left_by(watchdog, log) == left
@@ -122,16 +119,6 @@ def test_a_step_is_noted_by_number_and_the_users_line():
     assert left_by(watchdog, log) == f"has left; last step 7, at {place}; no collective"
 
 
-@pytest.fixture
-def ends(monkeypatch):
-    """Record the reasons of a watchdog that would end this process."""
-    reasons = []
-    monkeypatch.setattr(
-        StoreWatchdog, "_end", lambda self, reason, error=None: reasons.append(reason)
-    )
-    return reasons
-
-
 @pytest.mark.parametrize(
     ("times_steps", "ended", "expected"),
     [
@@ -141,24 +128,24 @@ def ends(monkeypatch):
     ],
 )
 def test_a_step_that_does_not_end_hangs_where_the_host_does_not_wait_for_collectives(
-    ends, times_steps, ended, expected
+    times_steps, ended, expected
 ):
     watchdog = make_watchdog(times_steps=times_steps)
     watchdog.begin_step("7")
     if ended:
         watchdog.end_step()
-    watchdog._check(time.monotonic() + 59)
-    assert not ends
-    watchdog._check(time.monotonic() + 61)
+    assert internals.reasons_to_end(watchdog, time.monotonic() + 59) == []
+    ends = internals.reasons_to_end(watchdog, time.monotonic() + 61)
     assert [each for each in ends if each.startswith("step")] == expected
 
 
-def test_a_step_that_compiles_may_take_longer_than_the_timeout(ends):
+def test_a_step_that_compiles_may_take_longer_than_the_timeout():
+    ends = []
     watchdog = make_watchdog(times_steps=True)
     watchdog.begin_step("7")
 
     def backend(graph, inputs):
-        watchdog._check(time.monotonic() + 61)
+        ends.extend(internals.reasons_to_end(watchdog, time.monotonic() + 61))
         return graph.forward
 
     torch.compile(lambda values: values + 1, backend=backend)(torch.ones(2))
@@ -275,7 +262,8 @@ def test_a_stack_is_shown_from_the_users_first_call_on():
     start = frames.index("fail")
     # the call of `eager`
     assert frames[start : start + 3] == ["fail", "call", "gather"]
-    assert stack.place(LIBRARIES) == Place(fail.__code__, fail.__code__.co_firstlineno + 1)
+    place = stack.place(LIBRARIES)
+    assert (place.code, place.line) == (fail.__code__, fail.__code__.co_firstlineno + 1)
     # files named "<frozen runpy>" or "<string>"
     under = stack.under((sys.prefix, sys.base_prefix, "<"))
     assert str(under).splitlines()[0].strip().startswith(f'File "{__file__}"')
@@ -302,26 +290,6 @@ def test_the_phase_of_a_step_is_read_off_the_stack():
     assert phases == ["forward", "backward", "update"]
     assert Stack.of_thread(sys._getframe()).phase() == ""
     assert Stack.of_thread(None).calls == ()
-
-
-def test_the_names_that_phases_are_read_off_are_those_of_a_step():
-    seen = []
-
-    def loss_fn(model, batch):
-        seen.append(Stack.of_thread(sys._getframe()).phase())
-        loss = model(batch).mean()
-        loss.register_hook(lambda grad: seen.append(Stack.of_thread(sys._getframe()).phase()))
-        return loss
-
-    class Sgd(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append(Stack.of_thread(sys._getframe()).phase())
-
-    model = torch.nn.Linear(2, 1)
-    plan = af.Plan(loss_fn, model, Sgd(model.parameters(), lr=0.1))
-    state, step = af.build(af.DistState(), plan)
-    step(state, torch.ones(3, 2))
-    assert seen == ["forward", "backward", "update"]
 
 
 def test_ranks_that_do_the_same_share_a_line():
@@ -359,16 +327,16 @@ def test_a_collective_along_an_axis_names_it_and_is_counted_for_itself():
     state = af.DistState(world_size=2, watchdog=watchdog)
     along = replace(state, axis="tp")
     for each in (state, along, state, along, along):
-        primitives.waiting(each, "barrier")
-    assert str(watchdog._last).startswith("collective 3 along tp, barrier, at ")
-    primitives.waiting(state, "barrier")
-    assert str(watchdog._last).startswith("collective 3, barrier, at ")
+        internals.waiting(each, "barrier")
+    assert internals.last_wait(watchdog).startswith("collective 3 along tp, barrier, at ")
+    internals.waiting(state, "barrier")
+    assert internals.last_wait(watchdog).startswith("collective 3, barrier, at ")
 
 
-def test_a_wait_along_an_axis_names_the_ranks_of_that_axis(ends):
+def test_a_wait_along_an_axis_names_the_ranks_of_that_axis():
     watchdog = make_watchdog(rank=2, mesh=SQUARE.mesh)
     with watchdog.enter("gather", [], axis="tp"):
-        watchdog._check(time.monotonic() + 61.0)
+        ends = internals.reasons_to_end(watchdog, time.monotonic() + 61.0)
     assert ends == [
         "gather along tp on ranks 2-3 (dp 1) has waited for longer than timeout_s=60",
         "another rank has waited for too long",
@@ -386,7 +354,7 @@ def test_a_wait_along_an_axis_names_the_ranks_of_that_axis(ends):
 def test_a_rank_that_is_gone_is_sought_along_the_axis_of_the_collective_alone(
     axis, shown, monkeypatch
 ):
-    monkeypatch.setattr(watchdog_module, "_SLACK_S", 0.1)  # it waits so long for another entry
+    monkeypatch.setattr(*internals.SLACK_S, 0.1)  # it waits so long for another entry
     log = StoreLog(HashStore(), None)
     log.add(Entry(3, "has left", left=True))
     watchdog = make_watchdog(log, rank=2, mesh=SQUARE.mesh)
@@ -402,19 +370,6 @@ def test_a_rank_that_is_gone_is_sought_along_the_axis_of_the_collective_alone(
     assert all(line.startswith(f"  {text}") for line, text in zip(others, shown, strict=True))
 
 
-def test_two_collectives_at_once_along_an_axis_name_it():
-    def run(state):
-        row = state.along("tp")
-        with pytest.raises(RuntimeError) as caught:
-            af.barrier(row) if row.rank else af.reduce_sum(1, row)
-        return str(caught.value)
-
-    ours = "every rank along tp must be in the same collective, got"
-    first = f"reduce_sum: {ours} barrier on rank 1 and reduce_sum on rank 0"
-    other = f"barrier: {ours} reduce_sum on rank 0 and barrier on rank 1"
-    assert simulate(run, mesh={"dp": 2, "tp": 2}) == [first, other] * 2
-
-
 def test_the_watchdog_is_neither_shown_nor_pickled_nor_compared():
     watchdog = make_watchdog()
     state = af.DistState(world_size=2, watchdog=watchdog)
@@ -425,35 +380,31 @@ def test_the_watchdog_is_neither_shown_nor_pickled_nor_compared():
     assert state.advanced(None, 0, 0).watchdog is watchdog
 
 
-def test_simulated_ranks_have_no_watchdog():
-    before = threading.active_count()
-    assert simulate(lambda state: state.watchdog, world_size=3) == [None] * 3
-    assert threading.active_count() == before
-
-
-def test_two_collectives_at_once_are_refused_on_all_ranks():
+@pytest.mark.parametrize(("along", "axis"), [("", None), (" along tp", "tp")])
+def test_two_collectives_at_once_are_refused_on_all_ranks(along, axis):
     def run(state):
-        try:
-            af.barrier(state) if state.rank == 1 else af.reduce_sum(1, state)
-        except RuntimeError as error:
-            return str(error)
+        state = state if axis is None else state.along(axis)
+        with pytest.raises(RuntimeError) as caught:
+            af.barrier(state) if state.rank else af.reduce_sum(1, state)
+        return str(caught.value)
 
-    ours = "every rank must be in the same collective, got"
+    ours = f"every rank{along} must be in the same collective, got"
     first = f"reduce_sum: {ours} barrier on rank 1 and reduce_sum on rank 0"
     other = f"barrier: {ours} reduce_sum on rank 0 and barrier on rank 1"
-    assert simulate(run, world_size=2) == [first, other]
+    mesh = {"dp": 1, "tp": 2} if axis else None
+    assert simulate(run, world_size=2, mesh=mesh) == [first, other]
 
 
 def test_a_total_is_the_sum_and_never_that_of_another_collective():
     def run(state):
         total = torch.tensor(0.1 * (state.rank + 1), dtype=torch.float64)
-        primitives.start_total(total, state, "step").wait()
+        internals.start_total(total, state, "step").wait()
         wrong = torch.tensor(1.0)
         try:
             if state.rank:
                 af.barrier(state)
             else:
-                primitives.start_total(wrong, state, "step").wait()
+                internals.start_total(wrong, state, "step").wait()
         except RuntimeError as error:
             return float(total), float(wrong), "got" in str(error)
 
@@ -464,7 +415,7 @@ def test_a_rank_that_sums_something_else_is_noticed_on_all_ranks():
     def run(state):
         what = f"losses {12 + state.rank}"
         with pytest.raises(RuntimeError) as caught:
-            primitives.start_total(torch.ones(2), state, "step", what).wait()
+            internals.start_total(torch.ones(2), state, "step", what).wait()
         return str(caught.value)
 
     ours = "step: every rank must be in the same collective, got"
@@ -489,5 +440,6 @@ def test_a_report_that_cannot_be_written_is_no_error(monkeypatch):
         raise OSError(9, "Bad file descriptor")
 
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(watchdog_module.os, "write", refuse)
-    watchdog_module._write("the report")
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "write", refuse)
+        internals.write_report("the report")

@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 import accel_fn as af
-from accel_fn.base.origin import origin_of
 from accel_fn.testing import simulate
+from accel_fn.testing.internals import counted_batches
 
 
 class Rows(Dataset):
@@ -59,23 +59,26 @@ def test_every_rank_reads_the_whole_batch_and_keeps_its_rows():
 
 def test_its_batches_are_not_collated_anew_by_the_check():
     def run(state):
-        loaders = [
-            af.shard_loader(DataLoader(Rows(), 4, collate_fn=centred), state, collate=collate)
-            for collate in ("rank", "global")
-        ]
-        return [origin_of(next(iter(loader))) is None for loader in loaders]
+        calls = []
 
-    assert simulate(run, world_size=2) == [[False, True]] * 2
+        def collate(rows):
+            calls.append(len(rows))
+            return centred(rows)[:, None]
 
+        def calls_of_a_step(kind):
+            model = torch.nn.Linear(1, 1).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            plan = af.Plan(lambda model, rows: model(rows).mean(), model, optimizer)
+            built, step = af.build(state, af.wrap_ddp()(plan))
+            given = DataLoader(Rows(4), 4, collate_fn=collate)
+            (batch,) = af.shard_loader(given, built, collate=kind)
+            before = len(calls)
+            step(built, batch)
+            return len(calls) - before
 
-def test_rows_that_torch_stacks_are_read_by_their_rank_alone():
-    data = Rows()
-    state = af.DistState(rank=1, world_size=2)
-    assert next(iter(af.shard_loader(DataLoader(data, 4), state, collate="global"))).tolist() == [
-        2,
-        3,
-    ]
-    assert data.read == [2, 3]
+        return calls_of_a_step("global"), calls_of_a_step("rank") > 0
+
+    assert simulate(run, world_size=2) == [(0, True)] * 2
 
 
 def test_lists_of_indices_are_read_whole():
@@ -117,9 +120,7 @@ def test_a_step_knows_of_how_many_samples_its_rows_were_made():
     for options in ({"batch_size": 3}, {"batch_sampler": own}):
         loader = DataLoader(Rows(4), collate_fn=centred, **options)
         sharded = af.shard_loader(loader, af.DistState(rank=1, world_size=2), collate="global")
-        counts = []
-        for number, batch in enumerate(sharded._source.batches(0, 0)):
-            counts.append((len(batch), sharded._source.num_samples(0, number)))
+        counts = [(len(batch), count) for batch, count in counted_batches(sharded)]
         assert counts == [(1, 1), (0, 0)]
 
 

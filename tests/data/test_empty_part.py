@@ -6,7 +6,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import accel_fn as af
-from accel_fn.data.empty_part import without_rows
 
 
 def last_of(rows, world_size=2, **options):
@@ -48,7 +47,6 @@ def labelled(rows):
     return {"x": torch.stack([row["x"] for row in rows]), "labels": labels}
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("rows", "collate_fn", "expected"),
     [
@@ -66,9 +64,8 @@ def labelled(rows):
         (PAIRS, lambda rows: torch.cat([default_collate(rows)[0]] * 2), (0, 4)),
     ],
 )
-def test_an_empty_part_has_the_form_of_the_others(rows, collate_fn, expected, num_workers):
-    options = {} if collate_fn is None else {"collate_fn": collate_fn}
-    assert form(last_of(rows, num_workers=num_workers, **options)) == expected
+def test_an_empty_part_has_the_form_of_the_others(rows, collate_fn, expected):
+    assert form(last_of(rows, collate_fn=collate_fn)) == expected
 
 
 class Graph:
@@ -103,15 +100,8 @@ def test_what_cannot_be_cut_is_none(collate_fn):
         (torch.eye(1).to_sparse(), torch.eye(2).to_sparse()),
     ],
 )
-def test_batches_of_two_forms_are_none(one, two):
-    assert without_rows(one, two) is None
-
-
-def test_an_empty_part_is_read_in_the_epoch_and_has_no_samples():
-    loader = af.shard_loader(DataLoader(PAIRS, batch_size=2), af.DistState(rank=1, world_size=2))
-    assert loader.indices(0, 1).tolist() == []
-    (epoch,) = loader.epochs(1)
-    assert [numbers for numbers, _ in epoch._numbered()] == [[1], []]
+def test_the_empty_part_of_batches_of_two_forms_is_none(one, two):
+    assert last_of(IMAGES, collate_fn=lambda rows: one if len(rows) == 1 else two) is None
 
 
 def test_a_collate_fn_that_fails_on_the_example_names_the_sample():

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.support.cases import pinned
 
 SIZE, BATCH_SIZE = 600, 4
 NUM_SHARDS = 4
@@ -116,27 +115,16 @@ def error_of(fn, *arguments):
     return str(caught.value)
 
 
-ahead_or_not = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
-TALKERS = [listed_sampler, own_sampler, split_stream]
-talkers = pytest.mark.parametrize("talker", TALKERS)
-
-
 @pytest.mark.parametrize(
     ("where", "talker", "fails", "ahead"),
-    pinned(
-        [
-            (in_data, listed_sampler, 0, True),
-            (in_collate_fn, listed_sampler, 1, False),
-            (in_data, own_sampler, 1, True),
-            (in_collate_fn, own_sampler, 0, False),
-            (in_data, split_stream, 0, False),
-            (in_collate_fn, split_stream, 1, True),
-        ],
-        [in_data, in_collate_fn],
-        TALKERS,
-        [0, 1],
-        [False, True],
-    ),
+    [
+        (in_data, listed_sampler, 0, True),
+        (in_collate_fn, listed_sampler, 1, False),
+        (in_data, own_sampler, 1, True),
+        (in_collate_fn, own_sampler, 0, False),
+        (in_data, split_stream, 0, False),
+        (in_collate_fn, split_stream, 1, True),
+    ],
 )
 def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
     def run(state):
@@ -151,17 +139,7 @@ def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
 
 @pytest.mark.parametrize(
     ("talker", "fails", "ahead"),
-    pinned(
-        [
-            (listed_sampler, 0, True),
-            (own_sampler, 2, False),
-            (split_stream, 2, True),
-            (split_stream, 0, False),
-        ],
-        TALKERS,
-        [0, 2],
-        [False, True],
-    ),
+    [(listed_sampler, 0, True), (own_sampler, 2, False), (split_stream, 2, True)],
 )
 def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, ahead):
     """All ranks continue with the next pass, which has a channel of its own."""
@@ -181,8 +159,9 @@ def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, a
 
 
 @pytest.mark.slow
-@talkers
-@ahead_or_not
+@pytest.mark.parametrize(
+    ("talker", "ahead"), [(listed_sampler, False), (own_sampler, True), (split_stream, False)]
+)
 def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, ahead):
     def run(state):
         make = partial(talker, in_data, num_workers=1)
@@ -198,9 +177,9 @@ def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, a
     )
 
 
-@pytest.mark.parametrize("sizes", [[2, 60], [30, 60]])
-def test_a_failure_reaches_peers_where_all_shards_have_ended(sizes):
+def test_a_failure_reaches_peers_where_all_shards_have_ended():
     """At that point, items that are left move from rank to rank."""
+    sizes = [2, 60]
 
     class Uneven(Shards):
         num_shards = 2

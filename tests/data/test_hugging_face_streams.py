@@ -42,16 +42,16 @@ def items(data, epoch=0):
     return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("data", [stream(20), stream(20).shuffle(seed=1, buffer_size=8)])
+@pytest.mark.parametrize(
+    ("data", "num_workers"), [(stream(20), 1), (stream(20).shuffle(seed=1, buffer_size=8), 0)]
+)
 def test_one_shard_is_read_in_turns_in_its_order(data, num_workers):
     epochs = passes(data, 2, num_epochs=2, num_workers=num_workers)
     for epoch, ranks in enumerate(epochs):
         assert joined(ranks) == global_batches(items(data, epoch), 6)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("sizes", [(5, 9, 0, 3, 7), (40, 2, 2)], ids=["five", "three"])
+@pytest.mark.parametrize(("sizes", "num_workers"), [((5, 9, 0, 3, 7), 1), ((40, 2, 2), 0)])
 def test_shards_of_a_shuffled_stream_are_split_and_every_row_comes_once(sizes, num_workers):
     data = stream(*sizes).shuffle(seed=1, buffer_size=8)
     orders = passes(data, 2, num_epochs=2, num_workers=num_workers)
@@ -95,13 +95,11 @@ def test_a_position_is_the_same_in_a_later_epoch(sizes, step):
 
 def test_rows_that_a_map_style_data_set_streams():
     data = datasets.Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=4)
-    ranks = passes(data.with_format("torch"), 3, num_workers=2)[0]
+    ranks = passes(data.with_format("torch"), 3, num_workers=1)[0]
     assert items_of(ranks) == list(range(50))
 
 
 def test_a_stream_that_is_split_by_node_already_is_refused():
-    from datasets.distributed import split_dataset_by_node
-
     data = split_dataset_by_node(stream(20), rank=0, world_size=2)
     with pytest.raises(ValueError, match="leave out split_dataset_by_node"):
         af.shard_loader(DataLoader(data, batch_size=6), af.DistState(rank=0, world_size=2))
@@ -126,15 +124,3 @@ def test_rows_of_a_ranks_own_are_refused(make):
         af.shard_loader(DataLoader(make(0), batch_size=2), state)
 
     simulate(run, world_size=2)
-
-
-def test_rows_that_each_rank_has_made_are_the_same():
-    """Hugging Face's own fingerprints may differ in that case."""
-
-    def run(state):
-        data = datasets.Dataset.from_dict({"x": list(range(12))})
-        data = data.map(lambda row: {"x": 11 - row["x"]}).shuffle(seed=3)
-        return [b["x"].tolist() for b in af.shard_loader(DataLoader(data, batch_size=4), state)]
-
-    parts = simulate(run, world_size=2)
-    assert items_of(parts) == list(range(12))

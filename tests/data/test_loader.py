@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     TensorDataset,
@@ -97,13 +96,6 @@ def test_per_rank_keeps_torchs_meaning_of_batch_size(kind):
     assert ids(loader) == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_collated_by_the_loaders_collate_fn(num_workers):
-    given = of(10, collate_fn=collate, num_workers=num_workers)
-    loader = af.shard_loader(given, af.DistState(rank=1, world_size=2))
-    assert [batch["names"] for batch in loader] == [["2", "3"], ["6", "7"], ["9"]]
-
-
 class Worked(torch.utils.data.Dataset):
     """A data set whose samples hold the process that read them."""
 
@@ -167,19 +159,9 @@ def test_batches_are_pinned_if_the_loader_pins(num_workers):
             assert [tensor.is_pinned() for tensor in batch] == [pins, pins]
 
 
-def test_workers_are_as_far_ahead_as_the_loader_sets():
-    given = of(40, num_workers=2, prefetch_factor=3, multiprocessing_context="fork")
-    source = af.shard_loader(given, af.DistState())._source
-    taken = []
-    parts = (taken.append(place) or [place] for place in range(40))
-    batches = source._reader.batches(parts, epoch=0, first_batch=0, seed=0)
-    assert next(batches).tolist() == [0]
-    assert taken == [*range(2 * 3 + 1)]
-
-
 def test_a_worker_that_is_too_slow_is_not_waited_for():
     def slow(samples):
-        time.sleep(1)
+        time.sleep(0.6)
 
     given = of(4, num_workers=1, timeout=0.2, collate_fn=slow, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds") as caught:
@@ -227,11 +209,10 @@ def drawn_in_workers(since, **options):
     return [tuple(batch[0]) for epoch in loader.epochs(2, since=state) for batch in epoch]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"persistent_workers": True}], ids=str)
 @pytest.mark.parametrize(
-    "since", [1, 2, *[pytest.param(each, marks=pytest.mark.slow) for each in (0, 5)]]
+    ("since", "options"), [(1, {"num_workers": 1}), (5, {"persistent_workers": True})], ids=str
 )
-def test_what_is_drawn_in_workers_continues_where_a_run_stopped(options, since):
+def test_what_is_drawn_in_workers_continues_where_a_run_stopped(since, options):
     """The run stops in the middle of an epoch, and other workers may continue to read."""
     whole = drawn_in_workers(0)
     assert drawn_in_workers(since, **options) == whole[since:]
@@ -255,19 +236,6 @@ def test_only_the_samples_of_this_rank_are_read_and_none_that_are_skipped():
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_order_is_a_function_of_seed_and_epoch(seed):
-    def passes(seed):
-        loader = af.shard_loader(of(12, shuffle=True), af.DistState(seed=seed))
-        return [ids(epoch) for epoch in loader.epochs(2)]
-
-    first, second = passes(seed)
-    assert [first, second] == passes(seed)
-    assert first != second
-    assert first != passes(seed + 2)[0]
-    assert sorted(sample for batch in first for sample in batch) == list(range(12))
-
-
 def test_the_generators_seed_gives_another_order():
     def order(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -277,39 +245,11 @@ def test_the_generators_seed_gives_another_order():
     assert order(1) != order(2)
 
 
-def test_each_pass_is_the_next_epoch_also_after_one_that_was_broken_off():
-    loader = af.shard_loader(of(8, shuffle=True), af.DistState())
-    orders = [ids(epoch) for epoch in loader.epochs(4)]
-    loader.set_epoch(0)
-    assert ids(loader) == orders[0]
-    for _ in loader:
-        break
-    assert loader.epoch == 2
-    assert [ids(loader), ids(loader)] == orders[2:]
-    assert orders[0] != orders[1]
-
-
-def test_two_passes_at_once_do_not_meet():
-    loader = af.shard_loader(of(8, shuffle=True), af.DistState())
-    epochs = list(loader.epochs(2))
-    apart = [ids(epoch) for epoch in epochs]
-    together = [[a.tolist(), b.tolist()] for a, b in zip(*epochs, strict=True)]
-    assert together == [list(pair) for pair in zip(*apart, strict=True)]
-
-
 def test_epochs_know_their_position():
     loader = af.shard_loader(of(10), af.DistState())
     epochs = list(loader.epochs(3, since=af.DistState(step=4)))
     assert [(epoch.index, len(epoch)) for epoch in epochs] == [(1, 2), (2, 3)]
     assert list(loader.epochs(3, since=af.DistState(step=9))) == []
-
-
-def test_indices_are_those_of_a_batch_without_reading_it():
-    loader = of(10)
-    shard = af.shard_loader(loader, af.DistState(rank=1, world_size=2))
-    assert shard.indices(0, 1).tolist() == [6, 7]
-    assert shard.global_indices(0, 1).tolist() == [4, 5, 6, 7]
-    assert loader.dataset.read == []
 
 
 DATA = Numbers(12)
@@ -348,12 +288,6 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(loader, text):
         af.shard_loader(loader(), af.DistState(rank=1, world_size=2))
 
 
-def test_a_batch_sampler_of_torchs_gives_the_batches_of_a_loader():
-    sampler = BatchSampler(torch.utils.data.SequentialSampler(DATA), 5, True)
-    loader = af.shard_loader(DataLoader(DATA, batch_sampler=sampler), af.DistState())
-    assert ids(loader) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
 def test_the_meaning_of_a_batch_must_be_known():
     with pytest.raises(ValueError, match='batch must be "global" or "per_rank", got \'local\''):
         af.shard_loader(of(4), af.DistState(), batch="local")
@@ -380,16 +314,14 @@ def test_a_loader_that_fails_on_one_rank_fails_on_all():
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("step", [7, 100])
-def test_a_state_beyond_the_end_is_refused_on_every_rank(step):
+def test_a_state_beyond_the_end_is_refused_on_every_rank():
     for rank in range(3):
         loader = af.shard_loader(of(12), af.DistState(rank=rank, world_size=3))
         with pytest.raises(
             ValueError,
-            match=f"since must be at most at the end of 2 epochs, got 'step {step}'; .* raise num_epochs, "
-            "or begin a new run with a state at step 0",
+            match=r"since must be at most at the end of 2 epochs, got 'step 7'; .* raise num_epochs",
         ):
-            loader.epochs(2, since=af.DistState(step=step))
+            loader.epochs(2, since=af.DistState(step=7))
 
 
 def test_a_number_in_place_of_a_state_is_refused():
@@ -403,12 +335,6 @@ def test_an_epoch_before_the_first_is_refused(method):
     loader = af.shard_loader(of(12), af.DistState())
     with pytest.raises(ValueError, match=f"{method}: epoch must be an integer >= 0, got -1"):
         getattr(loader, method)(-1, 0)
-
-
-def test_training_code_may_use_any_data_set():
-    data = TensorDataset(torch.arange(6), torch.zeros(6, 2))
-    loader = af.shard_loader(DataLoader(data, batch_size=4), af.DistState(rank=1, world_size=2))
-    assert [batch[0].tolist() for batch in loader] == [[2, 3], [5]]
 
 
 def test_the_loader_that_was_split_is_at_hand():

@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.data.order import mix, permute
 
 # of a chi-square test; keys are fixed, so each test gives the same result every time
 SIGNIFICANCE = 1e-4
-NUM_KEYS = 2000
+NUM_KEYS = 1000
 KEYS = st.integers(0, 2**64 - 1)
 
 
@@ -27,14 +27,6 @@ def is_bijection(num_samples, key):
 @example(num_samples=64, key=1)
 def test_a_permutation_is_a_bijection(num_samples, key):
     assert is_bijection(num_samples, key)
-
-
-@pytest.mark.parametrize(
-    "first",
-    [1, *[pytest.param(each, marks=pytest.mark.slow) for each in range(513, 4097, 512)]],
-)
-def test_permutations_of_all_small_sizes_are_bijections(first):
-    assert all(is_bijection(size, key=size) for size in range(first, first + 512))
 
 
 @given(num_samples=st.integers(2, 2**62), key=KEYS, data=st.data())
@@ -64,8 +56,7 @@ def chance(chi_square, num_free):
 
 
 @pytest.mark.parametrize(
-    "num_samples",
-    [8, 64, *[pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 4, 5, 6, 11, 63)]],
+    "num_samples", [8, *[pytest.param(n, marks=pytest.mark.slow) for n in (3, 64)]]
 )
 def test_small_permutations_are_well_mixed(num_samples):
     """Every sample comes equally often at every place, and after every other sample."""
@@ -80,7 +71,7 @@ def test_small_permutations_are_well_mixed(num_samples):
     assert chance(chi_square(pairs[apart]), num_samples * (num_samples - 1) - 1) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("num_samples", [100_000, 200_000, 10**12, 2**62])
+@pytest.mark.parametrize("num_samples", [100_000, 10**12, 2**62])
 def test_large_permutations_are_well_mixed(num_samples):
     """In each order, two neighbours are equally often in any two of 8 parts of the data."""
     num_places, num_parts, num_keys = 4096, 8, 100
@@ -100,41 +91,14 @@ def test_another_key_is_another_order(num_samples, key, other):
     assert orders[0].equal(orders[1]) == (key == other)
 
 
-class Endless(Dataset):
-    """A data set of 10**12 samples that records which were read."""
-
-    def __init__(self):
-        self.read = []
-
-    def __len__(self):
-        return 10**12
-
-    def __getitem__(self, index):
-        self.read.append(index)
-        return index
-
-
-@given(epoch=st.integers(0, 10**6), batch=st.integers(0, 10**12 // 64 - 1))
-def test_any_batch_is_found_without_those_before_it(epoch, batch):
-    data = Endless()
-    loader = af.shard_loader(DataLoader(data, batch_size=64, shuffle=True), af.DistState())
-    since = af.DistState(step=epoch * len(loader) + batch)
-    resumed = next(loader.epochs(epoch + 1, since=since))
-    assert (resumed.index, resumed.first_batch) == (epoch, batch)
-    expected = loader.indices(epoch, batch).tolist()
-    assert data.read == []
-    assert next(iter(resumed)).tolist() == data.read == expected
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize(
     ("batch", "rule"),
     [(3, "in 0 .. [12]"), (-1, "an integer >= 0"), (1.5, "an integer >= 0"), ("a", "an integer")],
 )
-def test_a_batch_that_is_none_is_refused(batch, rule, windowed, world_size):
+def test_a_batch_that_is_none_is_refused(batch, rule, windowed):
     given = DataLoader(range(10), batch_size=4)
-    loader = af.shard_loader(given, af.DistState(world_size=world_size))
+    loader = af.shard_loader(given, af.DistState(world_size=2))
     loader = af.window(loader, 2) if windowed else loader
     for indices in (loader.indices, loader.global_indices):
         with pytest.raises((ValueError, TypeError), match=f"indices: batch must be {rule}.*, got"):

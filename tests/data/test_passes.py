@@ -56,24 +56,6 @@ def test_a_peek_counts_and_a_look_at_the_loader_that_was_split_does_not():
     assert [batch.tolist() for batch in loader] == orders(of())[1]
 
 
-def test_epochs_leave_the_count_behind_their_last_pass():
-    loader = of()
-    for epoch in loader.epochs(2):
-        assert loader.epoch == epoch.index
-        for _ in epoch:
-            assert loader.epoch == epoch.index + 1
-    assert [batch.tolist() for batch in loader] == orders(of())[2]
-
-
-def test_set_epoch_names_the_next_pass():
-    loader = of()
-    loader.set_epoch(2)
-    assert loader.epoch == 2
-    assert [batch.tolist() for batch in loader] == orders(of())[2]
-    with pytest.raises(ValueError, match="set_epoch: epoch must be an integer >= 0, got -1"):
-        loader.set_epoch(-1)
-
-
 def test_evaluate_and_predict_count_nothing_and_read_epoch_0():
     model = torch.nn.Linear(1, 1)
     plan = af.Plan(lambda model, x: x.double().mean(), model, torch.optim.SGD(model.parameters()))
@@ -101,45 +83,6 @@ def test_a_position_counts_what_the_loop_has_received(view):
     expected = [(epoch, batch) for epoch in (0, 1) for batch in range(each, 5, each)]
     ends = [*expected[: len(expected) // 2], (1, 0), *expected[len(expected) // 2 :], (2, 0)]
     assert found == ends
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("num_received", range(7))
-def test_a_loop_by_range_that_resumes_reads_the_rest(view, num_received):
-    whole = [numbers_of(batch) for epoch in view(of(13)).epochs(3) for batch in epoch]
-    loader, found = of(13), []
-
-    def read(loader, most=None):
-        for _ in range(loader.epoch, 3):
-            for batch in view(loader):
-                found.append(numbers_of(batch))
-                if len(found) == most:
-                    return
-
-    if num_received:
-        read(loader, num_received)
-    other = of(13)
-    other.load_state_dict(loader.state_dict())
-    read(other)
-    assert found == whole
-
-
-def test_a_stream_without_a_length_resumes_too():
-    def make():
-        return af.shard_loader(DataLoader(Counting(9, shuffle=True), batch_size=4), HERE)
-
-    whole = [batch.tolist() for epoch in make().epochs(3) for batch in epoch]
-    for stop in range(1, 9):
-        loader, found = make(), []
-        while len(found) < stop:
-            for batch in loader:
-                found.append(batch.tolist())
-                if len(found) == stop:
-                    break
-        other = make()
-        other.load_state_dict(loader.state_dict())
-        rest = [batch.tolist() for _ in range(other.epoch, 3) for batch in other]
-        assert found + rest == whole
 
 
 def test_epochs_drop_a_loaded_position():
@@ -252,7 +195,6 @@ KINDS = {
 }
 WORKERS = [
     {},
-    pytest.param({"num_workers": 1}, marks=pytest.mark.slow),
     pytest.param({"num_workers": 1, "persistent_workers": True}, marks=pytest.mark.slow),
 ]
 
@@ -266,7 +208,7 @@ def loader_of(options, workers=None):
     return af.shard_loader(DataLoader(**options, **sizes, **(workers or {})), HERE)
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=["here", "worker", "persistent"])
+@pytest.mark.parametrize("workers", WORKERS, ids=["here", "persistent"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reader_gets_the_number_of_the_pass_at_any_depth(kind, workers):
     _, options = KINDS[kind]()

@@ -2,7 +2,6 @@
 rank."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,39 +16,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel_fn as af
-from accel_fn.comm.messages import open_channel
 from accel_fn.testing import simulate
 from tests.support.prefetch import (
     HERE,
     TWO_WORKERS,
     Counted,
     eventually,
-    ids,
-    of,
     readers,
 )
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("no_reader_is_left")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("taken", [1, 3])
-def test_a_break_ends_the_thread(world_size, taken):
-    state = af.DistState(world_size=world_size)
-    for batch in af.prefetch(range(100), state):
-        if batch == taken - 1:
-            break
-    assert readers() == []
-
-
-def test_a_break_ends_the_thread_that_has_no_room_left():
-    source = Counted(100)
-    for _ in af.prefetch(source, HERE):
-        assert eventually(lambda: source.num_read == 3)
-        time.sleep(0.02)  # the thread waits now
-        break
-    assert readers() == []
 
 
 def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
@@ -69,35 +46,6 @@ def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
         break
     assert go.is_set()
     assert num_read == [0, 1]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_break_ends_the_workers_that_do_not_persist(persistent):
-    loader = of(40, **TWO_WORKERS, persistent_workers=persistent)
-    before = set(multiprocessing.active_children())
-    for _ in af.prefetch(loader, HERE):
-        assert len(set(multiprocessing.active_children()) - before) == 2
-        break
-    assert readers() == []
-    assert len(set(multiprocessing.active_children()) - before) == (2 if persistent else 0)
-
-
-def test_after_a_break_a_new_pass_begins_at_the_beginning():
-    ahead = af.prefetch(of(12), HERE)
-    for _ in ahead:
-        break
-    assert ids(ahead) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-
-
-def test_an_error_in_the_loop_ends_the_thread():
-    def train():
-        for batch in af.prefetch(range(100), HERE):
-            raise KeyError(batch)
-
-    with pytest.raises(KeyError) as caught:
-        train()
-    assert readers() == []
-    del caught
 
 
 def test_a_dropped_iterator_ends_the_thread():
@@ -153,54 +101,6 @@ def test_several_ranks_read_equally_far_before_they_stop(taken):
     assert source.num_read == (taken + 4 if taken else 0)
 
 
-class ExchangingSource:
-    """A source whose batches are numbers that ranks exchange."""
-
-    def __init__(self, state, size):
-        self.channel, self.rank, self.size = open_channel(state), state.rank, size
-
-    def num_batches(self):
-        return self.size
-
-    def batches(self, epoch, first_batch, *, by_loop=False):
-        for batch in range(first_batch, self.size):
-            yield self.channel.exchange((epoch, batch, self.rank))
-
-    def position(self, step, window=1):
-        return divmod(step, self.size)
-
-    def indices(self, epoch, batch):
-        return torch.tensor([epoch * self.size + batch])
-
-    def num_samples(self, epoch, batch):
-        return None
-
-    global_indices = facts = indices
-
-
-def test_ranks_that_exchange_messages_while_they_read_may_break_and_start_again():
-    def run(state):
-        loader = af.prefetch(
-            af.ShardedLoader(ExchangingSource(state, 9), DataLoader([])), state, depth=3
-        )
-        found = []
-        for epoch in loader.epochs(3):
-            for batch in epoch:
-                # ranks differ in speed, so one breaks long before another
-                time.sleep(0.005 * state.rank)
-                found.append(batch)
-                if (epoch.index, len(found)) == (0, 4):
-                    break
-        return found
-
-    expected = [
-        [(epoch, batch, rank) for rank in range(3)]
-        for epoch, size in [(0, 4), (1, 9), (2, 9)]
-        for batch in range(size)
-    ]
-    assert simulate(run, world_size=3) == [expected] * 3
-
-
 class Uneven(IterableDataset):
     """Shards of unequal lengths, whose items move between ranks."""
 
@@ -214,8 +114,7 @@ class Uneven(IterableDataset):
         return (x for x in range(61) if x * x % 7 % self.num_shards == self.index)
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
+def test_a_stream_that_ranks_share_is_the_same_read_ahead():
     def run(state, depth):
         loader = af.shard_loader(DataLoader(Uneven(), batch_size=6), state)
         loader = af.prefetch(loader, state, depth) if depth else loader
@@ -230,7 +129,7 @@ def test_a_stream_that_ranks_share_is_the_same_read_ahead(depth):
 
     expected = simulate(lambda state: run(state, 0), world_size=3)
     assert len(expected[0][0]) == 3 + 11
-    assert simulate(lambda state: run(state, depth), world_size=3) == expected
+    assert simulate(lambda state: run(state, 4), world_size=3) == expected
 
 
 # -- errors
@@ -294,17 +193,7 @@ def test_an_error_of_a_data_set_comes_as_it_is(options):
     assert readers() == []
 
 
-def test_an_error_of_the_move_comes_too():
-    class Unmovable(torch.Tensor):
-        def to(self, *args, **kwargs):
-            raise RuntimeError("cannot go there")
-
-    batch = torch.ones(2).as_subclass(Unmovable)
-    with pytest.raises(RuntimeError, match="cannot go there"):
-        list(af.prefetch([batch], af.DistState(device="meta")))
-
-
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2", None])
+@pytest.mark.parametrize("depth", [0, 1.5, None])
 def test_a_depth_is_a_count(depth):
     with pytest.raises(ValueError, match="prefetch: depth must be an integer >= 1, got"):
         af.prefetch([1], HERE, depth)
@@ -350,6 +239,7 @@ def start(**settings):
     )
 
 
+@pytest.mark.slow
 def test_a_program_ends_though_its_loader_does_not():
     """At the end of the program the iterator is alive, and its thread reads."""
     process = start(main="next(batches); print(time.monotonic(), flush=True)")

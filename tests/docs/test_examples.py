@@ -26,8 +26,9 @@ import accel_fn as af
 from tests.support.compilers import MARKS
 
 ROOT = Path(__file__).parents[2]
-DEAR = {"precision.md": MARKS, "launching.md": [pytest.mark.slow]}
-"""Pages that compile graphs or start many processes."""
+LONG = "launching", "recipes", "choosing-a-mesh", "contrastive", "sharing"
+DEAR = {"precision.md": MARKS, **{f"{name}.md": [pytest.mark.slow] for name in LONG}}
+"""Pages that compile graphs, start many processes or train for seconds."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -59,11 +60,14 @@ def test_python_blocks_of_a_page_run_from_top_to_bottom(
         example.evaluate()
 
 
-def modules_with_examples() -> list[str]:
+def modules_with_examples() -> list[object]:
     """The names of modules whose text has examples: to import all takes seconds in each worker."""
     package = Path(af.__file__).parent
     paths = sorted(path for path in package.rglob("*.py") if ">>> " in path.read_text("utf-8"))
-    return [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths]
+    names = [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths]
+    # What starts processes, and what imports a trainer.
+    long = {name for name in names if name.endswith((".function.launch", ".transformers"))}
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in long)) for name in names]
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
@@ -164,6 +168,7 @@ def test_program_of_the_readme_prints_the_same_on_two_processes(
     assert run_program(PROGRAM, tmp_path, launcher) == printed_alone
 
 
+@pytest.mark.slow
 def test_a_run_of_the_readme_continues_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from accel_fn.cli.migrate import migrate
+from tests.cli.commands import run_command
 from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +46,11 @@ def losses(printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["from-accelerate.md", "from-ddp.md", "from-fabric.md", "from-trainer.md"]
+    "page",
+    [
+        *("from-accelerate.md", "from-ddp.md", "from-fabric.md"),
+        pytest.param("from-trainer.md", marks=pytest.mark.slow),
+    ],
 )
 def test_the_new_program_of_a_guide_trains(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,7 +76,7 @@ def test_the_moved_program_of_a_guide_prints_the_losses_of_the_old(
 
 
 def test_the_guide_from_accelerate_shows_what_migrate_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     page = (ROOT / "docs/from-accelerate.md").read_text()
     [shown] = re.findall(
@@ -81,7 +84,6 @@ def test_the_guide_from_accelerate_shows_what_migrate_prints(
     )
     old, _ = sides("from-accelerate.md")
     (tmp_path / "train.py").write_text(old)
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(migrate, ["train.py"])
+    done = run_command(tmp_path, "migrate", "train.py")
     parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", shown, flags=re.M)]
     assert re.fullmatch("(.*\n)*?".join(parts), done.stdout)

@@ -12,14 +12,14 @@ import nbformat
 import pytest
 
 import accel_fn as af
-from accel_fn.observe.progress import ShownEpoch
+from accel_fn.testing import internals
 
 ROOT = Path(__file__).parents[2]
 LISTS = re.compile(r"api|architecture|benchmarks|differences|examples|from-\w+|mutants|next-steps")
 """Pages that list names, or compare them with those of other libraries, and explain none."""
 OBJECTS: dict[str, tuple[type, ...]] = {
     "checkpoint": (af.Checkpoint,),
-    "epoch": (af.Epoch, ShownEpoch),
+    "epoch": (af.Epoch, internals.ShownEpoch),
     "grads": (af.Grads,),
     "loader": (af.ShardedLoader,),
     "preemption": (af.Preemption,),

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import accel_fn as af
-from accel_fn.errors import AccelError
 from accel_fn.testing import simulate
 from tests.field import program
 from tests.field.program import Case
@@ -95,6 +94,24 @@ class FieldProgram:
         name = rng.choice(named(prefix))
         drawn = {number: rng.choice(values) for number, values in KINDS[name].numbers.items()}
         return cls(name, Case(**drawn))
+
+    @classmethod
+    def small(cls, name: str) -> FieldProgram:
+        """Draw a program on at most two ranks, in at most two micro-batches, of few samples.
+
+        The strategy is the first of its kind: replicas, unless the kind is about shards.
+        """
+        drawn = cls.draw(random.Random(name), name)
+        most = {"world_size": 2, "k": 2, "num_samples": 15}
+        values = KINDS[name].numbers
+        few = {
+            number: max(
+                (each for each in values[number] if each <= bound), default=values[number][0]
+            )
+            for number, bound in most.items()
+        }
+        few["strategy"] = values["strategy"][0]
+        return replace(drawn, case=replace(drawn.case, **few))
 
     @property
     def ingredients(self) -> frozenset[tuple[str, str]]:
@@ -172,7 +189,7 @@ class Run:
         """`equal`, `refused` on all ranks alike, `warned` once, or what went wrong."""
         errors = [each for each in self._ends if isinstance(each, Exception)]
         if errors:
-            if all(isinstance(each, AccelError) for each in self._ends):
+            if all(isinstance(each, af.AccelError) for each in self._ends):
                 return "refused"
             texts = sorted(f"{type(each).__name__}: {each}" for each in errors)
             return f"errors on {len(errors)} of {len(self._ends)} ranks: {texts}"

@@ -463,7 +463,7 @@ def buffer_that_takes_its_shape(case: Case):
     )
 
 
-@kind("equal", k=(256, 512), num_samples=(512,), batch_size=(512,))
+@kind("equal", k=(128,), num_samples=(256,), batch_size=(256,))
 def parameters_in_half_precision(case: Case):
     """A model in bfloat16, whose gradients of many micro-batches point in one direction."""
     draw = case.generator()

@@ -1,20 +1,17 @@
 """The plan of a launch, from settings, environment and machine."""
 
-import os
 import tempfile
 
 import pytest
 
 from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.cpus import Processors
-from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.machines.machines import Machines, place
 from accel_fn.launcher.plan_launch import plan_launch
 from accel_fn.launcher.processes.environment import glibc_version, launch_variables
-from accel_fn.launcher.settings.settings import Settings
-from accel_fn.launcher.settings.sources import resolve
 from tests.cli.commands import run_python
 from tests.comm.test_tasks import MPIRUN, SBATCH, SRUN, pbs
+from tests.support.launch_settings import Machine, Settings, resolve
 
 ONE_A_NODE = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 ONE_A_NODE |= {"SLURM_PROCID": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -212,44 +209,3 @@ def test_several_machines_use_the_interface_towards_the_first():
     assert "GLOO_SOCKET_IFNAME" not in given(num_machines=1)
     set_already = given({"GLOO_SOCKET_IFNAME": "ib0"}, num_machines=2)
     assert set_already["GLOO_SOCKET_IFNAME"] == "ib0"
-
-
-def rank_code(tail, launcher="os.getppid()"):
-    return (
-        "import os, sys, accel_fn.launcher.processes.worker as worker;"
-        f"worker.main(str({launcher}), {tail}, '', 'script', 'script.py')"
-    )
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binds on Linux alone")
-def test_a_rank_is_bound_to_its_own_processors(tmp_path):
-    last = max(os.sched_getaffinity(0))
-    (tmp_path / "script.py").write_text("import os; print(os.sched_getaffinity(0))")
-    variables = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
-    }
-    done = run_python(tmp_path, "-c", rank_code(f"'0,1;{last}'"), **variables)
-    assert done.stdout == f"{{{last}}}\n", done.stderr
-
-
-def test_a_rank_whose_launcher_is_gone_already_does_nothing(tmp_path):
-    (tmp_path / "script.py").write_text("print('started')")
-    variables = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    done = run_python(tmp_path, "-c", rank_code("''", launcher="1 + os.getpid()"), **variables)
-    assert (done.returncode, done.stdout) == (1, "")
-
-
-def test_without_prctl_a_rank_polls_its_launcher(tmp_path):
-    """Systems other than Linux have no prctl; this test runs on any."""
-    code = (
-        "import os, time, accel_fn.launcher.processes.worker as worker\n"
-        "if os.fork() == 0:\n"
-        "    launcher = os.getppid()\n"
-        "    os.write(1, b'up ')\n"
-        "    worker._die_after(launcher)\n"
-        "time.sleep(0.5)\n"
-    )
-    done = run_python(tmp_path, "-c", code, timeout_s=100)  # the pipe is open while the rank lives
-    assert (done.returncode, done.stdout) == (0, "up ")

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_fn.launcher.settings.files import read_yaml, render
-from accel_fn.launcher.settings.settings import Settings
-from tests.support.launch_settings import refused, resolved, written
+from tests.support.launch_settings import Settings, read_yaml, refused, render, resolved, written
 
 
 @pytest.mark.parametrize(
@@ -133,17 +131,6 @@ def test_two_files_in_one_folder_are_refused(tmp_path):
     assert "settings must stand in one place, got [tool.accel_fn] in" in refused(folder=tmp_path)
 
 
-def test_precision_no_needs_no_quotes(tmp_path):
-    written(tmp_path, "mixed_precision: no\n")
-    assert resolved(folder=tmp_path).settings.mixed_precision == "no"
-
-
-def test_a_home_folder_in_a_file_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    written(tmp_path, "log_dir: ~/logs\n")
-    assert resolved(folder=tmp_path).settings.log_dir == Path("/home/me/logs")
-
-
 COUNTS = st.integers(1, 10**6)
 PATHS = st.text(st.characters(exclude_characters="\0"), min_size=1).map(Path)
 VALUES = {
@@ -207,7 +194,11 @@ def test_every_value_stands_in_one_line():
     assert f"\nlog_dir: {folder}\n" in render(Settings(log_dir=Path(folder)))
 
 
-def test_a_mesh_in_a_file_is_text_or_a_mapping(tmp_path):
+def test_values_in_a_file_are_read_as_people_write_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    written(tmp_path, "mixed_precision: no\nlog_dir: ~/logs\n")
+    settings = resolved(folder=tmp_path).settings
+    assert (settings.mixed_precision, settings.log_dir) == ("no", Path("/home/me/logs"))
     for line in ("mesh: dp=-1,tp=2\n", "mesh: {dp: -1, tp: 2}\n"):
         written(tmp_path, line)
         assert resolved(folder=tmp_path).settings.mesh == "dp=-1,tp=2"

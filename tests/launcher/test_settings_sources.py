@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_fn.errors import SettingsError
-from accel_fn.launcher.settings.settings import Settings
-from accel_fn.launcher.settings.sources import resolve, user_file
-from tests.support.launch_settings import PLAIN, TWO_GPUS, resolved, written
+from tests.support.launch_settings import (
+    PLAIN,
+    TWO_GPUS,
+    Settings,
+    resolve,
+    resolved,
+    user_file,
+    written,
+)
 
 NAMES = ("num_microbatches", "max_restarts", "timeout_s", "threads_per_process")
 SOURCES = ("user", "file", "variable", "flag")
@@ -76,18 +82,14 @@ def test_a_file_that_is_named_stands_for_the_nearest_one(tmp_path):
     assert (found.settings.max_restarts, found.settings.tee) == (2, False)
 
 
-def test_a_section_of_pyproject_is_a_file_too(tmp_path):
-    written(tmp_path, "[tool.accel_fn]\nmax_restarts = 3\ngpu_ids = [1, 0]\n", "pyproject.toml")
-    found = resolved(folder=tmp_path / ".", machine=TWO_GPUS)
-    assert (found.settings.max_restarts, found.settings.gpu_ids) == (3, (1, 0))
-    assert found.sources["gpu_ids"] == str(tmp_path / "pyproject.toml")
-
-
-def test_a_pyproject_without_our_section_is_passed_by_even_a_broken_one(tmp_path):
-    written(tmp_path, "max_restarts: 4\n")
+def test_a_section_of_pyproject_is_a_file_too_and_one_without_it_is_passed_by(tmp_path):
+    text = "[tool.accel_fn]\nmax_restarts = 3\ngpu_ids = [1, 0]\n"
+    file = written(tmp_path, text, "pyproject.toml")
     written(tmp_path, "[tool.other\n", "a/pyproject.toml")
     written(tmp_path, '[project]\ndependencies = ["accel-fn"]\n', "a/b/pyproject.toml")
-    assert resolved(folder=tmp_path / "a/b").settings.max_restarts == 4
+    found = resolved(folder=tmp_path / "a/b/.", machine=TWO_GPUS)
+    assert (found.settings.max_restarts, found.settings.gpu_ids) == (3, (1, 0))
+    assert found.sources["gpu_ids"] == str(file)
 
 
 def test_the_users_file_follows_xdg_and_a_missing_home_is_no_error():
@@ -99,24 +101,23 @@ def test_the_users_file_follows_xdg_and_a_missing_home_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "line", "other"),
-    [("cpu", True, "gpu_ids: [0, 1]", "gpu_ids"), ("gpu_ids", "1", "cpu: true", "cpu")],
-)
-def test_a_stronger_source_of_devices_overrides_a_weaker_one(tmp_path, flag, value, line, other):
-    written(tmp_path, f"{line}\n")
-    found = resolved({flag: value}, folder=tmp_path, machine=TWO_GPUS)
-    assert getattr(found.settings, other) == Settings.model_fields[other].default
-    assert found.sources[other] == f"default, because of flag --{flag.replace('_', '-')}"
-
-
-@pytest.mark.parametrize(
     ("flag", "value", "line", "kept"),
-    [("cpu", False, "gpu_ids: [0, 1]", (0, 1)), ("gpu_ids", "all", "cpu: true", True)],
+    [
+        ("cpu", True, "gpu_ids: [0, 1]", None),
+        ("gpu_ids", "1", "cpu: true", False),
+        ("cpu", False, "gpu_ids: [0, 1]", (0, 1)),
+        ("gpu_ids", "all", "cpu: true", True),
+    ],
 )
-def test_a_setting_that_chooses_no_device_overrides_nothing(tmp_path, flag, value, line, kept):
+def test_a_stronger_source_that_chooses_devices_overrides_a_weaker_one(
+    tmp_path, flag, value, line, kept
+):
     written(tmp_path, f"{line}\n")
     found = resolved({flag: value}, folder=tmp_path, machine=TWO_GPUS)
-    assert getattr(found.settings, line.split(":")[0]) == kept
+    other = line.split(":")[0]
+    assert getattr(found.settings, other) == kept
+    if not kept:
+        assert found.sources[other] == f"default, because of flag --{flag.replace('_', '-')}"
 
 
 @pytest.mark.parametrize(

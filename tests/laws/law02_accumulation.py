@@ -14,12 +14,9 @@ from tests.support import strategies as ours
 @pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
 @given(batches=strategies.batches(), num_microbatches=st.integers(1, 50))
 def test_accumulation_is_the_identity(optimizer, batches, num_microbatches):
-    losses, expected = ours.trained_by_hand(ours.regression_model(), batches, optimizer=optimizer)
-    found, actual = ours.trained(
-        ours.regression_model(), [batches], af.accumulate(num_microbatches), optimizer=optimizer
-    )[0]
-    ours.assert_close(actual, expected)
-    assert found == pytest.approx(losses, rel=1e-6)  # the report is in float32
+    model, options = ours.regression_model(), {"optimizer": optimizer}
+    found = ours.trained(model, [batches], af.accumulate(num_microbatches), **options)
+    ours.assert_trained(found, ours.trained_by_hand(model, batches, **options))
 
 
 @given(num_microbatches=st.integers(1, 6))
@@ -41,16 +38,10 @@ def test_a_loss_that_is_a_view_of_a_parameter_has_a_gradient_of_one(num_microbat
     num_microbatches=2,
 )
 def test_accumulation_is_the_identity_for_masked_tokens(batches, num_microbatches):
-    losses, expected = ours.trained_by_hand(ours.token_model(), batches, loss_fn=ours.token_loss)
-    found, actual = ours.trained(
-        ours.token_model(),
-        [batches],
-        af.accumulate(num_microbatches),
-        loss_fn=ours.token_loss,
-        weight_fn=af.num_labels("labels"),
-    )[0]
-    ours.assert_close(actual, expected)
-    assert found == pytest.approx(losses, rel=1e-6)
+    model, options = ours.token_model(), {"loss_fn": ours.token_loss}
+    recipe, weight_fn = af.accumulate(num_microbatches), af.num_labels("labels")
+    found = ours.trained(model, [batches], recipe, weight_fn=weight_fn, **options)
+    ours.assert_trained(found, ours.trained_by_hand(model, batches, **options))
 
 
 @given(batches=strategies.batches(), pieces=st.integers(1, 5))
@@ -58,6 +49,5 @@ def test_a_split_of_the_users_counts_its_parts_by_weight(batches, pieces):
     def split(batch):
         return list(zip(*[value.split(pieces) for value in batch], strict=True))
 
-    _, expected = ours.trained_by_hand(ours.regression_model(), batches)
-    _, actual = ours.trained(ours.regression_model(), [batches], af.accumulate(2, split=split))[0]
-    ours.assert_close(actual, expected)
+    found = ours.trained(ours.regression_model(), [batches], af.accumulate(2, split=split))
+    ours.assert_trained(found, ours.trained_by_hand(ours.regression_model(), batches))

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import strategies
+from tests.laws.law03_worlds import dealt_batches
 from tests.support import strategies as ours
 from tests.support.block_models import stack
 
@@ -22,9 +23,8 @@ class Noisy(nn.Module):
 
     def __init__(self, width, *, dropout=0.5):
         super().__init__()
-        self.layer = nn.Linear(
-            width, width, bias=False
-        )  # the norm would make its gradient rounding
+        # The norm would make the gradient of a bias rounding.
+        self.layer = nn.Linear(width, width, bias=False)
         self.norm = nn.BatchNorm1d(width)
         self.dropout = dropout
         self.register_buffer("mean", torch.zeros(width))
@@ -58,19 +58,14 @@ def train(model, recipe, batches):
     "options", [{}, {"blocks": Noisy}, {"offload": True}, {"blocks": "1.1"}], ids=str
 )
 @ours.share(0.4)
-@given(
-    sizes=st.lists(st.integers(4, 9), min_size=1, max_size=3),
-    num_microbatches=st.integers(1, 2),
-)
-def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
-    options, sizes, num_microbatches
-):
+@given(sizes=st.lists(st.integers(4, 9), min_size=1, max_size=3), k=st.integers(1, 2))
+def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(options, sizes, k):
     generator = torch.Generator().manual_seed(0)
     batches = [
         tuple(torch.randn(size, width, generator=generator).double() for width in (3, 1))
         for size in sizes
     ]
-    plain = af.accumulate(num_microbatches)
+    plain = af.accumulate(k)
     expected = train(noisy_model(), plain, batches)
     found = train(noisy_model(), af.compose(plain, af.checkpoint_activations(**options)), batches)
     assert found[0] == expected[0]
@@ -78,38 +73,41 @@ def test_random_numbers_and_running_statistics_are_those_of_the_run_without_it(
     assert torch.equal(found[2], expected[2])
 
 
-@st.composite
-def dealt_batches(draw):
-    """Draw the parts of global batches for one to three ranks, of any sizes, empty ones too."""
-    batches, world_size = draw(strategies.batches()), draw(strategies.world_sizes(3))
-    sizes = [draw(strategies.uneven_parts(af.num_samples(each), world_size)) for each in batches]
-    return ours.dealt(batches, sizes)
+UNEVEN = ours.dealt([(torch.ones(5, 3).double(), torch.ones(5, 1).double())] * 2, [[2, 3, 0]] * 2)
+"""Parts of two batches; one rank has none."""
 
 
-@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
-@ours.share(0.3)
-@given(parts=dealt_batches(), num_microbatches=st.integers(1, 3), offload=st.booleans())
-@example(
-    parts=ours.dealt([(torch.ones(5, 3).double(), torch.ones(5, 1).double())] * 2, [[2, 3, 0]] * 2),
-    num_microbatches=2,
-    offload=True,
+def assert_same_step(parts, recipe, offload):
+    plain = af.compose(recipe, af.clip(0.1))
+    expected = ours.trained(stack(), parts, plain)
+    checkpointing = af.compose(plain, af.checkpoint_activations(offload=offload))
+    for (losses, parameters), (found, actual) in zip(
+        expected, ours.trained(stack(), parts, checkpointing), strict=True
+    ):
+        assert found == losses
+        ours.assert_identical(actual, parameters)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "offload"), [(af.wrap_ddp(), False), (af.wrap_fsdp(), True)], ids=["ddp", "fsdp"]
 )
-def test_it_is_the_same_step_over_ranks(wrap, offload, parts, num_microbatches):
-    recipe = af.compose(wrap, af.accumulate(num_microbatches), af.clip(0.1))
-    checkpointing = af.compose(recipe, af.checkpoint_activations(offload=offload))
-    expected = ours.trained(stack(), parts, recipe)
-    for plain, found in zip(expected, ours.trained(stack(), parts, checkpointing), strict=True):
-        assert found[0] == plain[0]
-        ours.assert_identical(found[1], plain[1])
+def test_it_is_the_same_step_over_ranks(wrap, offload):
+    assert_same_step(UNEVEN, af.compose(wrap, af.accumulate(2)), offload)
 
 
-@given(batches=strategies.batches(num_batches=1))
-def test_outside_of_a_step_the_model_is_as_it_was(batches):
+@pytest.mark.slow
+@ours.share(0.3)
+@given(dealt=dealt_batches(strategies.batches(), 3), k=st.integers(1, 3), offload=st.booleans())
+def test_it_is_the_same_step_over_any_shards(dealt, k, offload):
+    assert_same_step(ours.dealt(*dealt), af.compose(af.wrap_fsdp(), af.accumulate(k)), offload)
+
+
+def test_outside_of_a_step_the_model_is_as_it_was():
     model = stack()
     forwards = [block.forward for block in model.blocks]
     state, step = ours.built(af.checkpoint_activations(), model=model, optimizer=ours.adamw)
-    step(state, batches[0])
+    step(state, UNEVEN[0][0])
     with torch.no_grad():
-        step.forward(state, batches[0])
+        step.forward(state, UNEVEN[0][0])
     assert [block.forward for block in model.blocks] == forwards
     assert not any("forward" in vars(block) for block in model.blocks)

@@ -1,7 +1,5 @@
 """Frozen models of a plan: W ranks and k micro-batches are one process with the models in a closure."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
-from tests import reference
+from tests.laws.law03_worlds import dealt_batches
 from tests.support import strategies as ours
 
 WRAPPERS = {
@@ -42,10 +40,10 @@ def loss_fn(model, batch, frozen):
 
 
 def by_hand(batches):
-    model, frozen = ours.regression_model(), {"encoder": encoder().eval().requires_grad_(False)}
-    optimizer = ours.sgd(model.parameters())
-    losses = reference.train(model, lambda *given: loss_fn(*given, frozen), optimizer, batches)
-    return losses, copy.deepcopy(model.state_dict())
+    frozen = {"encoder": encoder().eval().requires_grad_(False)}
+    with_frozen = lambda *given: loss_fn(*given, frozen)
+    model = ours.regression_model()
+    return ours.trained_by_hand(model, batches, loss_fn=with_frozen, optimizer=ours.sgd)
 
 
 def trained(state, parts, recipe):
@@ -62,22 +60,9 @@ def trained(state, parts, recipe):
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @ours.share(0.3)
-@given(data=st.data(), k=st.integers(1, 3))
-def test_frozen_models_do_not_depend_on_ranks_and_micro_batches(wrap, data, k):
-    batches = data.draw(strategies.batches(num_batches=2))
-    world_size = data.draw(strategies.world_sizes(3))
-    sizes = [
-        data.draw(strategies.uneven_parts(af.num_samples(batch), world_size)) for batch in batches
-    ]
-    parts = [
-        [
-            tuple(value[sum(size[:rank]) : sum(size[: rank + 1])] for value in batch)
-            for batch, size in zip(batches, sizes, strict=True)
-        ]
-        for rank in range(world_size)
-    ]
+@given(dealt=dealt_batches(strategies.batches(num_batches=2), 3), k=st.integers(1, 3))
+def test_frozen_models_do_not_depend_on_ranks_and_micro_batches(wrap, dealt, k):
+    batches, parts = dealt[0], ours.dealt(*dealt)
     recipe = af.compose(af.place(), WRAPPERS[wrap], af.accumulate(k))
-    losses, values = by_hand(batches)
-    for found, own in simulate(lambda state: trained(state, parts, recipe), world_size=world_size):
-        torch.testing.assert_close(found, losses, **ours.EXACT)
-        torch.testing.assert_close(dict(own), dict(values), **ours.EXACT)
+    ranks = simulate(lambda state: trained(state, parts, recipe), world_size=len(parts))
+    ours.assert_trained(ranks, by_hand(batches))

@@ -54,8 +54,8 @@ def halved(num_updates):
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
-@ours.share(0.5)
-@given(dealt=dealt_batches(strategies.batches(), 4), num_microbatches=st.integers(1, 3))
+@ours.share(0.3)
+@given(dealt=dealt_batches(strategies.batches(), 3), num_microbatches=st.integers(1, 3))
 def test_several_optimizers_are_the_loop_by_hand(wrap, dealt, num_microbatches):
     batches, sizes = dealt
     recipe = af.compose(

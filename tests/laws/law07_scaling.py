@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
-from accel_fn.transforms.amp.amp import scale_loss
 from tests.support import strategies as ours
 
 OPTIMIZERS = {
@@ -24,8 +23,13 @@ OPTIMIZERS = {
 def scaled(init_scale, growth_interval=2000):
     """Return a transform that scales the loss without autocast, so that float64 shows the effect of
     scaling alone."""
-    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval}
-    start = partial(scale_loss, init_scale=init_scale, **rule)
+
+    def start(state):
+        if state.scaler is not None:
+            return state
+        scaler = af.LossScale.start(init_scale, growth_interval=growth_interval)
+        return replace(state, scaler=scaler)
+
     return lambda plan: replace(plan, init_state=(*plan.init_state, start))
 
 
@@ -47,6 +51,7 @@ WRAPPED += [
 
 
 @pytest.mark.parametrize(("optimizer", "wrap"), WRAPPED)
+@ours.share(0.5)
 @given(
     batches=strategies.batches(num_batches=5),
     poisoned=st.lists(st.booleans(), min_size=5, max_size=5),
@@ -116,8 +121,7 @@ def test_the_scale_stays_finite_and_above_zero():
     assert torch.isfinite(shrunk.scale.reciprocal())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("fused", "world_size"), [(False, 2), (True, 1)])
 def test_float16_autocast_skips_halves_and_continues(fused, world_size):
     def run(state):
         model = ours.regression_model().float()
@@ -144,29 +148,24 @@ def test_float16_autocast_skips_halves_and_continues(fused, world_size):
 def test_two_float16_steps_share_one_scale():
     """The second step's overflow does not change the first one's update: each unscales by its own
     seed."""
-    models = [ours.regression_model().float() for _ in range(2)]
-    state = af.DistState()
-    steps = []
-    for model in models:
+    amp = af.with_amp("fp16", init_scale=256.0)
+
+    def built(state):
+        model = ours.regression_model().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = af.with_amp("fp16", init_scale=256.0)(af.Plan(ours.mse, model, optimizer))
-        state, step = af.build(state, plan)
-        steps.append(step)
+        return *af.build(state, amp(af.Plan(ours.mse, model, optimizer))), model
+
+    state, first, _ = built(af.DistState())
+    state, second, model = built(state)
     batch = (torch.ones(2, 3), torch.ones(2, 1))
-    state, _ = steps[0](state, (batch[0] * 1e6, batch[1]))
+    state, _ = first(state, (batch[0] * 1e6, batch[1]))
     before = float(state.scaler.scale)
-    _, report = steps[1](state, batch)
-    lone = ours.regression_model().float()
-    lone_state, lone_step = af.build(
-        af.DistState(),
-        af.with_amp("fp16", init_scale=256.0)(
-            af.Plan(ours.mse, lone, torch.optim.SGD(lone.parameters(), lr=0.1))
-        ),
-    )
-    lone_step(lone_state, batch)
+    _, report = second(state, batch)
+    state, lone, expected = built(af.DistState())
+    lone(state, batch)
     assert (before, bool(report.applied)) == (128.0, True)
     # without subnormals, the float16 backward rounds alike under scales of 128 and 256
-    ours.assert_identical(models[1].state_dict(), lone.state_dict())
+    ours.assert_identical(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

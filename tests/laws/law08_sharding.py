@@ -1,53 +1,78 @@
 """Law 8: shards partition the global batch, which does not depend on the world; seeking equals
 iterating."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.data.order import Order
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 
 
+@dataclass(frozen=True)
+class Case:
+    """What determines the batches of a loader, and the number of ranks that share them."""
+
+    batch_size: int
+    world_size: int
+    drop_last: bool
+    num_samples: int
+    shuffle: bool
+    seed: int
+
+    def loaders(self, world_size=None, **options):
+        """Make the loader of each rank."""
+        world_size = world_size or self.world_size
+        data = TensorDataset(torch.arange(self.num_samples))
+        options |= {"shuffle": self.shuffle, "drop_last": self.drop_last}
+        loader = DataLoader(data, batch_size=self.batch_size, **options)
+        states = [
+            af.DistState(rank=rank, world_size=world_size, seed=self.seed)
+            for rank in range(world_size)
+        ]
+        return [af.shard_loader(loader, state) for state in states]
+
+
 @st.composite
-def orders(draw, max_world=8, max_samples=200, max_batch=64):
+def cases(draw, max_world=8, max_samples=200, max_batch=64):
     """Draw any order that a loader may ask for."""
     world_size = draw(st.integers(1, max_world))
     num_samples = draw(st.integers(1, max_samples))
     batch_size = draw(st.integers(1, max_batch))
     drop_last = draw(st.booleans()) and num_samples >= batch_size
     shuffle, seed = draw(st.booleans()), draw(st.integers(0, 9))
-    return Order(batch_size, world_size, drop_last, num_samples, shuffle, seed)
+    return Case(batch_size, world_size, drop_last, num_samples, shuffle, seed)
 
 
-@given(order=orders(), epoch=st.integers(0, 5))
-@example(order=Order(4, 3, False, 9, True, 0), epoch=1)  # the last batch is smaller than the world
-def test_every_sample_comes_once_an_epoch(order, epoch):
-    seen = [
-        sample
-        for batch in range(order.num_batches())
-        for rank in range(order.world_size)
-        for sample in order.indices(epoch, batch, rank).tolist()
-    ]
-    dropped = order.num_samples % order.batch_size if order.drop_last else 0
-    assert len(seen) == len(set(seen)) == order.num_samples - dropped
-    assert set(seen) <= set(range(order.num_samples))
+TAIL = Case(4, 3, False, 9, True, 0)
+"""The last batch is smaller than the world."""
 
 
-@given(order=orders(), epoch=st.integers(0, 5))
-def test_the_parts_of_the_ranks_are_the_global_batch_in_order(order, epoch):
-    for batch in range(order.num_batches()):
-        parts = [order.indices(epoch, batch, rank) for rank in range(order.world_size)]
-        torch.testing.assert_close(torch.cat(parts), order.global_indices(epoch, batch))
+@ours.share(2)
+@given(case=cases(), epoch=st.integers(0, 5), other=st.integers(1, 8))
+@example(case=TAIL, epoch=1, other=1)
+def test_the_parts_of_the_ranks_are_a_global_batch_that_does_not_depend_on_the_world(
+    case, epoch, other
+):
+    loaders, elsewhere = case.loaders(), case.loaders(other)[-1]
+    seen = []
+    assert {len(each) for each in loaders} == {len(elsewhere)}
+    for batch in range(len(elsewhere)):
+        parts = [each.indices(epoch, batch) for each in loaders]
+        whole = torch.cat(parts)
+        assert whole.equal(loaders[0].global_indices(epoch, batch))
+        assert whole.equal(elsewhere.global_indices(epoch, batch))
         sizes = [len(part) for part in parts]
         assert sum(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
+        seen += whole.tolist()
+    dropped = case.num_samples % case.batch_size if case.drop_last else 0
+    assert len(seen) == len(set(seen)) == case.num_samples - dropped
+    assert set(seen) <= set(range(case.num_samples))
 
 
 @given(runs=st.sets(st.tuples(st.integers(0, 10**6), st.integers(0, 9)), min_size=2, max_size=5))
@@ -55,65 +80,36 @@ def test_each_epoch_of_each_seed_has_an_order_of_its_own(runs):
     """Two orders of 32 samples are not the same by chance."""
     found = set()
     for epoch, seed in runs:
-        order = Order(32, 1, False, num_samples=32, shuffle=True, seed=seed)
-        found.add(tuple(order.global_indices(epoch, 0).tolist()))
+        (loader,) = Case(32, 1, False, num_samples=32, shuffle=True, seed=seed).loaders()
+        found.add(tuple(loader.global_indices(epoch, 0).tolist()))
     assert len(found) == len(runs)
 
 
-@given(order=orders(), epoch=st.integers(0, 5), other=st.integers(1, 8))
-def test_a_global_batch_does_not_depend_on_the_world(order, epoch, other):
-    """The number of batches does not either."""
-    elsewhere = replace(order, world_size=other)
-    assert elsewhere.num_batches() == order.num_batches()
-    for batch in range(order.num_batches()):
-        assert order.global_indices(epoch, batch).equal(elsewhere.global_indices(epoch, batch))
+def check_loaders(case, position, **options):
+    """Assert that loaders give each rank its indices, epoch after epoch, and so from any position."""
+    for loader in case.loaders(**options):
+        epochs = [*loader.epochs(3)]
+        whole = [[batch[0].tolist() for batch in epoch] for epoch in epochs]
+        assert {len(loader)} == {*map(len, whole)} == {*map(len, epochs)}
+        for epoch, batches in enumerate(whole):
+            expected = [loader.indices(epoch, batch).tolist() for batch in range(len(loader))]
+            assert batches == expected
+        flat = [batch for batches in whole for batch in batches]
+        start = min(position, len(flat))
+        resumed = loader.epochs(3, since=af.DistState(step=start))
+        assert [batch[0].tolist() for epoch in resumed for batch in epoch] == flat[start:]
 
 
-def loader_of(num_samples, batch_size, **options):
-    data = TensorDataset(torch.arange(num_samples))
-    return DataLoader(data, batch_size=batch_size, **options)
-
-
-def check_loaders(order, epoch, num_workers=0):
-    """Assert that loaders give every rank what the order defines, in as many batches as their
-    `len`."""
-    options = {"shuffle": order.shuffle, "drop_last": order.drop_last, "num_workers": num_workers}
-    given = loader_of(order.num_samples, order.batch_size, **options)
-    for rank in range(order.world_size):
-        state = af.DistState(rank=rank, world_size=order.world_size, seed=order.seed)
-        loader = af.shard_loader(given, state)
-        epochs = list(loader.epochs(epoch + 1))
-        batches = [batch[0] for batch in epochs[epoch]]
-        assert len(batches) == len(loader) == len(epochs[epoch]) == order.num_batches()
-        for number, batch in enumerate(batches):
-            assert batch.equal(order.indices(epoch, number, rank))
-            assert batch.equal(loader.indices(epoch, number))
-        assert loader.global_indices(epoch, 0).equal(order.global_indices(epoch, 0))
-
-
-@given(order=orders(), epoch=st.integers(0, 5))
-@example(order=Order(4, 3, False, 9, True, 0), epoch=1)
-def test_loaders_follow_the_order(order, epoch):
-    check_loaders(order, epoch)
+@given(case=cases(max_samples=40, max_batch=12, max_world=4), position=st.integers(0, 60))
+@example(case=TAIL, position=4)
+def test_loaders_follow_the_order_and_resume_at_any_batch(case, position):
+    check_loaders(case, position)
 
 
 @ours.share(0.16)
-@given(order=orders(max_world=3), epoch=st.integers(0, 1))
-def test_workers_change_nothing(order, epoch):
-    check_loaders(order, epoch, num_workers=2)
-
-
-@given(order=orders(max_samples=40, max_batch=12, max_world=4), position=st.integers(0, 60))
-def test_resuming_at_any_batch_is_going_on(order, position):
-    for rank in range(order.world_size):
-        state = af.DistState(rank=rank, world_size=order.world_size, seed=order.seed)
-        options = {"shuffle": order.shuffle, "drop_last": order.drop_last}
-        loader = af.shard_loader(loader_of(order.num_samples, order.batch_size, **options), state)
-        whole = [batch[0].tolist() for epoch in loader.epochs(3) for batch in epoch]
-        start = min(position, len(whole))
-        resumed = loader.epochs(3, since=af.DistState(step=start))
-        assert [batch[0].tolist() for epoch in resumed for batch in epoch] == whole[start:]
-        assert len(whole) == 3 * len(loader)
+@given(case=cases(max_world=2, max_samples=40), position=st.integers(0, 9))
+def test_workers_change_nothing(case, position):
+    check_loaders(case, position, num_workers=2)
 
 
 class Rows:
@@ -212,16 +208,6 @@ def test_training_on_any_world_is_training_on_one_rank(
         assert step == expected[0] == 2 * -(-num_samples // batch_size)
         if kind != "shards":  # their order depends on the world
             ours.assert_close(parameters, expected[1])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("num_samples", [5, 13, 64])
-def test_gathered_rows_are_in_the_order_of_the_data_set(world_size, num_samples):
-    def run(state):
-        loader = af.shard_loader(loader_of(num_samples, 5), state)
-        return torch.cat([af.gather(batch[0], state) for batch in loader]).tolist()
-
-    assert simulate(run, world_size=world_size) == [list(range(num_samples))] * world_size
 
 
 def test_a_run_saved_on_two_ranks_resumes_on_three(tmp_path):

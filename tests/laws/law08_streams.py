@@ -1,7 +1,5 @@
 """Law 8 for streams: every item once, equally many batches, even parts, for any shards."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -58,18 +56,8 @@ def test_ranks_that_take_turns_give_the_stream_once_and_in_order(cut):
         assert sizes[0] - sizes[-1] <= 1
 
 
-@given(cut=cuts(), other=st.integers(1, 8))
-def test_a_global_batch_of_a_stream_does_not_depend_on_the_world(cut, other):
-    num_items, world_size, batch_size, drop_last = cut
-    worlds = [
-        joined(turns(Counting(num_items), each, batch_size, drop_last=drop_last))
-        for each in (world_size, other)
-    ]
-    assert worlds[0] == worlds[1]
-
-
-@given(cut=cuts(max_items=60), step=st.integers(0, 40))
-def test_resuming_in_a_stream_is_going_on(cut, step):
+@given(cut=cuts(max_items=60), step=st.integers(0, 40), other=st.integers(1, 8))
+def test_resuming_in_a_stream_in_any_world_is_going_on(cut, step, other):
     num_items, world_size, batch_size, drop_last = cut
     data = Counting(num_items, shuffle=True)
     if not global_batches(list(range(num_items)), batch_size, drop_last):
@@ -78,6 +66,8 @@ def test_resuming_in_a_stream_is_going_on(cut, step):
     step = min(step, len(whole[0]))
     rest = turns(data, world_size, batch_size, epochs=3, step=step, drop_last=drop_last)
     assert rest == [parts[step:] for parts in whole]
+    elsewhere = turns(data, other, batch_size, epochs=3, step=step, drop_last=drop_last)
+    assert joined(elsewhere) == joined(rest)
 
 
 @pytest.mark.slow
@@ -132,10 +122,7 @@ def check_split(data, world_size, batch_size, drop_last, *, split="auto", num_wo
 
 @given(drawn=shards())
 @ours.share(0.5)
-@example(drawn=([60, 0, 0], 3, 4, False))
 @example(drawn=([0, 0, 60], 3, 24, False))
-@example(drawn=([5, 4, 4], 3, 4, False))  # a last batch of one item
-@example(drawn=([0, 0], 2, 4, False))
 @example(drawn=([0, 0, 3], 3, 2, False))  # a rank that never has an item
 @example(drawn=([60] * 5, 5, 5, True))
 def test_every_item_of_uneven_shards_comes_once(drawn):
@@ -182,7 +169,7 @@ def test_moves_give_every_rank_what_it_needs(held, data):
     batch_size=st.integers(4, 16),
     world_size=st.integers(2, 4),
 )
-@ours.share(0.32)
+@ours.share(0.3)
 def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, world_size):
     data = samples(range(num_batches * batch_size + 1))
 
@@ -205,34 +192,6 @@ def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, w
     ours.assert_close(expected, plain)
     for parameters in simulate(run, world_size=world_size):
         ours.assert_close(parameters, expected)
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_row_14_gathered_rows_of_a_stream_are_in_its_order_after_a_skip_too(step):
-    def run(state):
-        loader = af.shard_loader(DataLoader(Counting(13), batch_size=5), state)
-        (epoch,) = loader.epochs(1, since=replace(state, step=step))
-        return torch.cat([af.gather(batch, state) for batch in epoch]).tolist()
-
-    assert simulate(run, world_size=3) == [list(range(5 * step, 13))] * 3
-
-
-@pytest.mark.parametrize("data", [Sharded([30, 1, 2]), Sharded([0, 0, 9])])
-def test_row_14_gathered_rows_of_uneven_shards_are_all_rows_once(data):
-    def run(state):
-        loader = af.shard_loader(DataLoader(data, batch_size=4), state)
-        return sorted(torch.cat([af.gather(batch, state) for batch in loader]).tolist())
-
-    assert simulate(run, world_size=3) == [data.items()] * 3
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
-def test_row_11_a_run_resumed_in_the_middle_of_an_epoch_sees_every_item_once(before, after):
-    """The world size may change."""
-    data = Counting(64, shuffle=True)
-    first = joined(turns(data, before, 8))[:3]
-    rest = joined(turns(data, after, 8, step=3))
-    assert sorted(item for batch in first + rest for item in batch) == list(range(64))
 
 
 @pytest.mark.parametrize("lengths", [[9, 6, 3], [15, 0, 0]], ids=["uneven", "one"])

@@ -55,36 +55,32 @@ def ending(state, step):
 
 def go_on(state, step, batches):
     for batch in batches:
-        cuts = [len(batch[0]) * rank // state.world_size for rank in (state.rank, state.rank + 1)]
-        state, _ = step(state, ours.rows(batch, *cuts))
+        state, _ = step(state, af.part(batch, state))
     return state
 
 
-def begun(state, case, places, model=None):
+def begun(state, case, places, model=None, **given):
     model = ours.regression_model() if model is None else model
     optimizer = grouped(model, places)
-    plan = af.Plan(ours.mse, model, optimizer)
-    return recipe(case, optimizer)(plan)
+    plan = recipe(case, optimizer)(af.Plan(ours.mse, model, optimizer))
+    return af.build(state, plan, check_loss=False, **given)
 
 
 def unbroken(case, batches):
     whole = case | {"wrap": "wrap_ddp", "k": 1}
-    state, step = af.build(
-        af.DistState(), begun(af.DistState(), whole, case["places"][0]), check_loss=False
-    )
+    state, step = begun(af.DistState(), whole, case["places"][0])
     return ending(go_on(state, step, batches), step)
 
 
 def built_again(state, case, batches):
-    state, step = af.build(state, begun(state, case, case["places"][0]), check_loss=False)
+    state, step = begun(state, case, case["places"][0])
     state = go_on(state, step, batches[: case["stop"]])
     model = step.plan.model
     if case["wrap"] == "wrap_fsdp" and state.world_size > 1:
         values = ours.whole(model.state_dict())
         model = ours.regression_model()
         model.load_state_dict(values)
-    plan = begun(state, case, case["places"][1], model)
-    state, step = af.build(state, plan, after=step, check_loss=False)
+    state, step = begun(state, case, case["places"][1], model, after=step)
     return ending(go_on(state, step, batches[case["stop"] :]), step)
 
 
@@ -117,15 +113,13 @@ def test_a_run_that_is_loaded_by_names_goes_on(tmp_path_factory, case, worlds):
     expected = unbroken(case, batches)
 
     def first(state):
-        state, step = af.build(state, begun(state, case, case["places"][0]), check_loss=False)
+        state, step = begun(state, case, case["places"][0])
         state = go_on(state, step, batches[: case["stop"]])
         af.save(folder, state, step)
 
     def second(state):
         model = ours.regression_model(seed=7)
-        state, step = af.build(
-            state, begun(state, case, case["places"][1], model), check_loss=False
-        )
+        state, step = begun(state, case, case["places"][1], model)
         state = af.load(folder, state, step, match="names")
         return ending(go_on(state, step, batches[case["stop"] :]), step)
 

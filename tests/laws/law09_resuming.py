@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
 
@@ -24,12 +21,9 @@ from hypothesis.stateful import (
 )
 
 import accel_fn as af
-from accel_fn.checkpoint import new_checkpoint
-from accel_fn.checkpoint.background import finish_writing
-from accel_fn.checkpoint.format import write as write_module
-from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
 from tests import reference
+from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 
 
@@ -45,14 +39,9 @@ def batch_of(index: int, *, is_spoilt: bool):
 
 
 def part(batch, state):
+    """Cut as evenly as possible, with the larger parts on the last ranks."""
     cuts = [len(batch[0]) * rank // state.world_size for rank in range(state.world_size + 1)]
     return ours.rows(batch, cuts[state.rank], cuts[state.rank + 1])
-
-
-def scaled(plan):
-    return replace(
-        plan, init_state=(lambda state: replace(state, scaler=af.LossScale.start(2.0**8)),)
-    )
 
 
 def copied(tensors):
@@ -64,7 +53,7 @@ class Rank:
 
     def __init__(self, state, wrap, *, seed):
         plan = ours.plan(model=ours.regression_model(seed), optimizer=ours.adamw)
-        recipe = af.compose(wrap, scaled, af.accumulate(2), af.clip(0.5))
+        recipe = af.compose(wrap, scaled(2.0**8), af.accumulate(2), af.clip(0.5))
         self.state, self.step = af.build(state, recipe(plan))
 
     def load(self, folder):
@@ -74,7 +63,7 @@ class Rank:
         af.save(folder, self.state, self.step, keep=2, wait=wait)
 
     def finish(self):
-        finish_writing(self.step.notes, self.state, "save")
+        internals.finish_saving(self.state, self.step)
 
     def train(self, batch):
         """Train on a batch; return the loss, to the bit."""
@@ -120,25 +109,6 @@ class World:
             asked.put(None)
         self._thread.join()
         gc.collect()  # errors keep ranks alive, and those keep the lock of their folder
-
-
-@contextmanager
-def killed_after(num_files):
-    """Kill the save after some files: half of the next file is written, and nothing is cleaned
-    up."""
-    write, left = write_module.write_file, itertools.count(num_files, -1)
-
-    def writing(path, *arguments):
-        if next(left) <= 0:
-            path.write_bytes(b"half")
-            raise OSError("killed")
-        return write(path, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_module, "write_file", writing)
-        patch.setattr(new_checkpoint, "write_file", writing)
-        patch.setattr(NewCheckpoint, "discard", lambda checkpoint: None)
-        yield
 
 
 WORLDS = st.tuples(st.integers(1, 4), st.booleans())
@@ -208,7 +178,7 @@ class Runs(RuleBasedStateMachine):
         self.world.each(Rank.finish)  # this waits for the earlier save, which must not be killed
         before = self.newest
         try:
-            with killed_after(num_files):
+            with internals.saves_killed_after(num_files):
                 self.save(wait)
                 self.world.each(Rank.finish)
         except RuntimeError as error:
@@ -269,7 +239,7 @@ class RunsOfOneWorld(Runs):
 def test_runs_that_are_stopped_anywhere_are_one_that_is_not(runs):
     """Results equal the loop by hand to rounding; at one world size, also repeated losses are equal
     to the bit."""
-    run_state_machine_as_test(runs, settings=settings(ours.share(0.2), stateful_step_count=12))
+    run_state_machine_as_test(runs, settings=settings(ours.share(0.2), stateful_step_count=8))
 
 
 def test_runs_at_four_worlds_killed_in_two_saves_are_the_one_by_hand():

@@ -2,7 +2,7 @@
 
 import pytest
 import transformers
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
 
@@ -74,16 +74,18 @@ RUNS = st.fixed_dictionaries(
         "stop": st.integers(1, SHORT - 1),
     }
 )
+CASES = [(name, make, "program") for name, (make, _) in WITH_LENGTH.items()]
+CASES += [(name, make, "saved") for name, (make, _) in WITH_LENGTH.items() if name != "one cycle"]
+CASES += [(f"{name} without length", make, None) for name, make in WITHOUT_LENGTH.items()]
+"""Names of schedules, how they are made, and which one is to be followed."""
 
 
-BEFORE_THE_FIRST_UPDATE = {"wrap": "wrap_ddp", "bad": {0}, "worlds": (1, 1), "k": 1, "stop": 1}
-
-
-def assert_is_the_run_by_hand(folder, make, choice, *, follows_program, wrap, bad, worlds, k, stop):
+def check(folder, case, wrap, bad, worlds, k, stop):
+    _, make, choice = case
     batches = batches_of(bad if wrap != "local_sgd" else ())
     expected = ByHand(make)
     expected.train(batches[:stop])
-    if follows_program:
+    if choice == "program" or make in WITHOUT_LENGTH.values():
         expected.lengthen()
     expected.train(batches[stop:])
     ends = stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, choice)
@@ -92,34 +94,28 @@ def assert_is_the_run_by_hand(folder, make, choice, *, follows_program, wrap, ba
         ours.assert_close(found, expected.model.state_dict())
 
 
-@pytest.mark.parametrize("make", [make for make, _ in WITH_LENGTH.values()], ids=WITH_LENGTH)
-@ours.share(0.3)
-@given(run=RUNS)
-def test_the_schedule_of_a_longer_program_goes_on_from_the_saved_update(
-    tmp_path_factory, make, run
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[2]}")
+def test_a_longer_program_goes_on_from_the_saved_update_by_the_schedule_that_is_chosen(
+    tmp_path, case
 ):
-    folder = tmp_path_factory.mktemp("run")
-    assert_is_the_run_by_hand(folder, make, "program", follows_program=True, **run)
+    check(tmp_path, case, "wrap_ddp", {1, 7}, worlds=(2, 1), k=2, stop=5)
 
 
-@pytest.mark.parametrize("make", WITHOUT_LENGTH.values(), ids=WITHOUT_LENGTH)
-@ours.share(0.3)
-@given(choice=st.sampled_from([None, "saved", "program"]), run=RUNS)
-@example(choice="saved", run=BEFORE_THE_FIRST_UPDATE)
-def test_a_function_of_a_longer_program_gives_the_rate_of_the_next_update(
-    tmp_path_factory, make, choice, run
-):
-    folder = tmp_path_factory.mktemp("run")
-    assert_is_the_run_by_hand(folder, make, choice, follows_program=True, **run)
+@pytest.mark.parametrize("choice", ["saved", "program"])
+def test_a_function_has_no_length_that_could_be_chosen(tmp_path, choice):
+    """The update before the stop was skipped."""
+    case = "function", WITHOUT_LENGTH["function"], choice
+    check(tmp_path, case, "wrap_fsdp", {0}, worlds=(1, 2), k=1, stop=1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [m for name, (m, _) in WITH_LENGTH.items() if name != "one cycle"],
-    ids=list(WITH_LENGTH)[1:],
-)
-@ours.share(0.2)
-@given(run=RUNS)
-def test_the_saved_schedule_goes_on_in_a_longer_program(tmp_path_factory, make, run):
-    folder = tmp_path_factory.mktemp("run")
-    assert_is_the_run_by_hand(folder, make, "saved", follows_program=False, **run)
+@ours.share(0.5)
+@given(case=st.sampled_from(CASES), run=RUNS)
+def test_a_run_that_stops_anywhere_goes_on_in_a_longer_program(tmp_path_factory, case, run):
+    check(tmp_path_factory.mktemp("run"), case, **run)
+
+
+@pytest.mark.slow
+@ours.share(3)
+@given(case=st.sampled_from(CASES), run=RUNS)
+def test_many_runs_that_stop_anywhere_go_on_in_a_longer_program(tmp_path_factory, case, run):
+    check(tmp_path_factory.mktemp("run"), case, **run)

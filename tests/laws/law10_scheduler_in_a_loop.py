@@ -50,6 +50,7 @@ def rates(batches, world_size, num_microbatches, poisoned):
     return simulate(run, world_size=world_size)
 
 
+@ours.share(0.5)
 @given(
     batches=strategies.batches(num_batches=4),
     poisoned=st.lists(st.booleans(), min_size=4, max_size=4),

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 import accel_fn as af
-from accel_fn.base.split_batch import split_batch
-from accel_fn.checkpoint.run_state import run_state_of, scale_to_dict
-from accel_fn.comm.dtensor import local
 from accel_fn.testing import simulate
 from tests.laws.law07_scaling import OPTIMIZERS, scaled
 from tests.support import strategies as ours
@@ -93,27 +91,27 @@ class Backward(torch.autograd.Function):
 class Setting:
     """A plan, and the point where its step fails."""
 
-    strategy: str
-    world_size: int
-    optimizer: str
-    skip: str
-    microbatches: object
-    is_scaled: bool
-    clips: bool
-    averages: bool
-    schedules: bool
-    frozen_until: object
-    point: str
-    culprit: object
+    point: str = "last of gradients"
+    strategy: str = "none"
+    world_size: int = 1
+    optimizer: str = "adamw"
+    skip: str = "none"
+    microbatches: object = None
+    is_scaled: bool = False
+    clips: bool = True
+    averages: bool = True
+    schedules: bool = True
+    frozen_until: object = None
+    culprit: object = None
     """The one rank that fails; None: all do."""
-    passes: int
+    passes: int = 0
     """How often the point is passed before the error."""
-    memory: bool
+    memory: bool = False
     """Is the error that memory has run out?"""
-    gain: float
+    gain: float = 1.0
     """Factor of the inputs of the batch whose step fails."""
-    num_before: int
-    is_late: bool
+    num_before: int = 2
+    is_late: bool = False
     """Do transforms read values one step late, as on an accelerator?"""
 
     def errors(self):
@@ -205,7 +203,7 @@ def failing_plan(setting, fault, model):
 
 def splitting(setting, reach, batch):
     reach("split")
-    return split_batch(batch, num_parts=setting.microbatches or 1)
+    return [*zip(*[each.tensor_split(setting.microbatches or 1) for each in batch], strict=True)]
 
 
 @contextmanager
@@ -260,7 +258,8 @@ def with_points(plan, point, reach):
 def bits(value):
     """Return a value with its tensors as bits, of this rank's shard."""
     if isinstance(value, torch.Tensor):
-        held = local(value.detach()).contiguous()
+        held = value.to_local() if isinstance(value, DTensor) else value
+        held = held.detach().contiguous()
         return str(held.dtype), tuple(held.shape), held.reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
         return {name: bits(each) for name, each in value.items()}
@@ -271,8 +270,10 @@ def bits(value):
 
 def kept(state, step):
     """Return the bits of parameters, optimizer state, stateful slot functions and loss scale."""
-    found = run_state_of({"": step})
-    return bits({**found.tensors, "rest": found.rest, "scale": scale_to_dict(state.scaler)})
+    plan, scaler = step.plan, state.scaler
+    holders = [plan.model, plan.optimizer, *plan.gradients, *plan.accept, *plan.after_update]
+    found = [each.state_dict() for each in holders if hasattr(each, "state_dict")]
+    return bits([*found, scaler and [scaler.scale, scaler.good_steps, scaler.skipped]])
 
 
 def expected_errors(setting, rank):
@@ -317,56 +318,37 @@ def train(state, setting, fails):
     return before, after, kept(state, step), reports
 
 
-@pytest.mark.parametrize("point", [*COUNTED, *IN_MICROBATCHES, *WHOLE, *VERDICTS])
-@ours.share(0.25)
+POINTS = [*COUNTED, *IN_MICROBATCHES, *WHOLE, *VERDICTS]
+
+
+@given(setting=st.sampled_from(POINTS).flatmap(settings_of_a_run))
+def test_a_step_that_fails_before_it_is_applied_never_happened(setting):
+    check(setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+@ours.share(0.5)
 @given(data=st.data())
-def test_a_step_that_fails_before_it_is_applied_never_happened(point, data):
+def test_a_step_that_fails_at_this_point_never_happened(point, data):
     check(data.draw(settings_of_a_run(point)))
 
 
-PLAIN = Setting(
-    strategy="none",
-    world_size=1,
-    optimizer="adamw",
-    skip="none",
-    microbatches=None,
-    is_scaled=False,
-    clips=True,
-    averages=True,
-    schedules=True,
-    frozen_until=None,
-    point="last of gradients",
-    culprit=None,
-    passes=0,
-    memory=False,
-    gain=1.0,
-    num_before=2,
-    is_late=False,
-)
-
-
 @pytest.mark.parametrize(
-    "changed",
+    "setting",
     [
-        {"skip": "spikes"},
-        {"skip": "spikes", "point": "last of accept", "is_late": True},
-        {"skip": "nonfinite", "gain": float("nan"), "is_scaled": True},
-        {"strategy": "ddp", "point": "backward of a layer"},
-        {"strategy": "ddp, small buckets", "point": "backward of a layer", "microbatches": 2},
-        {"microbatches": "auto", "passes": 1, "point": "loss_fn"},
-        {
-            "microbatches": "auto",
-            "strategy": "ddp",
-            "memory": True,
-            "point": "weight_fn",
-            "culprit": 0,
-        },
+        Setting(skip="spikes"),
+        Setting("last of accept", skip="spikes", is_late=True),
+        Setting(skip="nonfinite", gain=float("nan"), is_scaled=True),
+        Setting("backward of a layer", "ddp", 3),
+        Setting("backward of a layer", "ddp, small buckets", 3, microbatches=2),
+        Setting("loss_fn", microbatches="auto", passes=1),
+        Setting("weight_fn", "ddp", 3, microbatches="auto", memory=True, culprit=0),
     ],
     ids=str,
 )
-def test_these_plans_keep_nothing_of_a_step_that_failed(changed):
-    world_size = 1 if "strategy" not in changed else 3
-    check(replace(PLAIN, world_size=world_size, **changed))
+def test_these_plans_keep_nothing_of_a_step_that_failed(setting):
+    check(setting)
 
 
 def check(setting):

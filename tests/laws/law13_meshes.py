@@ -2,7 +2,7 @@
 
 import copy
 import json
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.base.mesh_axes import AXES
 from accel_fn.testing import simulate, strategies
 from tests.laws import law03_contrastive as contrastive
 from tests.support import on_one_rank
@@ -19,6 +18,7 @@ from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
 
 SQUARE = {"dp": 2, "tp": 2}
+AXES = ["pp", "dp", "cp", "tp"]
 
 
 @st.composite
@@ -64,7 +64,7 @@ def trained(
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["wrap_ddp", "wrap_fsdp"])
-@ours.share(0.5)
+@ours.share(0.3)
 @given(dealt=dealt_over_meshes(strategies.batches()), num_microbatches=st.integers(1, 3))
 @example(
     dealt=(
@@ -85,6 +85,7 @@ def test_any_mesh_is_one_rank(wrap, dealt, num_microbatches):
         assert [weight for _, weight in reports] == [*map(af.num_samples, batches)]
 
 
+@ours.share(0.5)
 @given(mesh=meshes())
 def test_masked_tokens_weigh_as_in_one_process(mesh):
     inputs, labels = torch.randn(7, 3, 3).double(), torch.randint(0, 4, (7, 3))
@@ -201,61 +202,25 @@ def test_a_run_is_saved_and_resumed_on_other_meshes(tmp_path):
     ours.assert_close(first, expected)
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_request_to_stop_on_any_rank_reaches_all(rank):
-    batch = (torch.ones(3, 3).double(), torch.ones(3, 1).double())
-
-    def run(state):
-        def stopping(plan):
-            return replace(af.wrap_ddp()(plan), should_stop=(lambda: state.rank == rank,))
-
-        state, step = ours.built(stopping, state)
-        return step(state, af.part(batch, state))[1].extras["stop"]
-
-    assert simulate(run, mesh=SQUARE) == [True] * 4
+def test_a_stop_and_a_failure_before_the_first_forward_on_any_rank_are_known_on_all():
+    learned = partial(on_one_rank.learned, recipe=af.wrap_ddp(), batch=four_batches()[0])
+    for rank, (found, _) in enumerate(simulate(partial(learned, ranks=range(4)), mesh=SQUARE)):
+        assert found == on_one_rank.expected(rank, range(4))
 
 
-@pytest.mark.parametrize("rank", range(4))
-def test_a_failure_before_the_first_forward_on_any_rank_is_raised_on_all(rank):
-    batch = (torch.ones(3, 3).double(), torch.ones(3, 1).double())
-
-    def run(state):
-        def weight_fn(batch):
-            if state.rank == rank:
-                raise ZeroDivisionError
-            return len(batch[0])
-
-        state, step = ours.built(af.wrap_ddp(), state, weight_fn=weight_fn)
-        try:
-            step(state, af.part(batch, state))
-        except Exception as error:
-            return str(error)
-
-    found = simulate(run, mesh=SQUARE)
-    for place, text in enumerate(found):
-        own = place == rank
-        assert text is not None
-        assert ("another rank could not" in text) != own
-
-
-@pytest.mark.parametrize("is_part", [True, False])
-def test_ranks_that_share_no_data_axis_must_have_the_same_rows(is_part):
+def test_ranks_that_share_no_data_axis_must_have_the_same_rows():
     """As where a loop cuts its batches by `state.rank`."""
     batch = (torch.randn(8, 3).double(), torch.randn(8, 1).double())
 
     def run(state):
         state, step = ours.built(af.wrap_ddp(), state)
-        cut = af.DistState(rank=state.rank, world_size=4) if is_part else state
-        step(state, af.part(batch, cut))
+        step(state, af.part(batch, af.DistState(rank=state.rank, world_size=4)))
 
-    if is_part:
-        text = (
-            "step: batch must be the same on ranks that differ in other axes than dp, got other rows "
-            "on rank 1; give the DataLoader to shard_loader"
-        )
-        with pytest.raises(ValueError, match=text):
-            simulate(run, mesh=SQUARE)
-    else:
+    text = (
+        "step: batch must be the same on ranks that differ in other axes than dp, got other rows "
+        "on rank 1; give the DataLoader to shard_loader"
+    )
+    with pytest.raises(ValueError, match=text):
         simulate(run, mesh=SQUARE)
 
 
@@ -302,17 +267,6 @@ for mesh in ({"dp": -1, "tp": 2}, {"tp": 2, "dp": 2}):  # the second is of other
         say(json.dumps({name: value.tolist() for name, value in parameters.items()}))
 """
 
-ON_ONE_RANK = """
-import json
-import accel_fn as af
-from tests.laws.law13_meshes import four_batches
-from tests.support import on_one_rank
-
-with af.distributed(device="cpu", timeout_s=60, mesh={"dp": 2, "tp": 2}) as state:
-    found, _ = on_one_rank.learned(state, af.wrap_ddp(), four_batches()[0], range(4))
-    say(json.dumps([state.rank, found]))
-"""
-
 DIFFERING = """
 import accel_fn as af
 import os
@@ -344,12 +298,6 @@ def test_four_processes_on_a_mesh_train_as_one():
     assert len(ranks) == 8
     for rank in ranks:
         ours.assert_close(from_lists(json.loads(rank)), expected)
-
-
-@pytest.mark.slow
-def test_a_stop_and_a_failure_on_any_one_of_four_processes_reach_all():
-    expect = [json.dumps([rank, on_one_rank.expected(rank, range(4))]) for rank in range(4)]
-    launch(ON_ONE_RANK, num_processes=4, expect=expect)
 
 
 @pytest.mark.slow

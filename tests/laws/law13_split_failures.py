@@ -10,7 +10,7 @@ from tests.laws.law13_meshes import SQUARE, four_batches
 from tests.support import on_one_rank
 from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
-from tests.transforms.test_wrap_tp import STYLES, perceptron
+from tests.support.runs_on_meshes import STYLES, perceptron
 
 WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp()}
 BATCH = four_batches()[0]
@@ -31,7 +31,7 @@ def assert_known(results, ranks):
         ours.assert_close(parameters, expected)
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", ["wrap_ddp", pytest.param("wrap_fsdp", marks=pytest.mark.slow)])
 def test_a_stop_and_a_failure_before_the_first_forward_on_any_rank_are_known_on_all(wrap):
     ranks = range(4)
     assert_known(simulate(lambda state: learned(state, wrap, ranks), mesh=SQUARE), ranks)

@@ -98,6 +98,7 @@ def dealt(draw):
     return found, mesh, sizes
 
 
+@ours.share(0.3)
 @given(dealt=dealt(), num_microbatches=st.integers(1, 3))
 @example(
     dealt=([(torch.eye(3).double(), torch.ones(3, 1).double())], {"dp": 2, "tp": 2}, [[0, 3]]),

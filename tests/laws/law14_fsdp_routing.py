@@ -10,11 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
-from accel_fn.errors import LossError
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 
-few = ours.share(0.3)
 NUM_EXPERTS, LONGEST = 3, 4
 NAMES_A_UNIT = re.compile(
     r"step: every rank must use the same FSDP units in the same order, got (the gradient of )?"
@@ -124,7 +122,7 @@ def train(state, steps, wrap, **settings):
     for index, ranks in enumerate(steps):
         try:
             state, _ = step(state, batch_of(state.rank, index, ranks[state.rank]))
-        except LossError as error:
+        except af.errors.LossError as error:
             refused.append(str(error))
         else:
             taken.append(index)
@@ -132,7 +130,7 @@ def train(state, steps, wrap, **settings):
     return ours.whole(model.state_dict()), taken
 
 
-@few
+@ours.share(0.3)
 @given(
     program=programs(),
     recomputes=st.booleans(),

@@ -82,7 +82,7 @@ def a_real_step(model, batch, loss_fn, make_optimizer):
     return num_bytes(gradients), num_bytes(state), held + peak
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "RMSprop", "Adagrad", "NAdam"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam"])
 def test_the_bytes_are_those_of_a_real_step(optimizer):
     [found] = af.estimate_memory(make_tied, optimizer=optimizer, device="cpu")
     model, batch = make_tied()

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import accel_fn as af
-from accel_fn.data.loader import unnumbered
 from accel_fn.testing import simulate
 from tests.support.operations import HOST_READ, OperationsNamed
 from tests.support.screen import Screen
@@ -99,25 +98,6 @@ def test_random_generators_go_on_as_if_nothing_had_been_evaluated(shard, fails):
     assert (*found, drawn()) == expected
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_how_often_one_evaluates_does_not_change_training(every):
-    def trained(every):
-        seed_all()
-        state, step, _ = make(af.DistState(), model=nn.Sequential(nn.Linear(1, 4), nn.Dropout()))
-        training, validation = [
-            af.shard_loader(DataLoader(Noisy(), batch_size=size, shuffle=True), state)
-            for size in (2, 3)
-        ]
-        for epoch in training.epochs(2):
-            for batch in epoch:
-                state, _ = step(state, batch)
-                if every and state.step % every == 0:
-                    af.evaluate(step, validation, state)
-        return [each.tolist() for each in step.plan.model.parameters()]
-
-    assert trained(every) == trained(0)
-
-
 @pytest.mark.parametrize("wrap", [lambda loader, state: loader, af.prefetch], ids=["", "prefetch"])
 @pytest.mark.parametrize("data", [range(10), Counting(10)], ids=["map", "stream"])
 def test_an_evaluation_that_fails_leaves_no_worker_behind(data, wrap):
@@ -181,17 +161,6 @@ def test_a_count_of_one_for_every_batch_is_warned_of():
     assert same["x"] == pytest.approx(2 * found["x"])
 
 
-def test_of_two_ranks_the_main_one_alone_warns_of_a_count_of_one():
-    def run(state):
-        state, step, _ = make(state)
-        loader = af.shard_loader(DataLoader(DATA, batch_size=5), state)
-        return af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 1)})
-
-    with pytest.warns(UserWarning, match="gave 'x' with a count of 1") as found:
-        simulate(run, world_size=2)
-    assert [each.filename for each in found] == [__file__]
-
-
 @pytest.mark.parametrize(
     "count_of",
     [lambda rows: torch.tensor(1), lambda rows: len(rows), lambda rows: 1 if len(rows) < 4 else 2],
@@ -204,42 +173,36 @@ def test_a_count_that_happens_to_be_one_is_not_warned_of(count_of):
     af.evaluate(step, [(torch.ones(1, 1),)] * 3, state, lambda model, batch: {"x": (1.0, 1)})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (
-            lambda rows: rows.mean(),
-            "'x' as one value a sample.*got a tensor \\[\\]; .*mean of means",
-        ),
-        (lambda rows: float(rows.mean()), "'x' as one value a sample.*mean of means"),
-        (lambda rows: rows[:1], "'x' as one.*got a tensor .*needs a count"),
-        (lambda rows: (rows.sum(), "3"), "'x' a count, got '3'"),
-    ],
-)
-def test_what_is_no_sum_is_refused(value, text, world_size):
+def test_what_is_no_sum_is_refused_on_all_ranks():
+    text = "'x' as one value a sample.*got a tensor \\[\\]; .*mean of means"
+
     def run(state):
         state, step, loader = make(state)
         with pytest.raises(ValueError, match=f"evaluate: metric_fn must give {text}"):
-            af.evaluate(step, loader, state, lambda model, batch: {"x": value(batch[0])})
+            af.evaluate(step, loader, state, lambda model, batch: {"x": batch[0].mean()})
 
-    simulate(run, world_size=world_size)
+    simulate(run, world_size=2)
 
 
 def test_other_things_that_a_metric_may_not_give():
     state, step, loader = make(af.DistState())
-    with pytest.raises(TypeError, match=r"names to values, got 'Tensor'; return .* or \(loss, m"):
-        af.evaluate(step, loader, state, lambda model, batch: batch[0])
-    names = iter("abc")
-    with pytest.raises(ValueError, match="the same metrics for every batch"):
-        af.evaluate(step, loader, state, lambda model, batch: {next(names): batch[0]})
-    widths = iter([1, 2, 3])
-    with pytest.raises(
-        ValueError, match="'x' one shape for every batch, \\[1\\] before, got \\[2\\]"
+    names, widths = iter("abc"), iter([1, 2, 3])
+    for metric_fn, error, text in (
+        (lambda model, batch: batch[0], TypeError, r"names to values, got 'Tensor'; return .*m"),
+        (lambda model, batch: {}, TypeError, "a mapping of names to values, got 'an empty one'"),
+        (
+            lambda model, batch: {next(names): batch[0]},
+            ValueError,
+            "the same metrics for every batch",
+        ),
+        (
+            lambda model, batch: {"x": batch[0].expand(-1, next(widths))},
+            ValueError,
+            r"'x' one shape for every batch, \[1\] before, got \[2\]",
+        ),
     ):
-        af.evaluate(
-            step, loader, state, lambda model, batch: {"x": batch[0].expand(-1, next(widths))}
-        )
+        with pytest.raises(error, match=text):
+            af.evaluate(step, loader, state, metric_fn)
 
 
 def test_metrics_must_be_the_same_on_every_rank():
@@ -360,6 +323,9 @@ def test_a_rank_may_have_whole_numbers_where_another_has_not():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (torch.ones(1), "give 'x' as one.*got a tensor .*needs a count"),
+        (1.5, "give 'x' as one value a sample.*mean of means"),
+        ((1.0, "3"), "give 'x' a count, got '3'"),
         ((1.0, -1), "give 'x' finite counts >= 0, got -3"),
         ((1.0, math.inf), "give 'x' finite counts >= 0, got inf"),
         ((torch.ones(3), torch.ones(2)), r"give 'x' a count, got a tensor \[2\]; one number, or"),
@@ -403,12 +369,6 @@ def test_a_loss_over_nothing_is_no_number():
     assert math.isnan(af.evaluate(step, loader, state)["loss"])
 
 
-def test_metrics_are_named():
-    state, step, loader = make(af.DistState())
-    with pytest.raises(TypeError, match="return a mapping of names to values, got 'an empty one'"):
-        af.evaluate(step, loader, state, lambda model, batch: {})
-
-
 @pytest.mark.parametrize("progress", [3, "yes"])
 @pytest.mark.parametrize("given", [(af.evaluate,), (af.predict, ones)])
 def test_a_bar_that_is_neither_wanted_nor_unwanted_is_refused(given, progress):
@@ -446,27 +406,14 @@ def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
     simulate(run, world_size=2)
 
 
-class Uneven:
-    """A source that gives every rank its own number of batches, for one pass."""
-
-    def __init__(self, num_batches):
-        self.left = iter([(torch.ones(3, 1),)] * num_batches)
-
-    def num_batches(self):
-        return 1
-
-    def numbered(self, epoch, first_batch):
-        return unnumbered(self.left)
-
-
 def test_ranks_may_have_as_many_batches_as_they_like():
     def run(state):
         state, step, _ = make(state)
         num_batches = 0 if state.rank == state.world_size - 1 else state.rank
-        loader = af.ShardedLoader(Uneven(num_batches), DataLoader([]))
-        return af.evaluate(step, loader, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
+        batches = [(torch.full((1, 1), float(state.rank)),)] * num_batches
+        return af.evaluate(step, batches, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
 
-    assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 9}] * 4
+    assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 3}] * 4
 
 
 @pytest.mark.parametrize(
@@ -543,20 +490,6 @@ def test_a_loss_that_is_a_module_is_in_evaluation_mode_too():
     assert loss.training
 
 
-def test_an_interrupt_ends_it_at_once():
-    state, step, loader = make(af.DistState())
-    calls = []
-
-    def metric_fn(model, batch):
-        calls.append(len(batch[0]))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        af.evaluate(step, loader, state, metric_fn, progress=True)
-    assert calls == [4]
-    assert step.plan.model.training
-
-
 def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
     """After an error, ranks must read on, since others may wait for them; after an interrupt they
     do not."""
@@ -564,14 +497,15 @@ def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
     def left(error):
         def run(state):
             state, step, _ = make(state)
-            source = Uneven(5)
+            batches = iter([(torch.full((1, 1), float(state.rank)),)] * 5)
 
             def metric_fn(model, batch):
                 raise error
 
             with pytest.raises(error):
-                af.evaluate(step, af.ShardedLoader(source, DataLoader([])), state, metric_fn)
-            return len(list(source.left))
+                af.evaluate(step, batches, state, metric_fn, progress=True)
+            assert step.plan.model.training
+            return len(list(batches))
 
         return simulate(run, world_size=2)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-import accel_fn as af
 from tests.support import strategies as ours
 from tests.support.processes import launch
 
@@ -97,72 +96,3 @@ def test_processes_give_the_figures_and_predictions_of_one(num_processes, worker
         last = num_processes - 1
         expected = f"evaluate: failed on rank {last}: OSError('gone')"
         assert found["failure"] == ("gone" if rank == last else expected)
-
-
-STATISTICS = """
-import json, tempfile, torch
-import accel_fn as af
-from tests.observe.test_evaluate_in_processes import Drawn, build_normed
-from torch.utils.data import DataLoader
-
-state = af.init(device="cpu", timeout_s=60)
-folder = af.on_main(tempfile.mkdtemp, state)
-
-def trained(every):
-    torch.manual_seed(state.rank)
-    now, step, model = build_normed(state)
-    loaders = [af.shard_loader(DataLoader(Drawn(), batch_size=size), state) for size in (8, 5)]
-    for epoch in loaders[0].epochs(2):
-        for batch in epoch:
-            now, _ = step(now, batch)
-            if every:
-                af.evaluate(step, loaders[1], now)
-    fixed = af.shard_loader(DataLoader(Drawn(noise=0.0), batch_size=8), state)
-    loss = af.evaluate(step, fixed, now)["loss"]
-    af.on_main(lambda: af.save_model(model, folder), state)
-    tensors = [*model.parameters(), *model.buffers()]
-    return loss, [each.tolist() for each in tensors], torch.rand(()).item()
-
-never, always = trained(False), trained(True)
-_, step, model = build_normed(af.DistState())
-af.load_model(model, folder)
-alone = af.evaluate(step, DataLoader(Drawn(noise=0.0), batch_size=8), af.DistState())["loss"]
-say(json.dumps([never == always, never[0], alone, never[1][-2]]))
-"""
-
-
-class Drawn(torch.utils.data.Dataset):
-    """Samples with noise that is drawn in the main process."""
-
-    def __init__(self, noise=0.1):
-        self.noise = noise
-
-    def __len__(self):
-        return 21
-
-    def __getitem__(self, index):
-        return torch.linspace(-1, index, 3) + self.noise * torch.randn(3)
-
-
-def build_normed(state):
-    """Build a step of a model with dropout and running statistics."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(3, 4),
-            torch.nn.BatchNorm1d(4),
-            torch.nn.Dropout(),
-            torch.nn.Linear(4, 1),
-        )
-    plan = af.Plan(lambda model, x: model(x).square().mean(), model, ours.sgd(model.parameters()))
-    return *af.build(state, af.wrap_ddp()(plan)), model
-
-
-def test_processes_train_alike_with_and_without_evaluation_and_evaluate_what_is_saved():
-    output = launch(STATISTICS, num_processes=2)
-    results = [json.loads(line) for line in output.splitlines()]
-    assert len(results) == 2
-    for is_alike, loss, alone, _ in results:
-        assert is_alike
-        assert loss == pytest.approx(alone, rel=1e-6)  # the model is in float32
-    assert results[0][3] != results[1][3]

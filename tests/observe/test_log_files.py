@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 import accel_fn as af
-from accel_fn.base import file_lock
 from accel_fn.observe.charts import marks
 from accel_fn.observe.goodput import goodput
 from accel_fn.observe.run_log import read_runs
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
 from tests.observe.test_log_to import BATCHES, events_of, late, lines_of, small_plan, train
 from tests.support.forked_ranks import ROOT
 from tests.support.other_runs import other_run
@@ -60,8 +59,7 @@ def test_a_resumed_run_goes_on_in_the_same_log(suffix, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("cut", [1, 9])
+@pytest.mark.parametrize(("suffix", "cut"), [(".jsonl", 1), (".csv", 9)])
 def test_a_line_that_was_cut_in_its_middle_is_repaired(suffix, cut, tmp_path):
     path, events = tmp_path / f"log{suffix}", tmp_path / "log.events.jsonl"
     state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
@@ -186,8 +184,9 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_that_logs_to_a_file_is_refused_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_lock, "_TRIES", 1)
+    monkeypatch.setattr(*internals.LOCK_TRIES, 1)
 
     def run(state):
         plan = af.compose(af.wrap_ddp(), af.log_to(tmp_path / "log.jsonl"))(small_plan())
@@ -287,24 +286,16 @@ def test_values_of_an_earlier_step_of_another_plan_are_not_written(tmp_path):
     assert steps_in(path) == [1, 2]
 
 
-def test_a_run_that_begins_anew_in_the_same_process_begins_a_new_log(tmp_path, capfd):
-    path = tmp_path / "log.jsonl"
-    kept = [train(small_plan(af.log_to(path, every=1)), BATCHES[:3])]
-    kept.append(train(small_plan(af.log_to(path, every=1)), BATCHES[:2]))
-    assert steps_in(path) == [1, 2]
-    assert "this run begins after step 0" in capfd.readouterr().err
-
-
 MOVES = {
     "removed": Path.unlink,
-    "renamed": lambda path: path.rename(path.with_name("other")),
     "replaced": lambda path: shutil.copy(path, path.with_name("copy")).rename(path),
     "gone with its folder": lambda path: shutil.rmtree(path.parent),
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    ("move", "suffix"), [*((each, ".jsonl") for each in MOVES), ("removed", ".csv")]
+)
 def test_a_file_that_is_not_in_its_place_any_more_is_warned_of_once(suffix, move, tmp_path):
     path = tmp_path / "logs" / f"log{suffix}"
     state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
@@ -403,25 +394,6 @@ def test_a_run_that_is_killed_and_resumed_twice_has_one_log(tmp_path):
     assert all(found.microseconds[each] > 0 for each in ("updates", "start", "repeated", "down"))
 
 
-@pytest.mark.slow
-def test_two_ranks_that_are_killed_and_restarted_by_the_launcher_have_one_log(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAM.replace("int(sys.argv[2])", "int(os.environ['KILL_AT'])"))
-    for killed_at in (5, 8, -1):
-        command = [*(sys.executable, "-m", "accel_fn.cli", "launch", "--num-processes", "2")]
-        done = subprocess.run(
-            [*command, str(script), str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, "KILL_AT": str(killed_at), "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode == 0) == (killed_at < 0), done.stderr
-    lines = lines_of(tmp_path / "log.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 13))
-    assert lines_of(tmp_path / "log.events.jsonl")[0]["world_size"] == 2
-
-
 ENDINGS = {
     "in order": ("", None),
     "by an error": ("raise KeyError(3)", "KeyError"),
@@ -431,13 +403,10 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "ending",
-    [
-        each if each == "by an error" else pytest.param(each, marks=pytest.mark.slow)
-        for each in ENDINGS
-    ],
+    ("ending", "launched"),
+    [*((each, False) for each in ENDINGS), ("by an error", True), ("by sys.exit", True)],
 )
 def test_the_end_of_a_process_is_noted(ending, launched, tmp_path):
     last, error = ENDINGS[ending]

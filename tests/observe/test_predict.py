@@ -1,11 +1,8 @@
 """predict: the tree that it returns, what it leaves as it was, and what it refuses, on every rank alike."""
 
-import multiprocessing
-import random
 from collections import namedtuple
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -56,81 +53,6 @@ def test_a_tree_keeps_its_structure_and_its_dtypes(world_size):
     simulate(run, world_size=world_size)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_modes_and_generators_are_as_they_were(fails):
-    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
-    model[1].eval()
-    before = [module.training for module in model.modules()]
-
-    def fn(model, batch):
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
-        torch.rand(1), random.random(), np.random.rand()
-        if fails:
-            raise OSError("gone")
-        return model(batch[0])
-
-    def drawn():
-        return torch.rand(()).item(), random.random(), np.random.rand()
-
-    def seed_all():
-        torch.manual_seed(3), random.seed(3), np.random.seed(3)
-
-    state, step, loader = make(af.DistState(), model=model)
-    seed_all()
-    expected = drawn()
-    seed_all()
-    with pytest.raises(OSError, match="gone") if fails else nullcontext():
-        assert not af.predict(step, loader, state, fn).requires_grad
-    assert drawn() == expected
-    assert [module.training for module in model.modules()] == before
-
-
-def test_it_runs_under_the_autocast_of_the_step():
-    state, step, loader = make(af.DistState(), af.with_amp("bf16"))
-    found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
-    assert found.dtype == torch.bfloat16
-
-
-def test_it_uses_the_average_within_use_average():
-    model = nn.Linear(1, 1)
-    state, step, loader = make(af.DistState(), af.average(0.5), model=model)
-    for batch in loader:
-        state, _ = step(state, batch)
-    with af.use_average(step):
-        expected = model(DATA.tensors[0]).detach()
-        found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, model(DATA.tensors[0]))
-
-
-def test_all_ranks_predict_with_the_running_statistics_of_the_main_rank():
-    def run(state):
-        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-        torch.nn.init.ones_(model[0].weight), torch.nn.init.zeros_(model[0].bias)
-        state, step, loader = make(state, model=model)
-        model[1].running_mean.fill_(state.rank)
-        found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
-        assert model[1].running_mean.item() == state.rank
-        return found.squeeze(1)
-
-    for found in simulate(run, world_size=2):
-        torch.testing.assert_close(found, torch.arange(10.0), rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_that_differs_between_ranks_is_refused():
-    def run(state):
-        model = nn.Linear(1, 1)
-        plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state, step = af.build(state, af.local_sgd(every=2)(plan))
-        loader = af.shard_loader(DataLoader(DATA, batch_size=4), state)
-        state, _ = step(state, next(iter(loader)))
-        with pytest.raises(ValueError, match=r"predict: .*average"):
-            af.predict(step, loader, state, rows)
-
-    simulate(run, world_size=2)
-
-
 def test_rows_that_are_views_keep_nothing_else_in_memory():
     state, step, loader = make(af.DistState())
     found = af.predict(step, loader, state, lambda model, batch: [*batch[0].expand(-1, 999)[:, :1]])
@@ -150,16 +72,15 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "wrap",
+    ("wrap", "world_size"),
     [
-        lambda loader, state: af.window(loader, 1),
-        lambda loader, state: af.window(loader, 2),
-        lambda loader, state: af.prefetch(af.window(loader, 2), state),
+        (lambda loader, state: af.window(loader, 1), 1),
+        (lambda loader, state: af.window(loader, 2), 2),
+        (lambda loader, state: af.prefetch(af.window(loader, 2), state), 3),
     ],
 )
-def test_rows_of_a_stream_come_as_they_are_read(world_size, wrap):
+def test_rows_of_a_stream_come_as_they_are_read(wrap, world_size):
     def run(state):
         state, step, _ = make(state, af.accumulate(2, split=None))
         loader = af.shard_loader(DataLoader(Stream(), batch_size=4), state)
@@ -168,11 +89,10 @@ def test_rows_of_a_stream_come_as_they_are_read(world_size, wrap):
     assert simulate(run, world_size=world_size) == [[*range(10)]] * world_size
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_windows_know_their_samples(workers):
+def test_windows_know_their_samples():
     def run(state):
         state, step, _ = make(state, af.accumulate(2, split=None))
-        loader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers)
+        loader = DataLoader(DATA, batch_size=4, shuffle=True)
         loader = af.window(af.shard_loader(loader, state), 2)
         return af.predict(step, loader, state, rows).squeeze(1).tolist()
 
@@ -400,24 +320,15 @@ def make_sharded(state, *transforms, data=DATA, k=2):
     return state, step, af.shard_loader(DataLoader(data, batch_size=4), state)
 
 
-def test_it_gathers_the_shards_of_an_average():
-    def run(state):
-        state, step, loader = make_sharded(state, af.average(0.5))
-        for batch in loader:
-            state, _ = step(state, batch)
-        with af.use_average(step):
-            return af.predict(step, loader, state, lambda model, batch: model(batch[0]))
-
-    (expected,) = simulate(run, world_size=1)
-    for found in simulate(run, world_size=2):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("data", [DATA, Talking()], ids=["map", "talking"])
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("is_late", [True, False])
-@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+@pytest.mark.parametrize(
+    ("function", "is_late", "is_first", "k", "data"),
+    [
+        (af.predict, True, True, 2, DATA),
+        (af.predict, False, False, 1, Talking()),
+        (af.evaluate, True, False, 1, DATA),
+        (af.evaluate, False, True, 2, Talking()),
+    ],
+)
 def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
     function, is_late, is_first, k, data
 ):
@@ -450,9 +361,13 @@ def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
 
 
 @pytest.mark.parametrize(
-    "metric_fn", [None, lambda model, batch: {"x": model(batch[0]).squeeze(1)}]
+    ("function", "metric_fn"),
+    [
+        (af.evaluate, None),
+        (af.evaluate, lambda model, batch: {"x": model(batch[0]).squeeze(1)}),
+        (af.predict, rows),
+    ],
 )
-@pytest.mark.parametrize("function", [af.predict, af.evaluate])
 def test_with_shards_a_batch_that_cannot_be_cut_or_read_ends_all(function, metric_fn):
     def batches(state, fails_at_reading):
         yield (torch.ones(4, 1) * state.rank,)
@@ -462,11 +377,10 @@ def test_with_shards_a_batch_that_cannot_be_cut_or_read_ends_all(function, metri
 
     def run(state):
         state, step, _ = make_sharded(state)
-        fn = metric_fn or (rows if function is af.predict else None)
         for fails_at_reading, text in ((True, "gone"), (False, "tensors of one leading dimension")):
             with pytest.raises((OSError, ValueError, RuntimeError), match=text):
-                function(step, batches(state, fails_at_reading), state, fn)
-        function(step, [(torch.ones(2, 1) * state.rank,)], state, fn)
+                function(step, batches(state, fails_at_reading), state, metric_fn)
+        function(step, [(torch.ones(2, 1) * state.rank,)], state, metric_fn)
 
     simulate(run, world_size=2)
 
@@ -486,20 +400,3 @@ def test_another_number_of_rows_on_one_rank_is_refused_on_all_with_fsdp():
     assert "one row for each of 2 samples, got 0 rows" in second
     assert "predict: failed on rank 1" in first
     assert num == 10
-
-
-def test_workers_end_with_an_error():
-    before = set(multiprocessing.active_children())
-    state, step, _ = make(af.DistState())
-    loader = af.shard_loader(DataLoader(DATA, batch_size=4, num_workers=2), state)
-    with pytest.raises(ZeroDivisionError) as kept:
-        af.predict(step, loader, state, lambda model, batch: 1 / 0)
-    assert set(multiprocessing.active_children()) <= before
-    assert kept.type is ZeroDivisionError
-
-
-@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
-def test_a_bar_is_shown_where_it_is_wanted(progress, shown, capfd):
-    state, step, loader = make(af.DistState())
-    af.predict(step, loader, state, rows, progress=progress)
-    assert ("predict" in capfd.readouterr().err) == shown

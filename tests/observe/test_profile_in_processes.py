@@ -40,8 +40,9 @@ for number in range(6):
 """
 
 
-@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp(blocks=nn.Linear)"])
-@pytest.mark.parametrize("slow", ["data", "forward"])
+@pytest.mark.parametrize(
+    ("slow", "wrap"), [("data", "af.wrap_ddp()"), ("forward", "af.wrap_fsdp(blocks=nn.Linear)")]
+)
 def test_the_rank_that_sleeps_is_the_straggler(tmp_path, slow, wrap):
     script = PROFILE.format(slow=slow, wrap=wrap, folder=tmp_path, seconds=SLOW_S)
     printed = launch(script)

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.comm import primitives
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
 from tests.support.cases import pinned
 
 # newer versions of torch have another name for it, older ones not
@@ -27,7 +26,7 @@ WRAPS = {
 }
 everywhere = pytest.mark.parametrize(
     ("wrap", "world_size"),
-    pinned([("ddp", 1), *[(wrap, 2) for wrap in WRAPS]], WRAPS, [1, 2, 4]),
+    pinned([("ddp", 2), ("fsdp", 2)], WRAPS, [1, 2]),
 )
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(28, 3, generator=GENERATOR).double()
@@ -171,10 +170,9 @@ def test_training_with_evaluation_is_training_without_to_the_bit(wrap, world_siz
         assert all(map(torch.equal, mine, expected))
 
 
-@pytest.mark.parametrize("wrap", [*WRAPS][:2])
-def test_buffers_are_put_back_after_an_error_on_one_rank(wrap):
+def test_buffers_are_put_back_after_an_error_on_one_rank():
     def run(state):
-        state, step = built(state, WRAPS[wrap])
+        state, step = built(state, WRAPS["ddp without broadcasts"])
         state = trained(state, step, num_epochs=1)
         before = kept(step)
 
@@ -190,10 +188,7 @@ def test_buffers_are_put_back_after_an_error_on_one_rank(wrap):
     assert simulate(run, world_size=2) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("wrap", "world_size"),
-    pinned([("ddp", 2), ("ddp without broadcasts", 1), ("fsdp", 3)], WRAPS, [1, 2, 3]),
-)
+@pytest.mark.parametrize(("wrap", "world_size"), [("ddp without broadcasts", 1), ("fsdp", 3)])
 def test_a_resumed_run_evaluates_as_the_run_that_saved(wrap, world_size, tmp_path):
     def run(state):
         state, step = built(state, WRAPS[wrap])
@@ -281,9 +276,9 @@ def test_only_replicas_whose_buffers_may_differ_pay(make, wrap, more):
         for is_training in (True, False):
             if not is_training:
                 step.plan.model.eval()
-            before = primitives.num_calls()
+            before = internals.num_calls()
             step.forward(state, batch)
-            calls.append(primitives.num_calls() - before)
+            calls.append(internals.num_calls() - before)
         return calls[1] - calls[0]
 
     assert simulate(run, world_size=2) == [more] * 2

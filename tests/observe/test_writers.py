@@ -49,17 +49,9 @@ def test_tensorboard_shows_the_plan_and_the_launch_line_by_line(library, tmp_pat
     assert shown.tensor_proto.string_val == [text]
 
 
-@pytest.mark.parametrize(
-    "library",
-    ["torch.utils.tensorboard", pytest.param("tensorboardX", marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    "closes",
-    [
-        pytest.param("", id="open"),
-        pytest.param("writer.close()", id="closed before", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@BOTH
+@pytest.mark.parametrize("closes", ["", "writer.close()"], ids=["open", "closed before"])
 def test_tensorboard_has_what_is_written_as_the_process_ends(library, tmp_path, closes):
     program = f"""
 import atexit

@@ -18,6 +18,7 @@ for name in set(accel_fn.__all__) - {"wrap_fsdp"}:
 print(*{"torch.distributed.fsdp", "torch.distributed.tensor"} & sys.modules.keys())
 
 from accel_fn import *
+from accel_fn.testing import assert_equivalent, simulate
 
 assert launch is accel_fn.launch
 assert dict(inspect.getmembers(accel_fn))["launch"] is launch
@@ -29,7 +30,7 @@ LIBRARIES = {
 }
 IMPORTED = f"""
 import sys
-import accel_fn
+import accel_fn, accel_fn.testing
 print(*sorted({LIBRARIES} & sys.modules.keys()))
 """
 

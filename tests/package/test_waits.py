@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.package.sources import PACKAGE, SOURCES, nodes
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/waits.md").read_text()
 ROWS = [
@@ -18,8 +20,8 @@ WAITS = {"wait", "result", "acquire", "synchronize", "flock", "sleep", "communic
 
 def waits(path):
     """Whether a file calls what waits: a wait, a join of a thread or a process, a queue's get."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+    for node in nodes(path, ast.Call):
+        if not isinstance(node.func, ast.Attribute):
             continue
         name, of = node.func.attr, ast.unparse(node.func.value)
         joins = name == "join" and re.search(r"thread|process|worker|writing|reader|self$", of)
@@ -30,11 +32,7 @@ def waits(path):
 
 
 def test_each_file_that_waits_has_a_row():
-    waiting = {
-        f"{path.relative_to(ROOT / 'accel_fn')}"
-        for path in (ROOT / "accel_fn").rglob("*.py")
-        if waits(path)
-    }
+    waiting = {f"{path.relative_to(PACKAGE)}" for path in SOURCES if waits(path)}
     assert waiting - {file for row in ROWS for file in re.findall(r"`(.+?\.py)`", row[0])} == set()
 
 

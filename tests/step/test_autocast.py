@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.testing import simulate
 from tests.support import strategies as ours
 
 INPUTS = torch.ones(2, 3)
@@ -46,15 +45,6 @@ def test_products_in_float8_are_those_of_the_step():
         found = model(inputs)
     assert float(found.float().mean()) == float(step.forward(state, inputs))
     assert af.compute_dtype(step) == torch.bfloat16
-
-
-def test_ranks_sample_in_the_precision_of_the_step():
-    def run(state):
-        plan, state, step = made(af.compose(af.wrap_ddp(), af.with_amp("bf16")), state)
-        with torch.no_grad(), af.autocast(step, state):
-            return plan.model(INPUTS).dtype
-
-    assert simulate(run, world_size=2) == [torch.bfloat16] * 2
 
 
 def test_shards_compute_in_their_own_dtype_unless_autocast_has_another():

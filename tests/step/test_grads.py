@@ -11,9 +11,8 @@ from torch.nn.utils import get_total_norm
 
 import accel_fn as af
 from accel_fn.testing import strategies
-from accel_fn.transforms.clip import clamp_values, clip_norm
+from tests.support import strategies as ours
 
-STATE = af.DistState()
 SHAPES = [(), (1,), (0,), (3,), (2, 3), (2, 1, 2)]
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -34,6 +33,11 @@ def tensors(draw, dtypes=(torch.float64,)):
         None if shape is None else (torch.randn(shape, generator=generator) * size).to(dtype)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
+
+
+def clip_norm(grads, *, max_norm):
+    (clip,) = af.clip(max_norm)(ours.plan()).gradients
+    return clip(af.DistState(), grads)
 
 
 def number(value, dtype=torch.float64):
@@ -119,19 +123,10 @@ def test_norm_is_float32_or_float64_where_a_gradient_is(dtypes, expected):
     assert af.Grads([torch.ones(2, dtype=dtype) for dtype in dtypes]).norm().dtype == expected
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_norm_of_half_precision_is_summed_in_float32(dtype):
-    gradient = torch.full((10_000,), 6e4, dtype=dtype)
-    torch.testing.assert_close(
-        af.Grads((gradient,)).norm(), gradient.float().norm(), rtol=1e-6, atol=0
-    )
-
-
-@pytest.mark.parametrize("shape", [(2**25,), (2**12, 2**13)], ids=str)
-def test_norm_of_a_large_gradient_in_float32_is_that_in_float64(shape):
+def test_norm_of_a_large_gradient_in_float32_is_that_in_float64():
     """Torch's own norm is off by more than 1e-4, so it would clip shards differently from the
     whole."""
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(2**25, generator=torch.Generator().manual_seed(0))
     expected = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     assert abs(get_total_norm([gradient]) / expected - 1) > 1e-4
     torch.testing.assert_close(af.Grads((gradient,)).norm().double(), expected, rtol=1e-5, atol=0.0)
@@ -144,13 +139,6 @@ def test_norm_of_complex_gradients_is_of_their_absolute_values():
 
 def test_norm_of_a_sparse_gradient_counts_a_row_once():
     assert af.Grads((sparse(),)).norm() == sparse().to_dense().norm()
-
-
-def test_norm_of_a_sparse_gradient_without_rows_is_zero():
-    empty = torch.sparse_coo_tensor(
-        torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, 2)), (4, 2), check_invariants=True
-    )
-    assert af.Grads((empty,)).norm() == 0.0
 
 
 def test_value_of_a_sparse_gradient_stays_sparse():
@@ -172,10 +160,6 @@ def test_norm_is_not_finite_where_one_element_is_not(bad, place):
     assert not torch.isfinite(af.Grads(gradients).norm())
 
 
-def test_norm_beyond_float32_is_infinite():
-    assert af.Grads((torch.full((2,), 3e38),)).norm() == math.inf
-
-
 @given(tensors=tensors(), factor=factors)
 def test_norm_is_read_once_and_scaled_from_then_on(tensors, factor):
     grads = af.Grads(tuple(None if each is None else each.clone() for each in tensors))
@@ -193,33 +177,12 @@ def test_norm_of_mapped_gradients_is_read_anew():
     assert grads.map(lambda value: value + 1).norm() == torch.tensor([7.0, 9.0]).norm()
 
 
-def test_norm_read_is_none_before_the_first_read():
-    grads = af.Grads((torch.ones(4),))
-    assert grads.norm_read is None
-    assert grads.scaled(torch.tensor(2.0)).norm_read is None
-
-
 def test_norm_read_is_the_first_that_was_read():
     grads = af.Grads((torch.ones(4),)).scaled(torch.tensor(3.0))
     assert grads.norm() == 6.0
     later = grads.scaled(torch.tensor(0.5))
     assert later.norm() == 3.0
     assert later.norm_read == 6.0
-
-
-def test_norm_read_outlives_a_map():
-    grads = af.Grads((torch.ones(4),))
-    grads.norm()
-    mapped = grads.map(lambda value: value * 5)
-    assert mapped.norm() == 10.0
-    assert mapped.norm_read == 2.0
-
-
-@given(tensors=tensors(), factor=factors, other=factors)
-def test_scaling_twice_is_scaling_by_the_product(tensors, factor, other):
-    twice = af.Grads(tensors).scaled(number(factor)).scaled(number(other))
-    once = af.Grads(tensors).scaled(number(factor) * number(other))
-    torch.testing.assert_close(twice.values(), once.values(), rtol=0, atol=0)
 
 
 @given(tensors=tensors((torch.float32, torch.float64, *HALVES)), factor=factors)
@@ -231,11 +194,6 @@ def test_scaling_by_a_number_is_scaling_by_a_tensor_as_wide_as_the_gradients(ten
         by_number = af.Grads(tensors).scaled(plain)
         assert (by_number.factor.dtype, by_number.factor.shape) == (dtype, ())
         assert torch.equal(flat(by_number), flat(by_tensor))
-
-
-def test_scaling_by_a_whole_number_and_without_gradients():
-    assert float(af.Grads((torch.ones(4),)).scaled(3).norm()) == 6.0
-    assert float(af.Grads((None,)).scaled(np.int64(3)).norm()) == 0.0
 
 
 @pytest.mark.parametrize("factor", [True, "2", None, 1j, [2.0]])
@@ -276,84 +234,34 @@ def test_map_gives_the_function_every_value_and_leaves_out_what_is_missing(tenso
     torch.testing.assert_close(mapped.values(), expected, rtol=0, atol=0)
 
 
-def test_map_changes_nothing_that_it_is_given():
-    grads = af.Grads((torch.ones(2),), torch.tensor(3.0))
-    grads.map(lambda value: value.mul_(5))
-    assert torch.equal(grads.tensors[0], torch.ones(2))
-
-
-@given(tensors=tensors(), max_norm=bounds)
-def test_clipped_norm_is_at_most_the_bound(tensors, max_norm):
-    clipped = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
-    # the bound covers a root of a sum of a few squares, one product and one quotient
-    assert flat(clipped).norm() <= max_norm * (1 + 1e-14)
-
-
-@given(tensors=tensors(), max_norm=bounds)
-def test_clipping_keeps_the_direction(tensors, max_norm):
-    plain = af.Grads(tensors)
-    clipped = clip_norm(STATE, plain, max_norm=max_norm)
-    directed = flat(clipped) * plain.norm()
-    # three roundings of each element
-    torch.testing.assert_close(directed, flat(plain) * clipped.norm(), rtol=1e-14, atol=0)
-
-
-@given(tensors=tensors(dtypes=(torch.float16, torch.float32, torch.float64)), room=bounds)
-def test_inactive_clip_changes_no_bit(tensors, room):
-    norm = float(af.Grads(tensors).norm())
-    clipped = clip_norm(STATE, af.Grads(tensors), max_norm=norm + 1e-5 + room)
-    torch.testing.assert_close(clipped.values(), tensors, rtol=0, atol=0)
-
-
-@given(tensors=tensors(), max_norm=bounds)
-def test_clipping_twice_is_clipping_once(tensors, max_norm):
-    once = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
-    twice = clip_norm(STATE, once, max_norm=max_norm)
-    # the 1e-6 beside the norm, as in torch's clip_grad_norm_, takes 1e-6 / max_norm again
-    torch.testing.assert_close(twice.values(), once.values(), rtol=1.1e-6 / max_norm, atol=0)
-
-
 @given(tensors=tensors(), max_norm=bounds)
 def test_clipping_scales_as_clip_grad_norm_does(tensors, max_norm):
     parameters = [torch.zeros_like(each) for each in tensors if each is not None]
     for parameter, each in zip(parameters, af.Grads(tensors).present(), strict=True):
         parameter.grad = each.clone()
     torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    clipped = clip_norm(STATE, af.Grads(tensors), max_norm=max_norm)
+    clipped = clip_norm(af.Grads(tensors), max_norm=max_norm)
     expected = [parameter.grad for parameter in parameters]
     actual = [value for value in clipped.values() if value is not None]
     torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
 
 
 def test_clipping_leaves_a_zero_gradient_alone():
-    clipped = clip_norm(STATE, af.Grads((torch.zeros(3),)), max_norm=1.0)
+    clipped = clip_norm(af.Grads((torch.zeros(3),)), max_norm=1.0)
     assert clipped.factor == 1.0
     assert clipped.norm() == 0.0
 
 
 def test_clipping_makes_all_gradients_nan_where_one_is():
-    clipped = clip_norm(STATE, af.Grads((torch.tensor([math.nan]), torch.ones(2))), max_norm=1.0)
+    clipped = clip_norm(af.Grads((torch.tensor([math.nan]), torch.ones(2))), max_norm=1.0)
     assert flat(clipped).isnan().all()
 
 
 def test_clipping_makes_finite_gradients_zero_beside_an_infinite_one():
-    clipped = clip_norm(STATE, af.Grads((torch.tensor([math.inf]), torch.ones(2))), max_norm=1.0)
+    clipped = clip_norm(af.Grads((torch.tensor([math.inf]), torch.ones(2))), max_norm=1.0)
     infinite, finite = clipped.values()
     assert infinite.isnan().all()
     assert torch.equal(finite, torch.zeros(2))
-
-
-def test_clipping_reads_the_norm_before_it():
-    clipped = clip_norm(STATE, af.Grads((torch.tensor([3.0, 4.0]),)), max_norm=1.0)
-    assert clipped.norm_read == 5.0
-
-
-@given(tensors=tensors(), factor=factors, max_value=bounds)
-def test_no_element_is_beyond_the_bound_and_those_within_stay(tensors, factor, max_value):
-    grads = af.Grads(tensors, number(factor))
-    expected = flat(grads).clamp(-max_value, max_value)
-    clamped = clamp_values(STATE, grads, max_value=max_value)
-    torch.testing.assert_close(flat(clamped), expected, rtol=0, atol=0)
 
 
 def test_named_gives_the_parameters_that_have_a_gradient():

@@ -19,30 +19,6 @@ SMALL = {
     "num_attention_heads": 2,
     "intermediate_size": 32,
 }
-PICTURES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 3,
-}
-SOUNDS = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "conv_dim": (16, 16),
-    "conv_stride": (4, 4),
-    "conv_kernel": (8, 8),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-    "num_labels": 3,
-    "classifier_proj_size": 8,
-}
 
 
 class Recurrent(nn.Module):
@@ -80,7 +56,6 @@ MODELS = {
     "GPT-2": language(
         tf.GPT2Config, tf.GPT2LMHeadModel, vocab_size=64, n_embd=16, n_layer=2, n_head=2
     ),
-    "Llama": language(tf.LlamaConfig, tf.LlamaForCausalLM, **SMALL, num_key_value_heads=1),
     "T5": (
         lambda: tf.T5ForConditionalGeneration(
             tf.T5Config(
@@ -96,9 +71,6 @@ MODELS = {
         "all of the text",
         ids,
     ),
-    "ViT": classifier(
-        lambda: tf.ViTForImageClassification(tf.ViTConfig(**PICTURES)), lambda: drawn(8, 3, 32, 32)
-    ),
     "ResNet": classifier(
         lambda: tf.ResNetForImageClassification(
             tf.ResNetConfig(
@@ -112,27 +84,11 @@ MODELS = {
         lambda: drawn(8, 3, 32, 32),
     ),
     "Mixtral": language(
-        tf.MixtralConfig,
-        tf.MixtralForCausalLM,
-        **SMALL,
-        num_key_value_heads=1,
-        num_local_experts=4,
-    ),
-    "Mamba": language(
-        tf.MambaConfig,
-        tf.MambaForCausalLM,
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=2,
-        state_size=4,
-    ),
-    "Wav2Vec2": classifier(
-        lambda: tf.Wav2Vec2ForSequenceClassification(tf.Wav2Vec2Config(**SOUNDS)),
-        lambda: drawn(8, 800),
+        tf.MixtralConfig, tf.MixtralForCausalLM, **SMALL, num_key_value_heads=1, num_local_experts=4
     ),
     "LSTM": classifier(Recurrent, ids),
 }
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def trained(name, dtype, loss_of):
@@ -140,11 +96,7 @@ def trained(name, dtype, loss_of):
     make, kind, inputs = MODELS[name]
     torch.manual_seed(0)
     model = make().train()
-    if dtype == torch.float64:
-        model.double()
-    x = inputs()
-    x = x.to(dtype) if dtype == torch.float64 and x.is_floating_point() else x
-    batch = {"x": x, "y": torch.arange(8) % 3}
+    batch = {"x": inputs(), "y": torch.arange(8) % 3}
 
     def plain(model, batch):
         if kind == "classes":
@@ -168,28 +120,21 @@ def trained(name, dtype, loss_of):
         for _ in range(2):
             state, _ = step(state, batch)
     texts = [str(each.message) for each in found]
-    return [each for each in texts if each.startswith("step:") and "BatchNorm" not in each], step
+    texts = [each for each in texts if each.startswith("step:") and "BatchNorm" not in each]
+    return texts, af.explain(step, state)
 
 
-CASES = [
-    (name, dtype)
-    for name in MODELS
-    for dtype in DTYPES
-    # transformers' Mixtral multiplies groups of matrices, which torch does not do in float64
-    if (name, dtype) != ("Mixtral", torch.float64)
-]
-
-
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_real_model_raises_no_alarm(name, dtype):
-    texts, step = trained(name, dtype, lambda loss_fn: loss_fn)
+    texts, verdict = trained(name, dtype, lambda loss_fn: loss_fn)
     assert texts == []
-    assert "agree, and their gradients" in step.checks.comparison.verdict
-    assert ("half precision" in step.checks.comparison.verdict) is (dtype == torch.bfloat16)
+    assert "agree, and their gradients" in verdict
+    assert ("half precision" in verdict) is (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [each for each in CASES if each[1] != torch.bfloat16])
-def test_a_loss_that_is_divided_by_itself_is_found(name, dtype):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_is_divided_by_itself_is_found(name):
     def planted(loss_fn):
         def divided(model, batch):
             loss = loss_fn(model, batch)
@@ -197,7 +142,7 @@ def test_a_loss_that_is_divided_by_itself_is_found(name, dtype):
 
         return divided
 
-    (text, *_), _ = trained(name, dtype, planted)
+    (text, *_), _ = trained(name, torch.float32, planted)
     assert "the gradient of" in text
 
 

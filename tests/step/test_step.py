@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_fn as af
-from accel_fn.step.update import follow_parameters
 from accel_fn.testing import simulate
+from accel_fn.testing.internals import follow_parameters
 from tests.support import strategies as ours
 from tests.support.waits import no_waiting
 
@@ -40,14 +39,6 @@ def test_a_step_counts_a_batch_and_reports_it():
     )
     assert (report.applied.dtype, bool(report.applied)) == (torch.bool, True)
     assert report.grad_norm is None
-
-
-def test_the_norm_is_reported_where_something_reads_it():
-    state, step, _ = built(af.clip(1e-3))
-    _, grads, _ = step.grads(state, BATCH)
-    _, report = step(state, BATCH)
-    assert report.grad_norm.dtype == torch.float32
-    assert float(report.grad_norm) == pytest.approx(float(grads.norm()), rel=1e-6)
 
 
 def test_a_step_is_its_gradients_and_its_update():
@@ -90,8 +81,7 @@ def test_no_gradient_is_left_behind_and_none_that_was_there_counts():
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_another_model_in_the_loss_keeps_its_gradients(world_size):
+def test_another_model_in_the_loss_keeps_its_gradients():
     """In a GAN, the generator's step must not change gradients of the discriminator."""
 
     def run(state):
@@ -110,27 +100,7 @@ def test_another_model_in_the_loss_keeps_its_gradients(world_size):
         return untouched, torch.equal(before, step.plan.model.weight)
 
     with pytest.warns(UserWarning, match="should reach what is trained by the model"):
-        assert simulate(run, world_size=world_size) == [(True, False)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_two_steps_built_of_one_plan_work_independently(world_size):
-    def run(state):
-        model = ours.regression_model()
-        plan = af.compose(af.wrap_ddp(), af.clip(0.5))(
-            af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        )
-        state, first = af.build(state, plan)
-        state, second = af.build(state, plan)
-        for step in (first, second, first, second):
-            state, _ = step(state, BATCH)
-        return model.state_dict()
-
-    _, expected = ours.trained_by_hand(
-        ours.regression_model(), [BATCH] * 4, optimizer=ours.sgd, max_norm=0.5
-    )
-    for parameters in simulate(run, world_size=world_size):
-        ours.assert_close(parameters, expected)
+        assert simulate(run, world_size=2) == [(True, False)] * 2
 
 
 class Helper(nn.Module):
@@ -144,45 +114,14 @@ class Helper(nn.Module):
         return self.inner(inputs)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_loss_may_call_any_method_any_number_of_times(world_size):
+def test_a_loss_may_call_any_method_any_number_of_times():
     def loss_fn(model, batch):
         return F.mse_loss(model.score(batch[0]), batch[1]) + model.score(batch[0]).square().mean()
 
     _, expected = ours.trained_by_hand(Helper(), [BATCH], loss_fn=loss_fn)
-    sizes = [[len(part) for part in BATCH[0].tensor_split(world_size)]]
-    for _, actual in ours.trained(
-        Helper(), ours.dealt([BATCH], sizes), af.wrap_ddp(), loss_fn=loss_fn
-    ):
+    parts = ours.dealt_evenly([BATCH], 3)
+    for _, actual in ours.trained(Helper(), parts, af.wrap_ddp(), loss_fn=loss_fn):
         ours.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_model_keeps_its_type_its_keys_and_its_forward(world_size):
-    def run(state):
-        model = ours.regression_model()
-        keys, forward = list(model.state_dict()), model.forward
-        built(af.compose(af.place(), af.wrap_ddp(), af.with_amp("bf16")), state, model=model)
-        return list(model.state_dict()) == keys, type(model), model.forward == forward
-
-    assert simulate(run, world_size=world_size) == [(True, nn.Sequential, True)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_of_the_users_stay_and_run_in_every_step(world_size):
-    def run(state):
-        model, ran = ours.regression_model(), []
-        model[2].register_forward_pre_hook(lambda *_: ran.append("before forward"))
-        model[2].register_forward_hook(lambda *_: ran.append("forward"))
-        model[2].register_full_backward_hook(lambda *_: ran.append("backward"))
-        state, step, _ = built(af.compose(af.place(), af.wrap_ddp()), state, model=model)
-        for _ in range(2):
-            state, _ = step(state, BATCH)
-        return ran
-
-    expected = ["before forward", "forward", "backward"] * 2
-    for ran in simulate(run, world_size=world_size):
-        assert sorted(ran) == sorted(expected)
 
 
 def test_a_step_that_is_gone_keeps_nothing_alive():
@@ -192,91 +131,6 @@ def test_a_step_that_is_gone_keeps_nothing_alive():
     del step, model
     gc.collect()
     assert alive() is None
-
-
-def test_bf16_runs_forward_and_loss_under_autocast():
-    seen = []
-
-    def loss_fn(model, batch):
-        output = model(batch[0])
-        seen.append(output.dtype)
-        return F.mse_loss(output.float(), batch[1])
-
-    model = ours.regression_model().float()
-    state, step = ours.built(af.with_amp(torch.bfloat16), model=model, loss_fn=loss_fn)
-    batch = tuple(value.float() for value in BATCH)
-    state, _ = step(state, batch)
-    step.forward(state, batch)
-    assert seen == [torch.bfloat16, torch.bfloat16]
-    assert state.scaler is None
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_contexts_of_the_users_are_entered_with_the_state():
-    from contextlib import contextmanager
-
-    entered = []
-
-    @contextmanager
-    def noted(state):
-        entered.append(state.step)
-        yield
-
-    def note(plan):
-        return replace(plan, forward_contexts=(*plan.forward_contexts, noted))
-
-    state, step, _ = built(
-        af.compose(af.with_amp("bf16"), note, af.accumulate(2)),
-        model=ours.regression_model().float(),
-    )
-    batch = tuple(value.float() for value in BATCH)
-    state, _ = step(state, batch)
-    step(state, batch)
-    assert entered == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_slot_for_a_compiler_compiles_the_loss(world_size):
-    """The compiler here counts its calls and runs the function unchanged."""
-
-    def run(state):
-        graphs = []
-
-        def counting(graph, inputs):
-            graphs.append(graph)
-            return graph.forward
-
-        def compiled(state, module):
-            module.compile(backend=counting, dynamic=False)
-            return module
-
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        plan = replace(af.wrap_ddp()(plan), compile_loss=(compiled,))
-        state, step = af.build(state, plan)
-        for _ in range(2):
-            state, _ = step(state, BATCH)
-        return len(graphs) > 0, list(model.state_dict()), model.state_dict()
-
-    _, expected = ours.trained_by_hand(ours.regression_model(), [BATCH] * 2, optimizer=ours.sgd)
-    for was_compiled, keys, parameters in simulate(run, world_size=world_size, timeout_s=60):
-        assert was_compiled
-        assert keys == list(expected)
-        ours.assert_close(parameters, expected)
-
-
-def test_a_batch_that_weighs_nothing_gives_zero_gradients():
-    model = ours.token_model()
-    plan = af.Plan(
-        ours.token_loss, model, torch.optim.SGD(model.parameters(), lr=1.0), af.num_labels("labels")
-    )
-    state, step = af.build(af.DistState(), plan)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    batch = {"inputs": torch.ones(2, 3, 3).double(), "labels": torch.full((2, 3), -100)}
-    state, report = step(state, batch)
-    ours.assert_identical(model.state_dict(), before)
-    assert (float(report.loss), report.weight, state.step) == (0.0, 0, 1)
-    assert float(step.forward(state, batch)) == 0.0
 
 
 def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
@@ -293,38 +147,6 @@ def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
     }
     assert moved == {"2.weight", "2.bias"}
     assert model[0].bias.grad is None
-
-
-@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_batch_statistics_are_rank_zeros_on_all_ranks(world_size):
-    def run(state):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.1)
-        state, step = ours.built(af.wrap_ddp(), state, model=model)
-        for index in range(3):
-            state, _ = step(state, (BATCH[0] * (1 + state.rank + index), BATCH[1]))
-        step(state, BATCH)
-        return {name: value for name, value in model.state_dict().items() if "running" not in name}
-
-    results = simulate(run, world_size=world_size)
-    for parameters in results[1:]:
-        ours.assert_identical(parameters, results[0])
-
-
-def test_the_report_holds_what_gradient_functions_add():
-    def counted(grad_fn):
-        def with_count(state, batch):
-            state, grads, report = grad_fn(state, batch)
-            return state, grads, replace(report, extras={"calls": 1})
-
-        return with_count
-
-    state, step, _ = built(lambda plan: replace(plan, wrap_grad_fn=(counted,)))
-    _, report = step(state, BATCH)
-    assert report.extras == {"calls": 1}
 
 
 def test_a_step_names_its_plan():
@@ -387,7 +209,7 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # bfloat16 has 8 bits
 
 
-HUNDRED_STEPS = [
+DEVICES = [
     pytest.param("cpu", contextlib.nullcontext),
     pytest.param(
         torch.accelerator.current_accelerator(),
@@ -404,21 +226,17 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
-@pytest.mark.parametrize("precision", ["fp16", "bf16", None])
-@pytest.mark.parametrize(("device", "watched"), HUNDRED_STEPS, ids=["cpu", "accelerator"])
+@pytest.mark.parametrize(("precision", "optimizer"), [("fp16", "SGD"), (None, "AdamW")])
+@pytest.mark.parametrize(("device", "watched"), DEVICES, ids=["cpu", "accelerator"])
 def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, precision, optimizer):
-    """In a hundred steps with one overflow, the rate and the average are those of the other
-    steps."""
+    """In many steps with one overflow, the rate and the average are those of the other steps."""
     model = ours.regression_model().float()
-    plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
+    plan = af.Plan(ours.mse, model, FUSED[optimizer](model.parameters()))
     falling = torch.optim.lr_scheduler.ExponentialLR(plan.optimizer, 0.99)
     patient = torch.optim.lr_scheduler.ReduceLROnPlateau(plan.optimizer, patience=1000)
     recipe = af.compose(
         af.place(),
-        {"fp16": af.with_amp("fp16", init_scale=2.0**10), "bf16": af.with_amp("bf16")}.get(
-            precision, af.compose()
-        ),
+        af.with_amp("fp16", init_scale=2.0**10) if precision else af.compose(),
         af.accumulate(2),
         af.clip(1.0),
         af.skip_spikes(),
@@ -428,7 +246,7 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
         af.average(0.9),
     )
     state, step = af.build(af.init(device=device), recipe(plan))
-    batches = [tuple(value.float().to(device) for value in BATCH) for _ in range(100)]
+    batches = [tuple(value.float().to(device) for value in BATCH) for _ in range(30)]
     batches[7][0].fill_(float("inf"))
     state, _ = step(state, batches[0])  # makes the momenta
     weights, reports = [model[0].weight.detach().clone()], []
@@ -437,7 +255,7 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
             state, report = step(state, batch)
             reports.append(report)
             weights.append(model[0].weight.detach().clone())
-    assert [bool(each.applied) for each in reports] == [number != 7 for number in range(100)]
+    assert [bool(each.applied) for each in reports] == [number != 7 for number in range(30)]
     assert all(weight.isfinite().all() for weight in weights)
     mean = weights[0]
     for weight in [*weights[1:8], *weights[9:]]:  # all but the skipped update
@@ -445,6 +263,6 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
     with af.use_average(step):
         torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)
     rate = float(plan.optimizer.param_groups[0]["lr"])
-    assert rate == pytest.approx(0.01 * 0.99**100, rel=1e-5)
+    assert rate == pytest.approx(0.01 * 0.99**30, rel=1e-5)
     if precision == "fp16":
         assert int(state.scaler.skipped) == 1

@@ -1,6 +1,6 @@
 """Simulates on a CPU that the host reads an accelerator's results one step late."""
 
-from accel_fn.base.delayed_read import DelayedFloats, DelayedRead, UpdateCount
+from accel_fn.base.delayed_read import DelayedFloats, DelayedRead
 
 
 class LateRead:
@@ -34,5 +34,5 @@ def read_late(*slot_functions):
                 setattr(each, name, LateRead())
             elif isinstance(value, DelayedFloats):
                 setattr(each, name, LateFloats())
-            elif isinstance(value, UpdateCount):
+            elif type(value).__module__.startswith("accel_fn."):  # such as a count of updates
                 read_late(value)

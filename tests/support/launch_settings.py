@@ -1,4 +1,7 @@
-"""Resolves settings in isolation: only the given variables, files and machine exist."""
+"""Resolves settings in isolation: only the given variables, files and machine exist.
+
+What tests of the launcher's settings import of it stands here, so that they survive its moves.
+"""
 
 import os
 from pathlib import Path
@@ -7,7 +10,12 @@ import pytest
 
 from accel_fn.errors import ArgumentError, SettingsError
 from accel_fn.launcher.machines.detect import Machine
-from accel_fn.launcher.settings.sources import resolve
+from accel_fn.launcher.settings.files import read_yaml as read_yaml
+from accel_fn.launcher.settings.files import render as render
+from accel_fn.launcher.settings.settings import RULES as RULES
+from accel_fn.launcher.settings.settings import Settings as Settings
+from accel_fn.launcher.settings.sources import resolve as resolve
+from accel_fn.launcher.settings.sources import user_file as user_file
 
 PLAIN = Machine(num_cores=4)
 TWO_GPUS = Machine(num_cores=4, kind="CUDA", num_installed=2, num_devices=2)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch_optimizer
@@ -22,9 +21,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import accel_fn as af
-from accel_fn.step import update
-from accel_fn.step.torch_internals import run_optimizer
 from accel_fn.testing import simulate
+from accel_fn.testing.internals import run_optimizer, with_run_optimizer
 from tests import reference
 from tests.support.strategies import dealt, mse, regression_model
 
@@ -335,7 +333,7 @@ def where_factor_goes(row: Row) -> str:
         seen.add("kernel" if "grad_scale" in vars(optimizer) else "multiply")
         run_optimizer(optimizer)
 
-    with patch.object(update, "run_optimizer", look):  # a hook of torch would see multiplied ones
+    with with_run_optimizer(look):  # a hook of torch would see multiplied ones
         trained(row, af.clip(MAX_NORM), torch.float32, [batches(torch.float32)])
     (place,) = seen
     return place

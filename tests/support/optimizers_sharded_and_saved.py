@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import accel_fn as af
-from accel_fn.comm import dtensor
 from accel_fn.testing import simulate
 from tests.support.optimizers import (
     MAX_NORM,
@@ -109,13 +108,17 @@ def held(model: Any, optimizer: Any) -> list[Any]:
         for group in optimizer.param_groups
     ]
     return [
-        dtensor.local(each).detach().clone() if isinstance(each, Tensor) else each
+        local(each).detach().clone() if isinstance(each, Tensor) else each
         for each in [*model.parameters(), *pytree.tree_leaves([states, groups])]
     ]
 
 
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def whole(parameters: Any) -> list[Tensor]:
-    return [dtensor.whole(each).detach() for each in parameters]
+    return [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in parameters]
 
 
 CONTRACT: dict[str, Callable[[Row], None]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,15 +10,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
-from accel_fn.data.prefetch import Reader
+from accel_fn.testing.internals import prefetch_threads
 
 HERE = af.DistState()
 TWO_WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
-
-
-def readers() -> list[Reader]:
-    """List the living threads of prefetch."""
-    return [thread for thread in threading.enumerate() if isinstance(thread, Reader)]
+readers = prefetch_threads
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -11,6 +11,14 @@ from torch import nn
 import accel_fn as af
 from tests.support import strategies as ours
 
+STYLES = {"0": "colwise", "2": "rowwise"}
+"""How `wrap_tp` splits a perceptron."""
+
+
+def perceptron(bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1, bias=bias)).double()
+
 
 def train_by_hand(model, batches, *, loss_fn, optimizer=ours.adamw, max_norm):
     """Return losses, norms before clipping, weights and parameters of one process."""

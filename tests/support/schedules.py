@@ -7,7 +7,7 @@ import transformers
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
-from accel_fn.transforms.schedule.advance import Advance, DeviceSchedule
+from accel_fn.transforms.schedule.advance import Advance, AdvanceByMetric, DeviceSchedule
 from tests.support import strategies as ours
 from tests.support.late_reads import LateRead
 
@@ -84,3 +84,7 @@ def by_device(make_scheduler, optimizer):
 
 def fused_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+
+
+def by_device_and_metric(scheduler, metric):
+    return late(AdvanceByMetric(scheduler, metric))

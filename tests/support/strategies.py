@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
@@ -194,3 +195,14 @@ def assert_close(
 def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare every parameter to the bit."""
     assert_close(actual, expected, rtol=0.0, atol=0.0)
+
+
+def assert_trained(
+    ranks: Sequence[tuple[list[float], dict[str, Tensor]]],
+    expected: tuple[list[float], dict[str, Tensor]],
+) -> None:
+    """Compare losses and parameters of every rank with those of the reference loop."""
+    losses, parameters = expected
+    for found, actual in ranks:
+        assert_close(actual, parameters)
+        assert found == pytest.approx(losses, rel=1e-6, abs=1e-12)  # the report may be in float32

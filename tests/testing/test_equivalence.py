@@ -9,7 +9,6 @@ from torch import nn
 
 import accel_fn as af
 from accel_fn.testing import assert_equivalent
-from accel_fn.testing.operations import first_difference, recorded
 from tests.support import strategies as ours
 
 BATCHES = [(torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())] * 2
@@ -112,17 +111,3 @@ def test_an_operation_of_one_plan_alone_is_named():
     plan = ours.plan()
     with pytest.raises(AssertionError, match=r"with plan_a and aten._foreach_norm.Scalar with pla"):
         assert_equivalent(plan, af.clip(1e-3)(plan), BATCHES)
-
-
-def test_operations_are_recorded_with_the_norms_of_their_outputs():
-    weight = torch.tensor([2.0, -3.0], requires_grad=True)
-    with recorded() as operations:
-        (weight * 2).sum().backward()
-    assert [(each.name, each.norms) for each in operations][:2] == [
-        ("aten.mul.Tensor", (10.0,)),
-        ("aten.sum.default", (2.0,)),
-    ]
-    # an operation of the backward
-    assert "aten.mul.Tensor" in [each.name for each in operations[2:]]
-    assert first_difference(operations, operations, 0.0, 0.0) == ""
-    assert "is none with plan_a" in first_difference([], operations, 0.0, 0.0)

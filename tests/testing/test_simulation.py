@@ -20,10 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accel_fn as af
-from accel_fn.comm import mesh as mesh_module
-from accel_fn.comm.mesh import make_mesh
-from accel_fn.testing import assert_equivalent, simulate
-from accel_fn.testing import simulation as simulate_module
+from accel_fn.testing import assert_equivalent, internals, simulate
 from tests.support import strategies as ours
 from tests.support.forked_ranks import run_worlds
 
@@ -36,7 +33,7 @@ def test_every_rank_has_a_state_of_its_own():
     }
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("culprit", [0, 2])
 def test_the_first_error_of_any_rank_is_raised_with_its_rank(culprit):
     def run(state):
         if state.rank == culprit:
@@ -63,8 +60,7 @@ def test_a_failed_world_is_not_used_again():
         assert simulate(lambda state: af.reduce_sum(1, state), world_size=2) == [2, 2]
 
 
-@pytest.mark.parametrize("late_s", [None, 0.6], ids=["never", "late"])
-@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize(("alone", "late_s"), [(0, None), (1, 0.6)], ids=["never", "late"])
 def test_a_world_that_ran_out_of_time_is_not_used_again_though_nobody_raised(alone, late_s):
     """The other rank does not come, or comes too late."""
 
@@ -96,14 +92,11 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout():
 
 
 @pytest.mark.parametrize("where", ["the world", "a part of a mesh"])
-def test_ranks_of_a_failed_world_end_long_before_their_collectives_time_out(monkeypatch, where):
-    monkeypatch.setattr(mesh_module, "_TIMEOUT_S", 200.0)
+def test_ranks_of_a_failed_world_end_long_before_their_collectives_time_out(where):
     others, ended = threading.enumerate(), queue.SimpleQueue()
 
     def run(state):
-        group = state.group
-        if where == "a part of a mesh":
-            group = make_mesh(state, replicate=2)["shard"].get_group()
+        group = (state.along("tp") if where == "a part of a mesh" else state).group
         if state.is_main:
             raise KeyError("broken")
         for _ in range(2):  # the second fails at once
@@ -112,26 +105,15 @@ def test_ranks_of_a_failed_world_end_long_before_their_collectives_time_out(monk
         ended.put(state.rank)
 
     with pytest.raises(KeyError, match="broken"):
-        simulate(run, world_size=4, timeout_s=200)
+        simulate(run, mesh={"dp": 2, "tp": 2}, timeout_s=200)
     for thread in set(threading.enumerate()) - set(others):
         thread.join(60)
         assert not thread.is_alive()
     assert {ended.get() for _ in range(3)} == {1, 2, 3}
 
 
-@pytest.fixture
-def lost(monkeypatch):
-    """Record failed worlds apart from those of other tests."""
-    lost = simulate_module._LostThreads()
-    monkeypatch.setattr(simulate_module, "_lost", lost)
-    yield
-    lost.join_oldest()
-
-
-@pytest.mark.usefixtures("lost")
-def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
+def test_worlds_that_failed_are_not_many_at_a_time():
     """Each failed world keeps sockets open until its ranks have timed out."""
-    monkeypatch.setattr(simulate_module, "_MAX_LOST_SOCKETS", 8)
     others = threading.enumerate()
 
     def run(state):
@@ -139,23 +121,13 @@ def test_worlds_that_failed_are_not_many_at_a_time(monkeypatch):
             raise KeyError("broken")
         af.barrier(state)
 
-    for _ in range(7):
-        with pytest.raises(KeyError):
-            simulate(run, world_size=2, timeout_s=0.3)
-        waiting = [each for each in threading.enumerate() if each not in others]
-        assert (
-            sum(each.name == "rank 1 of 2" for each in waiting) <= 3
-        )  # two failed worlds before, and this one
-
-
-@pytest.fixture
-def idle(monkeypatch):
-    """Keep worlds for the next simulation apart from those of other tests."""
-    monkeypatch.setattr(simulate_module, "_idle", simulate_module._IdleWorlds())
-    monkeypatch.setattr(simulate_module, "_MAX_IDLE_SOCKETS", 0)
-    monkeypatch.setattr(simulate_module, "_UNUSED_S", 0.1)
-    yield
-    simulate_module._idle.take((1, 1.0, ()))
+    with internals.simulations_apart(max_lost_sockets=8):
+        for _ in range(5):
+            with pytest.raises(KeyError):
+                simulate(run, world_size=2, timeout_s=0.3)
+            waiting = [each for each in threading.enumerate() if each not in others]
+            # two failed worlds before, and this one
+            assert sum(each.name == "rank 1 of 2" for each in waiting) <= 3
 
 
 def num_files():
@@ -169,31 +141,20 @@ OTHER_WORLDS = {
 }
 
 
-@pytest.mark.usefixtures("idle")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files of Linux")
 @pytest.mark.parametrize("other", OTHER_WORLDS)
 def test_worlds_that_wait_hold_few_files(other):
     """The limit of open files is often 1024; a property over sizes and meshes makes many worlds."""
     counts = []
-    for turn in range(5):
-        simulate(lambda state: make_mesh(state, 2) is None, **OTHER_WORLDS[other](turn))
-        counts.append(num_files())
+    with internals.simulations_apart(max_idle_sockets=0):
+        for turn in range(5):
+            simulate(lambda state: af.device_mesh(state) is None, **OTHER_WORLDS[other](turn))
+            counts.append(num_files())
     assert max(counts) == min(counts)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads of Linux")
-def test_ranks_that_are_alone_share_a_group():
-    make_mesh(af.DistState(), 1)
-    before = num_threads()
-    for _ in range(3):
-        make_mesh(af.DistState(), 1)
-    assert num_threads() <= before
-
-
-@pytest.mark.usefixtures("lost")
-def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
+def test_a_rank_that_outlives_its_simulation_may_simulate():
     """The rank is among the threads to be joined, and cannot join itself."""
-    monkeypatch.setattr(simulate_module, "_MAX_LOST_SOCKETS", 0)
     has_failed, found = threading.Event(), queue.SimpleQueue()
 
     def run(state):
@@ -202,25 +163,23 @@ def test_a_rank_that_outlives_its_simulation_may_simulate(monkeypatch):
         has_failed.wait(60)
         found.put(simulate(lambda inner: af.reduce_sum(1, inner), world_size=2, timeout_s=7.5))
 
-    with pytest.raises(KeyError):
-        simulate(run, world_size=2)
-    has_failed.set()
-    assert found.get(timeout=60) == [2, 2]
+    with internals.simulations_apart(max_lost_sockets=0):
+        with pytest.raises(KeyError):
+            simulate(run, world_size=2)
+        has_failed.set()
+        assert found.get(timeout=60) == [2, 2]
 
 
-@pytest.mark.usefixtures("lost")
 def test_what_recovers_a_world_that_ran_out_of_time_is_joined_at_exit():
-    simulate_module._lost.join_oldest()  # those of other tests
-    others = threading.enumerate()
-
     def miss(state):
         if not state.is_main:
             with contextlib.suppress(RuntimeError):
                 af.barrier(state)
 
-    simulate(miss, world_size=2, timeout_s=0.2)
-    assert set(threading.enumerate()) - set(others)
-    simulate_module._lost.join_oldest()  # as at exit
+    with internals.simulations_apart():
+        others = threading.enumerate()
+        simulate(miss, world_size=2, timeout_s=0.2)
+        assert set(threading.enumerate()) - set(others)
     assert not set(threading.enumerate()) - set(others)
 
 
@@ -380,8 +339,7 @@ def test_arguments_are_checked(arguments, text):
 
 
 def make_plan():
-    model = ours.regression_model()
-    return af.Plan(ours.mse, model, ours.adamw(model.parameters()))
+    return ours.plan(optimizer=ours.adamw)
 
 
 BATCHES = [(torch.ones(n, 3).double() * n, torch.ones(n, 1).double()) for n in (5, 2, 1)]

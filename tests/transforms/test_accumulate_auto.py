@@ -1,5 +1,6 @@
 """accumulate('auto'): which errors are repeated, what is restored, and what a resumed run keeps."""
 
+import gc
 import random
 
 import numpy as np
@@ -8,7 +9,6 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.out_of_memory import free_memory
 from accel_fn.testing import simulate
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
@@ -33,9 +33,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("where", ["after", "backward"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_it_is_that_run_where_the_last_rank_alone_has_no_room(world_size, where):
+@pytest.mark.parametrize(("where", "world_size"), [("after", 2), ("backward", 4)])
+def test_it_is_that_run_where_the_last_rank_alone_has_no_room(where, world_size):
     parts = ours.dealt_evenly(fixed_batches(num=3, size=16), world_size)
     counts, last = checked(parts, world_size - 1, 1, where, scaled(8.0, growth_interval=2))
     assert counts == [16 // world_size] * 3
@@ -81,13 +80,12 @@ def test_a_step_that_failed_is_repeated_with_the_buffers_of_the_first_rank():
         ours.assert_identical(actual, plain)
 
 
-@pytest.mark.parametrize("where", ["after", "backward"])
-def test_a_batch_that_overflows_as_well_is_skipped_once(where):
+def test_a_batch_that_overflows_as_well_is_skipped_once():
     """The overflow is on the first rank; the last rank runs out of memory."""
     batches = fixed_batches(num=3, size=16)
     batches[0][1][0] = float("inf")  # an infinite target, so that buffers stay finite
     parts = ours.dealt_evenly(batches, world_size=2)
-    counts, last = checked(parts, 1, 1, where, scaled(8.0, growth_interval=2))
+    counts, last = checked(parts, 1, 1, "backward", scaled(8.0, growth_interval=2))
     assert counts == [8] * 3
     assert told_by(last.scaler) == (8.0, 0, 1)
 
@@ -132,14 +130,13 @@ def test_it_warns_once_and_remembers(capsys):
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_is_stopped_continues_with_as_many(tmp_path, world_size):
+def test_a_run_that_is_stopped_continues_with_as_many(tmp_path):
     """Later batches would fit whole, and would round differently."""
     first, *rest = [fixed_batches(num=1, size=size)[0] for size in (8, 2, 2)]
     recipe = af.compose(af.wrap_ddp(), af.accumulate("auto"))
 
     def made(state):
-        return make(state, limited(2 if state.rank == world_size - 1 else None), recipe)
+        return make(state, limited(2 if state.rank else None), recipe)
 
     def stopped(state):
         saved, step = made(state)
@@ -153,16 +150,15 @@ def test_a_run_that_is_stopped_continues_with_as_many(tmp_path, world_size):
         state, _ = step(state, first)
         return go_on(state, step, rest)
 
-    runs = simulate(stopped, world_size=world_size)
-    assert_same_runs(runs, simulate(whole, world_size=world_size), [4, 4])
+    runs = simulate(stopped, world_size=2)
+    assert_same_runs(runs, simulate(whole, world_size=2), [4, 4])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_another_world_seeks_it_anew(tmp_path, world_size):
+def test_another_world_seeks_it_anew(tmp_path):
     """In another world, a rank has another part of the batch."""
     recipe = af.compose(af.wrap_ddp(), af.accumulate("auto"))
     save_after_one(tmp_path, recipe, world_size=2)
-    assert count_after(tmp_path, recipe, world_size) == [1] * world_size
+    assert count_after(tmp_path, recipe, world_size=3) == [1] * 3
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -188,18 +184,6 @@ def test_another_error_is_not_tried_again():
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         step(state, (torch.ones(4, 3).double(), torch.ones(4, 1).double()))
     assert len(calls) == 1
-
-
-def test_parameters_that_the_loss_misses_are_refused_as_without_it():
-    def loss_fn(model, batch):
-        return model[0](batch[0]).square().mean()
-
-    def run(state):
-        batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
-        with pytest.raises(ValueError, match=r"got no gradient for 3\.weight"):
-            train(state, [batch], loss_fn, af.accumulate("auto"))
-
-    simulate(run, world_size=2)
 
 
 def test_it_cuts_by_rows_alone():
@@ -230,7 +214,8 @@ def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
 
     # First let the device's libraries allocate what they keep, then cap the memory.
     _, expected, _, standing = run(4)
-    free_memory(state)
+    gc.collect()
+    device.empty_cache()
     total = device.get_device_properties().total_memory
     # 128 MiB of two fit and 256 MiB of four do not, whatever the libraries give back.
     room_for_two = device.memory_reserved() + 192 * 2**20

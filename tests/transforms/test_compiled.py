@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.torch_compile import MODES
 from accel_fn.testing import simulate
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
@@ -27,6 +26,7 @@ from tests.support.compilers import (
 pytestmark = looks_at_gradients
 
 TOGETHER = af.compose(af.accumulate(2), af.clip(0.5), scaled(1024.0, growth_interval=30))
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
 
 
@@ -35,13 +35,10 @@ IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "shorter", "expected", "skipped", "dtype"),
     [
-        (af.compose(), ours.adamw, [5, 3], 2, [], torch.float64),
         (af.compose(), ours.sgd, [5, 3], 2, [], torch.float64),
-        (TOGETHER, ours.adamw, [6, 4], 2, [], torch.float64),
         # Two micro-batches of two sizes: first one of 4 and one of any size, then both of any size.
         (TOGETHER, ours.adamw, [7, 5, 11, 9], 3, [], torch.float64),
         (TOGETHER, ours.adamw, [6, 4], 2, [50], torch.float64),
-        (af.compose(TOGETHER, af.with_amp("bf16")), ours.sgd, [6, 4], 2, [50], torch.bfloat16),
         (
             af.compose(af.accumulate(2), af.clip(0.5), IN_FLOAT16),
             ours.sgd,
@@ -51,7 +48,7 @@ IN_FLOAT16 = af.with_amp("fp16", init_scale=2.0**8, growth_interval=30)
             torch.float16,
         ),
     ],
-    ids=["adamw", "sgd", "together", "uneven", "overflow", "bf16", "fp16"],
+    ids=["sgd", "uneven", "overflow", "fp16"],
 )
 def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
     recipe, optimizer, shorter, expected, skipped, dtype
@@ -84,8 +81,9 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
 
 
 @compiles
-@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "scope"), [("bf16", "loss"), ("bf16", "blocks"), ("fp16", "step")]
+)
 def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype(precision, scope):
     """In float16, the third batch overflows."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -116,7 +114,7 @@ def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype
 
 @compiles
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_every_mode_trains_the_same_and_warns_of_nothing(mode, capfd):
     """Some modes cannot be called from C++, and numbers of a large matrix are computed
     separately."""
@@ -163,47 +161,12 @@ def test_a_run_of_compiled_steps_continues_from_a_checkpoint_with_the_same_bits(
 
 
 @compiles
-@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
-def test_a_run_resumes_where_it_is_compiled_and_where_it_is_no_more(tmp_path, scope):
-    model, batches = stack(), make_batches(*[4] * 6)
-    whole = make_plan(copy.deepcopy(model))
-    run(whole, batches)
-    for recipe, stop in ((af.compose(), 2), (af.compiled(scope=scope), 4), (af.compose(), 6)):
-        plan = recipe(make_plan(copy.deepcopy(model)))
-        state, step = af.build(af.DistState(), plan)
-        if af.latest(tmp_path):
-            state = af.load(tmp_path, state, step)
-        for batch in batches[state.step : stop]:
-            state, _ = step(state, batch)
-        af.save(tmp_path, state, step)
-    ours.assert_close(plan.model.state_dict(), whole.model.state_dict())
-
-
-@compiles
 def test_a_batch_that_weighs_nothing_is_a_gradient_of_zero():
     batches = [*make_batches(4, 4), (torch.zeros(0, 3).double(), torch.zeros(0, 1).double())]
     eager, plan = make_plan(), af.compiled(scope="step")(make_plan())
     run(eager, batches)
     _, _, reports = run(plan, batches)
     assert (reports[-1].loss, reports[-1].weight) == (0, 0)
-    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
-
-
-@compiles
-def test_frozen_and_unused_parameters_stay_as_they_are():
-    def start():
-        model = nn.ModuleDict({"used": ours.regression_model(), "unused": ours.regression_model(1)})
-        model["used"][0].bias.requires_grad_(False)
-        return model
-
-    def loss_fn(model, batch):
-        return ours.mse(model["used"], batch)
-
-    batches = make_batches(4, 4, 4)
-    eager = make_plan(start(), loss_fn=loss_fn)
-    plan = af.compiled(scope="step")(make_plan(start(), loss_fn=loss_fn))
-    run(eager, batches)
-    run(plan, batches)
     ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
 
 
@@ -311,8 +274,10 @@ def test_a_break_that_is_allowed_trains_the_same(scope, place, fullgraph):
 
 @compiles
 @pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
-@pytest.mark.parametrize(("dynamic", "expected"), [(True, 1), (None, 2), (False, 3)])
+@pytest.mark.parametrize(
+    ("scope", "dynamic", "expected"),
+    [("loss", True, 1), ("blocks", False, 3), ("step", None, 2), ("step", True, 1)],
+)
 def test_dynamic_sets_how_many_graphs_three_batch_sizes_take(scope, dynamic, expected):
     plan = af.compiled(scope=scope, dynamic=dynamic)(make_plan(stack(), plain_sgd))
     state, step = af.build(af.DistState(), plan)
@@ -325,8 +290,9 @@ def test_dynamic_sets_how_many_graphs_three_batch_sizes_take(scope, dynamic, exp
 OF_MODES = {name for mode in MODES for name in torch._inductor.list_mode_options(mode)}
 
 
-@pytest.mark.parametrize("scope", ["loss", "blocks", "step"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("scope", "mode"), [("loss", MODES[1]), ("blocks", MODES[2]), ("step", MODES[3])]
+)
 def test_a_mode_reaches_the_compiler_as_its_options(scope, mode, monkeypatch):
     """The effect of a mode is not visible on every machine: CUDA graphs exist only on CUDA."""
     asked = []
@@ -357,10 +323,7 @@ def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
 
 
 @compiles
-@pytest.mark.parametrize(
-    "optimizer",
-    [ours.adamw, ours.sgd, plain_sgd],
-)
+@pytest.mark.parametrize("optimizer", [ours.adamw, plain_sgd])
 def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
     """A schedule and an average of the parameters come after the step."""
     recipe = af.compose(af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5))
@@ -410,18 +373,6 @@ def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, m
 
 
 @compiles
-def test_shares_of_equal_micro_batches_are_moved_to_the_device_once():
-    """A new tensor on a device waits for all that the device has to do."""
-    plan = af.compose(af.accumulate(2), af.compiled(scope="step"))(make_plan())
-    state, step, _ = run(plan, make_batches(4, 4))
-    numbers, shares = step._run._shares_before
-    assert numbers == (0.5, 0.5)
-    assert shares.tolist() == [0.5, 0.5]
-    state, _ = step(state, make_batches(4)[0])
-    assert step._run._shares_before[1] is shares
-
-
-@compiles
 def test_simulated_ranks_leave_the_compiler_of_their_process_on():
     """The first step runs the model uncompiled, in the thread of its rank."""
 
@@ -433,21 +384,3 @@ def test_simulated_ranks_leave_the_compiler_of_their_process_on():
     graphs = num_graphs()
     torch.compile(lambda values: values + 1, backend="eager")(torch.ones(2))
     assert num_graphs() - graphs == 1
-
-
-def test_a_simulated_rank_that_compiles_says_so_in_traced_code_alone():
-    """Optimizers of other ranks ask the same flag."""
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(torch.compiler.is_compiling())
-        return graph.forward
-
-    def double_in_graph(values):
-        return values * 2 if torch.compiler.is_compiling() else values
-
-    def run_graph(state):
-        return torch.compile(double_in_graph, backend=backend)(torch.ones(2)).tolist()
-
-    assert simulate(run_graph, world_size=2) == [[2.0, 2.0]] * 2
-    assert not any(seen)

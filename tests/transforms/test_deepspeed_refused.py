@@ -1,6 +1,7 @@
 """What wrap_deepspeed refuses, in words, without DeepSpeed."""
 
 import json
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch import nn
 import accel_fn as af
 from accel_fn.errors import ArgumentError, ArgumentTypeError, ExtraError, PlanError
 from accel_fn.testing import simulate
-from accel_fn.transforms.deepspeed.deepspeed import check_lock
+from accel_fn.testing.internals import check_deepspeed_lock as check_lock
 from accel_fn.transforms.deepspeed.settings import engine_config, read_settings
 
 
@@ -42,163 +43,102 @@ def test_one_rank_trains_as_without_it_and_clips():
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("stage", [-1, 4])
-def test_stage_is_0_to_3(stage):
-    with pytest.raises(
-        ArgumentError, match=rf"^wrap_deepspeed: stage must be 0, 1, 2 or 3, got {stage}$"
-    ):
-        af.wrap_deepspeed(stage=stage)
+ZERO = "zero_optimization"
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+ARGUMENTS = [
+    ({"stage": -1}, "stage must be 0, 1, 2 or 3, got -1"),
+    ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
+    ({"stage": 2, "offload": "disk"}, 'offload must be None, "cpu" or "nvme", got \'disk\''),
+    ({"stage": 0, "offload": "cpu"}, "offload must be None at stage 0"),
+    ({"train_batch_size": 32}, "train_batch_size must be left out, got 32; the loader"),
+    ({"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu must be left out"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler must be left out"),
+    ({ZERO: {"stage": 1}, "stage": 2}, "stage must be given once, got 1 in config and 2 as"),
+    (
+        {"config": {"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer": False},
+        "zero_force_ds_cpu_optimizer must be given once, got True in config and False as an",
+    ),
+    (
+        {ZERO: {"offload_optimizer": {"device": "none"}}, "offload": "cpu"},
+        "offload (offload_optimizer) must be given once, got 'none' in config and 'cpu' as an",
+    ),
+    (
+        {ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}},
+        'nvme_path must be the path of a folder if offload_param.device is "nvme", got None',
+    ),
+    (
+        {ZERO: {"offload_optimizer": {"device": "disk"}}},
+        'offload_optimizer.device must be "cpu", "nvme" or "none", got \'disk\'',
+    ),
+    (
+        {ZERO: {"stage": 3, **OFFLOAD}, "offload": "nvme", "nvme_path": "swap"},
+        "offload (offload_optimizer) must be given once, got 'cpu' in config and 'nvme' as an",
+    ),
+    (
+        {"stage": 3, "offload": "nvme"},
+        'nvme_path must be the path of a folder if offload_optimizer.device is "nvme", got None',
+    ),
+    (
+        {"stage": 2, "offload": "nvme", "nvme_path": "swap"},
+        "offload must be None or \"cpu\" below stage 3, got 'nvme'",
+    ),
+    (
+        {
+            ZERO: {"offload_optimizer": {"nvme_path": "other"}},
+            "stage": 3,
+            "offload": "nvme",
+            "nvme_path": "swap",
+        },
+        "nvme_path must be given once, got 'other' in config and 'swap' as an argument",
+    ),
+    ({"stage": 3, "overlap_comm": True}, "overlap_comm must be in zero_optimization, got True"),
+    (
+        {"stage": 3, "offload": "cpu", "nvme_path": "swap"},
+        "nvme_path must be left out unless offload is \"nvme\", got 'swap'",
+    ),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel must be left out"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size must be left out"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op must be left out"),
+    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation must be left out"),
+    ({"tensorboard": {"enabled": True}}, "tensorboard must be left out"),
+    *(
+        (
+            {key: 1.0},
+            f"{key} must be a setting of DeepSpeed, which ignores others, got 1.0; use {near}",
+        )
+        for key, near in (
+            ("gradient_cliping", "gradient_clipping"),
+            ("zero_optimisation", "zero_optimization"),
+            ("zero_stage", "stage"),
+            ("offload_optimizer_device", "offload_optimizer"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("stage", [True, "2", 2.0])
-def test_stage_is_an_integer(stage):
-    with pytest.raises(
-        ArgumentTypeError, match=r"^wrap_deepspeed: stage must be 0, 1, 2 or 3, got "
-    ):
-        af.wrap_deepspeed(stage=stage)
-
-
-def test_offload_is_to_the_cpu_or_to_nvme():
-    with pytest.raises(ArgumentError) as found:
-        af.wrap_deepspeed(stage=2, offload="disk")
-    assert str(found.value) == (
-        'wrap_deepspeed: offload must be None, "cpu" or "nvme", got \'disk\''
-    )
-
-
-def test_stage_0_has_nothing_to_offload():
-    with pytest.raises(ArgumentError) as found:
-        af.wrap_deepspeed(stage=0, offload="cpu")
-    assert str(found.value) == (
-        "wrap_deepspeed: offload must be None at stage 0, which shards nothing, got 'cpu'; use "
-        "stage=1, 2 or 3"
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "rest"),
-    [
-        (
-            {"train_batch_size": 32},
-            "train_batch_size must be left out, got 32; the loader decides how many",
-        ),
-        (
-            {"train_micro_batch_size_per_gpu": 4},
-            "train_micro_batch_size_per_gpu must be left out, got 4; the loader decides how many",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR"}},
-            "scheduler must be left out, got {'type': 'WarmupLR'}; add schedule(scheduler) to the plan",
-        ),
-        (
-            {"zero_optimization": {"stage": 1}, "stage": 2},
-            "stage must be given once, got 1 in config and 2 as an argument; leave out one",
-        ),
-        (
-            {"config": {"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer": False},
-            "zero_force_ds_cpu_optimizer must be given once, got True in config and False as an argument",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "none"}}, "offload": "cpu"},
-            "offload (offload_optimizer) must be given once, got 'none' in config and 'cpu' as an argument",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            'nvme_path must be the path of a folder if offload_param.device is "nvme", got None',
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "disk"}}},
-            'offload_optimizer.device must be "cpu", "nvme" or "none", got \'disk\'',
-        ),
-        (
-            {
-                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-                "offload": "nvme",
-                "nvme_path": "swap",
-            },
-            "offload (offload_optimizer) must be given once, got 'cpu' in config and 'nvme' as an argument",
-        ),
-        (
-            {"stage": 3, "offload": "nvme"},
-            'nvme_path must be the path of a folder if offload_optimizer.device is "nvme", got None',
-        ),
-        (
-            {"stage": 2, "offload": "nvme", "nvme_path": "swap"},
-            "offload must be None or \"cpu\" below stage 3, got 'nvme'; use stage=3",
-        ),
-        (
-            {
-                "zero_optimization": {"offload_optimizer": {"nvme_path": "other"}},
-                "stage": 3,
-                "offload": "nvme",
-                "nvme_path": "swap",
-            },
-            "nvme_path must be given once, got 'other' in config and 'swap' as an argument; leave out one",
-        ),
-        (
-            {"stage": 3, "overlap_comm": True},
-            "overlap_comm must be in zero_optimization, got True; give "
-            'zero_optimization={"overlap_comm": ...}',
-        ),
-        (
-            {"stage": 3, "offload": "cpu", "nvme_path": "swap"},
-            "nvme_path must be left out unless offload is \"nvme\", got 'swap'",
-        ),
-        *(
-            ({key: value}, f"{key} must be left out, got {value!r}; {repair}")
-            for key, value, repair in (
-                ("tensor_parallel", {"autotp_size": 2}, "use wrap_tp"),
-                ("sequence_parallel_size", 2, "DeepSpeed would train without it"),
-                ("gradient_allreduce_op", "sum", "the step averages over the global batch"),
-                ("managed_gradient_accumulation", False, "use accumulate"),
-                ("tensorboard", {"enabled": True}, "use log_to"),
-            )
-        ),
-        *(
-            (
-                {key: 1.0},
-                f"{key} must be a setting of DeepSpeed, which ignores others, got 1.0; use {near}",
-            )
-            for key, near in (
-                ("gradient_cliping", "gradient_clipping"),
-                ("zero_optimisation", "zero_optimization"),
-                ("zero_stage", "stage"),
-                ("offload_optimizer_device", "offload_optimizer"),
-            )
-        ),
-    ],
-)
-def test_settings_that_differ_or_have_no_effect_are_refused(settings, rest):
-    with pytest.raises(ArgumentError) as found:
+@pytest.mark.parametrize(("settings", "text"), ARGUMENTS)
+def test_settings_that_differ_or_have_no_effect_are_refused(settings, text):
+    with pytest.raises(ArgumentError, match=f"^wrap_deepspeed: {re.escape(text)}"):
         af.wrap_deepspeed(**settings)
-    assert str(found.value).startswith(f"wrap_deepspeed: {rest}")
-
-
-def test_config_is_a_mapping_or_a_file():
-    with pytest.raises(
-        ArgumentTypeError,
-        match=r"^wrap_deepspeed: config must be a mapping, or the path of a JSON file, got 3$",
-    ):
-        af.wrap_deepspeed(3)
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("settings", "text"),
     [
-        ("zero_optimization", {"zero_optimization": True}),
-        ("bf16", {"bf16": True}),
-        ("fp16", {"fp16": True}),
-        ("amp", {"amp": True}),
-        ("optimizer", {"optimizer": True}),
-        ("offload_optimizer", {"zero_optimization": {"offload_optimizer": True}}),
-        ("offload_param", {"zero_optimization": {"offload_param": True}, "offload": "cpu"}),
+        *(({"stage": each}, "stage must be 0, 1, 2 or 3, got ") for each in (True, "2", 2.0)),
+        ({"config": 3}, "config must be a mapping, or the path of a JSON file, got 3"),
+        *(
+            ({name: True}, f"{name} must be a mapping of settings, got True")
+            for name in (ZERO, "bf16", "fp16", "amp", "optimizer")
+        ),
+        *(
+            ({ZERO: {name: True}, "offload": "cpu"}, f"{name} must be a mapping of settings")
+            for name in ("offload_optimizer", "offload_param")
+        ),
     ],
 )
-def test_a_section_is_a_mapping(name, settings):
-    with pytest.raises(
-        ArgumentTypeError,
-        match=rf"^wrap_deepspeed: {name} must be a mapping of settings, got True$",
-    ):
+def test_settings_have_their_types(settings, text):
+    with pytest.raises(ArgumentTypeError, match=f"^wrap_deepspeed: {text}"):
         af.wrap_deepspeed(**settings)
 
 
@@ -235,106 +175,45 @@ def test_a_file_of_transformers_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "others", "rest"),
+    ("settings", "others", "text"),
     [
-        (
-            {"gradient_accumulation_steps": 4},
-            [af.accumulate(2)],
-            "gradient_accumulation_steps must be that of the plan, 2, got 4; leave it out, or use accumulate",
-        ),
-        (
-            {"gradient_clipping": 1.0},
-            [],
-            "gradient_clipping must be that of the plan, 0.0, got 1.0; leave it out, or use clip",
-        ),
-        (
-            {"gradient_clipping": "1"},
-            [af.clip(1.0)],
-            "gradient_clipping must be that of the plan, 1.0, got '1'; leave it out, or use clip",
-        ),
-        (
-            {"fp16": {"enabled": True}},
-            [],
-            "fp16.enabled must be that of the plan, False, got True; leave it out, or use with_amp",
-        ),
-        (
-            {"torch_autocast": {"enabled": True}},
-            [],
-            "torch_autocast.enabled must be that of the plan, False, got True; leave it out, or use with_amp",
-        ),
-        (
-            {"bf16": {"enabled": False}},
-            [af.with_amp("bf16")],
-            "bf16.enabled must be that of the plan, True, got False; leave it out, or use with_amp",
-        ),
-        (
-            {"optimizer": {"type": "Adam"}},
-            [],
-            "optimizer.type must be that of the plan, 'SGD', got 'Adam'; leave it out, or make "
-            "this optimizer",
-        ),
-        (
-            {"optimizer": {"params": {"lr": 0.2}}},
-            [],
-            "optimizer.params.lr must be that of the plan, 0.1, got 0.2; leave it out, or give it to yours",
-        ),
+        ({"gradient_accumulation_steps": 4}, [af.accumulate(2)], "gradient_accumulation_steps 2 4"),
+        ({"gradient_clipping": 1.0}, [], "gradient_clipping 0.0 1.0"),
+        ({"gradient_clipping": "1"}, [af.clip(1.0)], "gradient_clipping 1.0 '1'"),
+        ({"fp16": {"enabled": True}}, [], "fp16.enabled False True"),
+        ({"torch_autocast": {"enabled": True}}, [], "torch_autocast.enabled False True"),
+        ({"bf16": {"enabled": False}}, [af.with_amp("bf16")], "bf16.enabled True False"),
+        ({"optimizer": {"type": "Adam"}}, [], "optimizer.type 'SGD' 'Adam'"),
+        ({"optimizer": {"params": {"lr": 0.2}}}, [], "optimizer.params.lr 0.1 0.2"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:build. with_amp should have bf16")
-def test_settings_that_differ_from_the_plan_are_refused_with_both_values(settings, others, rest):
-    assert refusal(af.wrap_deepspeed(**settings), *others) == f"build: wrap_deepspeed's {rest}"
+def test_settings_that_differ_from_the_plan_are_refused_with_both_values(settings, others, text):
+    name, wanted, got = text.split()
+    start = (
+        f"build: wrap_deepspeed's {name} must be that of the plan, {wanted}, got {got}; leave it"
+    )
+    assert refusal(af.wrap_deepspeed(**settings), *others).startswith(start)
 
 
 @pytest.mark.parametrize(
-    ("other", "call", "slot"),
+    ("stage", "other", "text"),
     [
-        (af.clip_value(1.0), "clip_value(1.0)", "gradients"),
-        (af.skip_nonfinite(), "skip_nonfinite()", "accept"),
-        (af.freeze("weight", until=3), "freeze('weight', until=3)", "wrap_grad_fn"),
-        (af.compiled(), "compiled()", "compile_loss"),
-        (af.compiled(scope="step"), "compiled(scope='step')", "compile_step"),
-        (af.accumulate("auto"), "accumulate('auto')", "wrap_grad_fn"),
+        (None, af.clip_value(1.0), "make the update itself, got clip_value(1.0) in gradients"),
+        (None, af.skip_nonfinite(), "got skip_nonfinite() in accept"),
+        (None, af.freeze("weight", until=3), "got freeze('weight', until=3) in wrap_grad_fn"),
+        (None, af.compiled(), "got compiled() in compile_loss"),
+        (None, af.compiled(scope="step"), "got compiled(scope='step') in compile_step"),
+        (None, af.accumulate("auto"), "got accumulate('auto') in wrap_grad_fn"),
+        (3, af.average(0.9), "must not be combined with what needs whole parameters, got average"),
+        (3, af.check_replicas(every=1), "what needs whole parameters, got check_replicas(every=1)"),
+        (None, af.local_sgd(every=2), "local_sgd must be the only strategy"),
+        (None, af.reproducible(num_virtual_ranks=2), "at most one function in strategy"),
+        (None, af.with_amp("fp16"), "without a loss scale, since the engine has the gradients"),
     ],
 )
-def test_what_the_engine_does_not_do_is_refused(other, call, slot):
-    assert refusal(af.wrap_deepspeed(), other) == (
-        f"build: wrap_deepspeed must make the update itself, got {call} in {slot}; leave it out, or use "
-        "wrap_fsdp"
-    )
-
-
-@pytest.mark.parametrize("other", [af.average(0.9), af.check_replicas(every=1)])
-def test_stage_3_has_no_whole_parameters(other):
-    assert refusal(af.wrap_deepspeed(stage=3), other) == (
-        "build: wrap_deepspeed(stage=3) must not be combined with what needs whole parameters, got "
-        f"{other!r}; leave it out, or use a lower stage"
-    )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "start"),
-    [
-        (
-            af.local_sgd(every=2),
-            "local_sgd must be the only strategy, since every rank needs parameters and gradients of its "
-            "own, got wrap_deepspeed()",
-        ),
-        (
-            af.reproducible(num_virtual_ranks=2),
-            "plan must have at most one function in strategy, got wrap_deepspeed() and "
-            "reproducible(num_virtual_ranks=2)",
-        ),
-    ],
-)
-def test_other_strategies_are_refused(strategy, start):
-    assert refusal(af.wrap_deepspeed(), strategy).startswith(f"build: {start}; leave out one of ")
-
-
-def test_a_loss_scale_is_refused():
-    assert refusal(af.wrap_deepspeed(), af.with_amp("fp16")) == (
-        "build: wrap_deepspeed must be used without a loss scale, since the engine has the gradients, got "
-        'with_amp("fp16"); use "bf16"'
-    )
+def test_what_the_engine_does_not_do_is_refused(stage, other, text):
+    assert text in refusal(af.wrap_deepspeed(stage=stage), other)
 
 
 def test_one_optimizer_is_trained():
@@ -343,10 +222,8 @@ def test_one_optimizer_is_trained():
         "a": torch.optim.SGD([model.weight], 0.1),
         "b": torch.optim.SGD([model.bias], 0.1),
     }
-    assert refusal(af.wrap_deepspeed(), model=model, optimizer=optimizers) == (
-        "build: wrap_deepspeed must have one optimizer, got a and b; use groups of one optimizer, or "
-        "wrap_fsdp"
-    )
+    text = refusal(af.wrap_deepspeed(), model=model, optimizer=optimizers)
+    assert text.startswith("build: wrap_deepspeed must have one optimizer, got a and b;")
 
 
 class Modes(torch.optim.SGD):
@@ -371,65 +248,44 @@ def with_frozen_group(parameters):
 
 
 @pytest.mark.parametrize(
-    ("make", "rest"),
+    ("make", "text"),
     [
-        (
-            partial(Modes, lr=0.1),
-            "have no train and eval modes, got 'Modes'; use another, or wrap_fsdp",
-        ),
-        (
-            with_state,
-            "have no state yet, since the engine starts a new one, got 'SGD'; make a new optimizer",
-        ),
-        (
-            torch.optim.Adafactor,
-            "update flat shards element by element, got 'Adafactor'; use AdamW, for example, or stage=0",
-        ),
-        (
-            torch.optim.Adagrad,  # has state from the start
-            "update flat shards element by element, got 'Adagrad'; use AdamW, for example, or stage=0",
-        ),
-        (
-            with_frozen_group,
-            "have a trained parameter in every group, got 'SGD'; leave out the group",
-        ),
+        (partial(Modes, lr=0.1), "have no train and eval modes, got 'Modes'"),
+        (with_state, "have no state yet, since the engine starts a new one, got 'SGD'"),
+        (torch.optim.Adafactor, "update flat shards element by element, got 'Adafactor'"),
+        # has state from the start
+        (torch.optim.Adagrad, "update flat shards element by element, got 'Adagrad'"),
+        (with_frozen_group, "have a trained parameter in every group, got 'SGD'"),
     ],
 )
-def test_optimizers_that_the_engine_would_change_are_refused(make, rest):
+def test_optimizers_that_the_engine_would_change_are_refused(make, text):
     model = nn.Linear(3, 2)
     optimizer = make([*model.parameters()])
     got = refusal(af.wrap_deepspeed(stage=1), model=model, optimizer=optimizer)
-    assert got == f"build: wrap_deepspeed's optimizer must {rest}"
+    assert got.startswith(f"build: wrap_deepspeed's optimizer must {text};")
 
 
-def test_parameters_are_float32():
-    assert refusal(af.wrap_deepspeed(), model=nn.Linear(3, 2).double()) == (
-        "build: wrap_deepspeed's model must train float32 parameters, got float64 weight; use model.float(), "
-        'and with_amp("bf16")'
-    )
-
-
-def test_stage_3_takes_no_model_of_torch_compile():
-    model = torch.compile(nn.Linear(3, 2), backend="eager")
-    assert refusal(af.wrap_deepspeed(stage=3), model=model) == (
-        "build: wrap_deepspeed(stage=3)'s model must be called without torch.compile, got "
-        "'torch.compile(...)'; leave it out, or use a lower stage"
-    )
-
-
-def test_stage_3_takes_no_parameter_of_no_dimensions():
+def with_scale():
     model = nn.Linear(3, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
-    assert refusal(af.wrap_deepspeed(stage=3), model=model) == (
-        "build: wrap_deepspeed(stage=3)'s parameters must be of one dimension or more, got 'scale'; make "
-        "them by torch.ones(1), for example, or use a lower stage"
-    )
+    return model
 
 
-def test_tables_are_dense():
-    assert refusal(af.wrap_deepspeed(), model=nn.Embedding(4, 2, sparse=True)) == (
-        "build: wrap_deepspeed's model must have dense gradients, got ''; use sparse=False, or wrap_ddp"
-    )
+@pytest.mark.parametrize(
+    ("stage", "make", "text"),
+    [
+        (None, lambda: nn.Linear(3, 2).double(), "train float32 parameters, got float64 weight"),
+        (None, lambda: nn.Embedding(4, 2, sparse=True), "have dense gradients, got ''"),
+        (
+            3,
+            lambda: torch.compile(nn.Linear(3, 2), backend="eager"),
+            "be called without torch.compile",
+        ),
+        (3, with_scale, "be of one dimension or more, got 'scale'"),
+    ],
+)
+def test_models_that_the_engine_cannot_train_are_refused(stage, make, text):
+    assert f"must {text}" in refusal(af.wrap_deepspeed(stage=stage), model=make())
 
 
 def test_a_missing_deepspeed_is_named_on_all_ranks():

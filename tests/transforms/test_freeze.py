@@ -8,8 +8,8 @@ import torch
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.laws.law10_freezing import BATCHES, built, spoilt
+from tests.support import late_reads
 from tests.support import strategies as ours
-from tests.support.late_reads import LateRead
 
 
 @pytest.mark.parametrize("listed_first", [True, False])
@@ -34,8 +34,8 @@ def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_
     assert seen == [[True, True, False, False]]
 
 
-def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the_first():
-    class Counting(LateRead):
+def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the_first(monkeypatch):
+    class Counting(late_reads.LateRead):
         num_waits = 0
 
         def __call__(self, value):
@@ -47,9 +47,9 @@ def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the
             return super().last()
 
     state, step = built(af.compose(af.freeze("0", until=5), af.skip_nonfinite()))
-    [thawing] = step.plan.after_update
-    reads = thawing._updates._delayed = Counting()
-    waits = []
+    reads, waits = Counting(), []
+    monkeypatch.setattr(late_reads, "LateRead", lambda: reads)
+    late_reads.read_late(*step.plan.after_update)
     for batch in spoilt([*BATCHES, *BATCHES], {2, 5}):
         reads.is_of_this_step = False
         state, _ = step(state, batch)

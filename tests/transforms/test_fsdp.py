@@ -24,26 +24,19 @@ from tests.support.block_models import (
     stack,
     train,
 )
-from tests.support.cases import pinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 
 
 @pytest.mark.parametrize(
-    ("blocks", "reshard"),
-    pinned(
-        [(None, True), ((Block, nn.Linear), True)],
-        [blocks for blocks, _ in CHOICES],
-        [True, False],
-    ),
-    ids=str,
+    ("blocks", "reshard"), [(None, True), ((Block, nn.Linear), False)], ids=str
 )
 def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
     wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
     assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))
 
 
-@pytest.mark.parametrize(("blocks", "units"), CHOICES, ids=[str(each) for each, _ in CHOICES])
+@pytest.mark.parametrize(("blocks", "units"), CHOICES[::3], ids=str)
 def test_what_is_chosen_is_gathered_at_a_time_and_nothing_else(blocks, units):
     """In a layer's forward, its own unit and the parameters outside of all units are whole."""
 
@@ -96,37 +89,25 @@ def test_gradients_are_added_up_in_the_given_dtype(settings, is_exact):
     assert simulate(run, world_size=2) == [514.0 if is_exact else 512.0] * 2
 
 
-@pytest.mark.parametrize(("world_size", "replicate"), [(2, 2), (4, 2), (4, 4)])
-def test_groups_of_shards_train_the_same(world_size, replicate):
-    assert_trains_as_alone(af.wrap_fsdp(replicate=replicate), world_size)
-
-
-def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state():
+def test_a_rank_holds_its_part_of_a_model_that_keeps_its_classes_and_keys():
     def run(state):
         model, optimizer, step, state = train(state, af.wrap_fsdp())
         _, grads, _ = step.grads(state, part(batches()[0], state))
         kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
+        assert [type(each) for each in model.modules()] == [
+            type(each) for each in stack().modules()
+        ]
+        assert list(model.state_dict()) == list(stack().state_dict())
         return [
             sum(each.to_local().numel() for each in tensors)
             for tensors in (model.parameters(), grads.tensors, kept)
         ]
 
     whole = sum(parameter.numel() for parameter in stack().parameters())
-    found = simulate(run, world_size=4)
+    found = simulate(run, world_size=3)
     assert [sum(column) for column in zip(*found, strict=True)] == [whole, whole, 2 * whole]
-    assert (
-        max(rank[0] for rank in found) < whole / 2
-    )  # 1 and 5 rows over 4 ranks: the first rank has most
-
-
-def test_the_model_keeps_its_class_and_its_keys():
-    def run(state):
-        model, *_ = train(state, af.wrap_fsdp())
-        return [type(each) for each in model.modules()], list(model.state_dict())
-
-    for kinds, keys in simulate(run, world_size=2):
-        assert kinds == [type(each) for each in stack().modules()]
-        assert keys == list(stack().state_dict())
+    # 1 and 5 rows over 3 ranks: the first rank has most
+    assert max(rank[0] for rank in found) < whole / 2
 
 
 def test_the_loss_may_call_methods_and_the_model_twice():
@@ -135,7 +116,7 @@ def test_the_loss_may_call_methods_and_the_model_twice():
         once = F.mse_loss(model.last(model.encode(inputs)), targets)
         return once + F.mse_loss(model(inputs * 2), targets) + model.encode(inputs).square().mean()
 
-    assert_trains_as_alone(af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn=loss_fn)
+    assert_trains_as_alone(af.compose(af.wrap_fsdp(), af.accumulate(2)), loss_fn=loss_fn)
 
 
 def test_a_model_that_is_a_mere_container_trains_the_same():
@@ -170,16 +151,6 @@ def test_ranks_start_from_what_the_first_has():
         ours.assert_identical(other, first)
 
 
-def test_what_no_rank_uses_stays_as_it_is():
-    def with_unused(model, optimizer):
-        model.unused = nn.Linear(3, 3, dtype=torch.float64)
-        nn.init.ones_(model.unused.weight)
-        nn.init.ones_(model.unused.bias)
-        optimizer.add_param_group({"params": list(model.unused.parameters())})
-
-    assert_trains_as_alone(af.wrap_fsdp(), before=with_unused)
-
-
 @pytest.mark.parametrize(
     ("model", "names"),
     [
@@ -207,8 +178,7 @@ def test_blocks_are_found(model, names):
     assert list(find_blocks(model, None, "wrap_fsdp")) == names
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("dtype", "world_size"), [(torch.bfloat16, 2), (torch.float16, 1)])
 def test_blocks_compute_in_the_given_dtype_and_shards_keep_theirs(dtype, world_size):
     seen = set()
 
@@ -224,29 +194,13 @@ def test_blocks_compute_in_the_given_dtype_and_shards_keep_theirs(dtype, world_s
             wrap, state, model=model, loss_fn=lambda model, batch: ours.mse(model, batch).float()
         )
         inputs, losses = torch.ones(4, 3), []
-        for _ in range(20):
+        for _ in range(5):
             state, report = step(state, (inputs, inputs[:, :1].to(dtype)))
             losses.append(float(report.loss))
         return losses[-1] < losses[0], {each.dtype for each in model.parameters()}
 
     assert simulate(run, world_size=world_size) == [(True, {torch.float32})] * world_size
     assert seen == {(dtype, dtype)}
-
-
-def test_one_rank_computes_in_a_dtype_as_several_do():
-    def run(state):
-        state, step = ours.built(
-            af.wrap_fsdp(param_dtype=torch.bfloat16), state, model=stack().float()
-        )
-        batch = tuple(each.to(torch.bfloat16) for each in batches(1, size=8)[0])
-        _, grads, _ = step.grads(state, part(batch, state))
-        return [each.full_tensor() for each in grads.tensors]
-
-    (alone,) = simulate(run, world_size=1)
-    for found in simulate(run, world_size=2):
-        for actual, expected in zip(found, alone, strict=True):
-            # each half of the batch is summed in bfloat16, with 8 bits: 2 ** -7 of the largest sums
-            torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
 
 
 def test_in_a_world_of_one_nothing_is_sharded():

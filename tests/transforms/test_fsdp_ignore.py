@@ -42,18 +42,17 @@ def trained(state, recipe, *, model=None, num=3):
 
 IGNORE = ["teacher", "student.first", "scale"]
 RECIPES = {
-    "names": af.wrap_fsdp(ignore=IGNORE),
-    "blocks": af.wrap_fsdp(ignore=IGNORE, blocks=["student.blocks", "teacher.blocks"]),
-    "replicated": af.wrap_fsdp(ignore=IGNORE, replicate=2),
-    "kept whole": af.compose(
-        af.wrap_fsdp(ignore=IGNORE, reshard_after_forward=False), af.accumulate(2)
+    "replicated": (4, af.wrap_fsdp(ignore=IGNORE, replicate=2)),
+    "kept whole": (
+        2,
+        af.compose(af.wrap_fsdp(ignore=IGNORE, reshard_after_forward=False), af.accumulate(2)),
     ),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_it_trains_as_one_process_does(recipe):
+@pytest.mark.parametrize(("world_size", "recipe"), RECIPES.values(), ids=RECIPES)
+def test_it_trains_as_one_process_does(world_size, recipe):
     expected, _, _, norms = trained(af.DistState(), af.clip(1.0))
     before = expected.teacher.state_dict()
 
@@ -62,7 +61,7 @@ def test_it_trains_as_one_process_does(recipe):
         whole = {name for name, each in model.named_parameters() if not isinstance(each, DTensor)}
         return whole, norms, ours.whole(model.state_dict())
 
-    for whole, found, parameters in simulate(run, world_size=4):
+    for whole, found, parameters in simulate(run, world_size=world_size):
         assert whole == {
             name
             for name, _ in expected.named_parameters()
@@ -131,23 +130,11 @@ def test_a_checkpoint_resumes_with_and_without_shards(tmp_path):
         return {name: value.clone() for name, value in ours.whole(model.state_dict()).items()}
 
     simulate(run, world_size=2)
-    for recipe, world_size in ((wrap, 2), (wrap, 3), (af.wrap_ddp(), 2), (af.compose(), 1)):
+    for recipe, world_size in ((wrap, 3), (af.compose(), 1)):
         for found in simulate(lambda state, r=recipe: resume(state, r), world_size=world_size):
             for name, value in expected.items():
                 if not name.endswith("calls"):
                     torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
-
-
-def test_weights_are_saved_whole(tmp_path):
-    def run(state):
-        model, state, *_ = trained(state, af.wrap_fsdp(ignore=IGNORE), num=1)
-        af.save_model(model, tmp_path)
-        return af.whole_state_dict(model, state)
-
-    found, _ = simulate(run, world_size=2)
-    other = Distilled()
-    af.load_model(other, tmp_path)
-    ours.assert_identical(other.state_dict(), found)
 
 
 def test_whole_parameters_keep_their_dtype_and_are_not_gathered():
@@ -179,30 +166,14 @@ def test_whole_parameters_keep_their_dtype_and_are_not_gathered():
         ("critic", r"wrap_fsdp\(ignore\) must match modules with parameters, got 'critic', which"),
     ],
 )
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_cannot_be_ignored_is_refused_in_build(ignore, text, world_size):
+def test_what_cannot_be_ignored_is_refused_in_build(ignore, text):
     def run(state):
         with pytest.raises(ValueError, match=f"build: {text}"):
             trained(state, af.wrap_fsdp(ignore=ignore), num=0)
 
-    simulate(run, world_size=world_size)
+    simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("ignore", "error", "text"),
-    [
-        (
-            3,
-            TypeError,
-            "wrap_fsdp: ignore must be a class of modules, a name of a module, .* got 3",
-        ),
-        (
-            (),
-            ValueError,
-            r"wrap_fsdp: ignore must name one block at least, got \(\); leave it out$",
-        ),
-    ],
-)
-def test_what_names_no_module_is_refused(ignore, error, text):
-    with pytest.raises(error, match=text):
-        af.wrap_fsdp(ignore=ignore)
+def test_what_names_no_module_is_refused():
+    with pytest.raises(TypeError, match="wrap_fsdp: ignore must be a class of modules, a name"):
+        af.wrap_fsdp(ignore=3)

@@ -39,40 +39,20 @@ def in_two_groups(kind, **settings):
     return make
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        in_two_groups(torch.optim.AdamW, amsgrad=True),
-        in_two_groups(torch.optim.AdamW, fused=True),
-        in_two_groups(torch.optim.SGD, momentum=0.9),
-        in_two_groups(torch.optim.Adagrad),
-    ],
-    ids=["adamw", "fused adamw", "sgd", "adagrad"],
+    [in_two_groups(torch.optim.AdamW, amsgrad=True), in_two_groups(torch.optim.SGD, momentum=0.9)],
+    ids=["adamw", "sgd"],
 )
-def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer, world_size):
-    settings = {"optimizer": optimizer, "before": warmed_up}
-    assert_trains_as_alone(af.wrap_fsdp(), world_size, **settings)
-
-
-OTHERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop"]
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize(
-    "kind",
-    ["AdamW", "SGD", *[pytest.param(each, marks=pytest.mark.slow) for each in OTHERS]],
-)
-def test_optimizers_of_torch_update_shards_as_they_update_all(kind, foreach):
-    make = lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.01, foreach=foreach)
-    assert_trains_as_alone(af.wrap_fsdp(), 2, optimizer=make)
+def test_an_optimizer_made_before_keeps_its_groups_and_what_it_holds(optimizer):
+    assert_trains_as_alone(af.wrap_fsdp(), optimizer=optimizer, before=warmed_up)
 
 
 def test_the_optimizer_points_at_the_parameters_of_the_model():
     def run(state):
-        model, optimizer, _, _ = train(
-            state, af.wrap_fsdp(), optimizer=in_two_groups(torch.optim.SGD)
-        )
+        model = stack()
+        optimizer = in_two_groups(torch.optim.SGD)(model.parameters())
+        af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, optimizer)))
         mine = [id(each) for each in model.parameters()]
         first, second = optimizer.param_groups
         assert [id(each) for each in (*first["params"], *second["params"][::-1])] == mine
@@ -106,11 +86,8 @@ def test_ranks_exchange_gradients_only_in_the_last_micro_batch(reshard):
     assert simulate(run, world_size=2) == [kept * 2] * 2
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resharding(
-    reshard, num_microbatches
-):
+def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resharding(reshard):
     def run(state):
         model, seen = stack(), []
 
@@ -124,49 +101,39 @@ def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resha
             return loss
 
         wrap = af.wrap_fsdp(reshard_after_forward=reshard)
-        recipe = af.compose(wrap, af.accumulate(num_microbatches))
+        recipe = af.compose(wrap, af.accumulate(3))
         state, step = ours.built(recipe, state, model=model, loss_fn=loss_fn)
         for batch in batches(2):
             state, _ = step(state, part(batch, state))
         look()
         return seen
 
-    looks = [{not reshard}] * 2 * num_microbatches * 2  # after a forward and before its backward
+    looks = [{not reshard}] * 2 * 3 * 2  # after a forward and before its backward
     assert simulate(run, world_size=2) == [[*looks, {False}]] * 2
 
 
-@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_autocast_trains_and_skips_what_overflows(precision, fused):
+def test_autocast_trains_and_skips_what_overflows():
     def run(state):
         model = stack().float()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
-        recipe = af.compose(af.wrap_fsdp(), af.with_amp(precision, init_scale=2.0**10))
-        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        recipe = af.compose(af.wrap_fsdp(), af.with_amp("fp16", init_scale=2.0**10))
+        plan = recipe(af.Plan(ours.mse, model, optimizer))
+        state, step = af.build(state, plan, check_loss=False)
         before = ours.whole(model.state_dict())
         batch = torch.ones(2, 3), torch.ones(2, 1)
-        if precision == "fp16":
-            far = batch[0] * 1e6 if state.is_main else batch[0]
-            state, report = step(state, (far, batch[1]))
-            assert not report.applied
-            assert float(state.scaler.scale) == 2.0**9
-            for name, parameter in ours.whole(dict(model.named_parameters())).items():
-                assert torch.equal(parameter, before[name])
+        far = batch[0] * 1e6 if state.is_main else batch[0]
+        state, report = step(state, (far, batch[1]))
+        assert not report.applied
+        assert float(state.scaler.scale) == 2.0**9
+        for name, parameter in ours.whole(dict(model.named_parameters())).items():
+            assert torch.equal(parameter, before[name])
         losses = []
-        for _ in range(20):
+        for _ in range(8):
             state, report = step(state, batch)
             losses.append(float(report.loss))
         return losses[-1] < losses[0] / 2
 
     assert simulate(run, world_size=2) == [True, True]
-
-
-def test_a_bound_on_every_element_is_one_on_shards():
-    recipe = af.clip_value(0.05)
-    (expected,) = weights_after(recipe, 1)
-    for actual in weights_after(af.compose(recipe, af.wrap_fsdp()), 2):
-        for name, _ in stack().named_parameters():
-            torch.testing.assert_close(actual[name], expected[name], **ours.EXACT)
 
 
 def test_frozen_parameters_stay_as_they_are():
@@ -204,21 +171,6 @@ def test_a_forward_alone_leaves_shards_and_gives_the_loss_of_the_global_batch():
     assert simulate(run, world_size=3) == [(pytest.approx(expected, rel=1e-6), True)] * 3
 
 
-def test_evaluation_counts_every_sample_once():
-    data = torch.utils.data.TensorDataset(*batches(1, size=11)[0])
-
-    def run(state, recipe):
-        state, step = ours.built(recipe, state, model=stack())
-        loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
-        near = lambda model, batch: {"off": (step.plan.model(batch[0]) - batch[1]).abs().squeeze(1)}
-        return {**af.evaluate(step, loader, state), **af.evaluate(step, loader, state, near)}
-
-    expected = run(af.DistState(), af.compose())
-    recipe = af.compose(af.wrap_fsdp(), af.accumulate(2))
-    for found in simulate(lambda state: run(state, recipe), world_size=3):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
 def failing_in_the_loss(model, batch):
     model(batch[0])
     raise ZeroDivisionError
@@ -239,9 +191,8 @@ def failing_in_the_backward(model, batch):
 
 
 @pytest.mark.parametrize(
-    "failing", [failing_in_the_loss, failing_in_a_block, failing_in_the_backward]
+    ("failing", "num_microbatches"), [(failing_in_a_block, 2), (failing_in_the_backward, 1)]
 )
-@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
     def run(state):
         model, calls = stack(), []
@@ -266,9 +217,8 @@ def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
             torch.testing.assert_close(value, expected[name], **ours.EXACT)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_nothing_is_left_of_the_micro_batches_before_one_that_fails(dtype):
-    """The gradients may be added up in another dtype than their own."""
+def test_nothing_is_left_of_the_micro_batches_before_one_that_fails():
+    """The gradients are added up in another dtype than their own."""
 
     def run(state, fails):
         calls = []
@@ -278,7 +228,7 @@ def test_nothing_is_left_of_the_micro_batches_before_one_that_fails(dtype):
             return (failing_in_the_loss if fails and len(calls) == 2 else ours.mse)(model, batch)
 
         model = stack().float()
-        recipe = af.compose(af.wrap_fsdp(param_dtype=dtype), af.accumulate(2))
+        recipe = af.compose(af.wrap_fsdp(param_dtype=torch.bfloat16), af.accumulate(2))
         state, step = ours.built(recipe, state, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
         batch = part([each.float() for each in batches(1)[0]], state)
         if fails:

@@ -1,7 +1,5 @@
 """Every other transform gives the same result over shards as on one process."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from accel_fn.testing import simulate
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 from tests.support.block_models import stack
-from tests.support.cases import pinned
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [
@@ -22,10 +19,8 @@ RECIPES = {
     "uniform": af.average.uniform(num_warmup=1),
     "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
     "freeze": af.freeze("0", until=3),
-    "skip_nonfinite": af.skip_nonfinite(),
+    "clip_value": af.clip_value(0.05),
     "skip_spikes": af.skip_spikes(window=4),
-    "check_replicas": af.check_replicas(2),
-    "scaled": scaled(8.0),
     "scaled, scheduled and averaged": af.compose(
         scaled(8.0), af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5)
     ),
@@ -58,30 +53,18 @@ def copied(model):
     return {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
 
 
-LARGER = [(3, {}), (4, {"replicate": 2})]
-
-
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(
-    ("world_size", "wrap"),
-    [(2, {}), *[pytest.param(*each, marks=pytest.mark.slow) for each in LARGER]],
-    ids=str,
-)
-def test_it_is_the_same_over_shards(name, world_size, wrap):
+def test_it_is_the_same_over_shards(name):
     recipe = RECIPES[name]
     expected = train(af.DistState(), recipe, skips=False)
-    sharded = af.compose(af.wrap_fsdp(**wrap), recipe)
-    for found in simulate(lambda state: train(state, sharded), world_size=world_size):
+    sharded = af.compose(af.wrap_fsdp(), recipe)
+    for found in simulate(lambda state: train(state, sharded), world_size=2):
         ours.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    pinned(
-        [("skip_spikes", (1, 2)), ("scaled, scheduled and averaged", (2, 1))],
-        ["average", "schedule", "skip_spikes", "scaled, scheduled and averaged"],
-        [(2, 1), (1, 2), (3, 2)],
-    ),
+    [("skip_spikes", (1, 2)), ("scaled, scheduled and averaged", (3, 2))],
     ids=str,
 )
 def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, sizes):
@@ -94,8 +77,7 @@ def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, siz
         ours.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("keeps_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_whole):
+def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update():
     """The call leaves parameters whole for a backward that may never come."""
 
     def run(state, is_called):
@@ -103,9 +85,9 @@ def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_wh
         inputs = torch.ones(2, 3).double()
         call = (lambda: model(inputs)) if is_called else (lambda: None)
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        wrap = af.wrap_fsdp(reshard_after_forward=not keeps_whole)
-        state, step = af.build(state, af.compose(wrap, af.average(0.5))(plan))
-        for batch in BATCHES:
+        recipe = af.compose(af.wrap_fsdp(), af.average(0.5))
+        state, step = af.build(state, recipe(plan), check_loss=False)
+        for batch in BATCHES[:3]:
             mine = [each.tensor_split(2)[state.rank] for each in batch]
             state, grads, report = step.grads(state, mine)
             call()
@@ -126,33 +108,3 @@ def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update(keeps_wh
         strict=True,
     ):
         ours.assert_identical(found, expected)
-
-
-def test_an_average_is_sharded_as_the_parameters_are():
-    def run(state):
-        state, step = ours.built(
-            af.compose(af.wrap_fsdp(), af.average(0.9)), state, optimizer=ours.adamw
-        )
-        state, _ = step(state, BATCHES[0])
-        kept = step.plan.after_update[0].state_dict()
-        means = [kept[f"mean/{name}"] for name, _ in step.plan.model.named_parameters()]
-        return [
-            (mean.placements, mean.to_local().shape) == (each.placements, each.to_local().shape)
-            for mean, each in zip(means, step.plan.model.parameters(), strict=True)
-        ]
-
-    assert simulate(run, world_size=2) == [[True] * 4] * 2
-
-
-def test_a_gradient_transform_of_a_users_sees_shards():
-    def halved(plan):
-        def halve(state, grads):
-            return grads.map(lambda each: each / 2)
-
-        return replace(plan, gradients=(*plan.gradients, halve))
-
-    expected = train(af.DistState(), halved)
-    for found in simulate(
-        lambda state: train(state, af.compose(af.wrap_fsdp(), halved)), world_size=2
-    ):
-        ours.assert_close(found, expected)

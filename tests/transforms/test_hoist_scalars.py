@@ -6,7 +6,6 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from accel_fn.base.torch_compile import compile_function
 from accel_fn.transforms.compile.pass_hoist_scalars import Hoisting
 from tests.support.compilers import compiles
 
@@ -68,7 +67,7 @@ def test_a_kept_number_leaves_the_loop():
     in_loop = []
     for own in ({}, {"post_grad_custom_post_pass": Hoisting()}):
         options = {"fx_graph_cache": False, **own}
-        compiled = compile_function(decayed, fullgraph=True, options=options)
+        compiled = torch.compile(decayed, fullgraph=True, options=options)
         result, [code] = run_and_get_code(compiled, *inputs)
         assert torch.allclose(result, decayed(*inputs))
         _, loop = code.split("2048L); x0+=", 1)

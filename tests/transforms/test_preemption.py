@@ -13,15 +13,7 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.laws.law09_preemption import train
 from tests.support import strategies as ours
-
-
-def test_without_it_a_report_has_no_entry_about_the_end():
-    def run(state):
-        return train(state, af.wrap_ddp(), None)[0]
-
-    assert simulate(run, world_size=2) == [[None] * 4] * 2
 
 
 @pytest.mark.parametrize("recipe", [af.compose(), af.accumulate(2)], ids=["whole", "parts"])

@@ -1,7 +1,6 @@
 """reproducible: hashes of whole runs, draws by virtual rank, and single cases."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.reproducible_runs import (
     RECIPES,
-    WORLDS,
     Net,
     batches,
     built,
@@ -32,16 +30,15 @@ pytestmark = [
 ]
 
 
-def test_twenty_updates_have_one_hash_for_every_number_of_ranks():
+def test_updates_have_one_hash_for_every_number_of_ranks():
     """The run has AdamW, dropout and clipping; some slices and the first updates do not use one
     head."""
-    assert len(fingerprints(af.clip(0.5))) == 1
+    assert len(fingerprints(af.clip(0.5), data=batches(8))) == 1
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        [],
         ["average", "schedule", "freeze", "norm", "fp16"],
         ["uniform average", "plateau", "spikes", "replicas"],
     ],
@@ -56,18 +53,18 @@ def test_a_run_that_resumes_with_other_numbers_of_ranks_has_that_hash_too(names,
             model.heads[0].bias += state.rank + len(heard)  # a checkpoint replaces these parameters
         state, step = built(state, recipe, model)
         state = af.load(tmp_path, state, step) if heard else state
-        state, said = train(state, step, batches()[state.step : stop])
+        state, said = train(state, step, batches(9)[state.step : stop])
         af.save(tmp_path, state, step)
         return said, sha256([*kept(state, step), *heard, *said])
 
     heard = []
-    for world_size, stop in [(4, 7), (2, 13), (8, 20)]:
+    for world_size, stop in [(4, 3), (2, 6), (8, 9)]:
         ((said, found), *others) = simulate(
             lambda state, stop=stop: leg(state, stop), world_size=world_size
         )
         assert {each for _, each in others} == {found}
         heard += said
-    assert {found} == fingerprints(recipe, worlds=(1,))
+    assert {found} == fingerprints(recipe, worlds=(1,), data=batches(9))
 
 
 def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
@@ -84,7 +81,7 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
 
     ends = {
         each
-        for size in (1, 2, 8)
+        for size in (1, 4)
         for each in simulate(lambda state: run(state, drop_last=True), world_size=size)
     }
     assert len(ends) == 1
@@ -97,13 +94,12 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
     simulate(run_into_the_tail, world_size=2)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    ("name", "made", "scale"),
+    ("name", "made", "scale", "world_size"),
     [
-        ("norm", [True, False, True, True, True], None),
-        ("fp16", [True, False, True, False, True], 2.0**8),
-        ("spikes", [True, False, True, False, True], None),
+        ("norm", [True, False, True, True, True], None, 1),
+        ("fp16", [True, False, True, False, True], 2.0**8, 4),
+        ("spikes", [True, False, True, False, True], None, 2),
     ],
 )
 def test_every_number_of_ranks_skips_the_updates_that_would_do_harm(name, made, scale, world_size):
@@ -153,21 +149,6 @@ def test_where_in_memory_a_slot_begins_does_not_matter():
     assert len({each for size in (1, 8) for each in simulate(run, world_size=size)}) == 1
 
 
-def test_a_request_from_one_rank_reaches_all_after_the_same_step():
-    def run(state):
-        asked = iter([False, state.rank == 3])
-        asking = lambda plan: replace(plan, should_stop=(lambda: next(asked),))
-        state, step = built(state, asking)
-        heard = []
-        for batch in batches(2, 8):
-            part = tuple(each.tensor_split(4)[state.rank] for each in batch)
-            state, report = step(state, part)
-            heard.append(report.extras["stop"])
-        return heard
-
-    assert simulate(run, world_size=4) == [[False, True]] * 4
-
-
 def drawing(drawn):
     """Make a loss that draws from every generator, and records for which sample."""
 
@@ -197,7 +178,7 @@ def draws(world_size, *, seed=0, num_steps=2):
 def test_what_a_slot_draws_depends_on_seed_step_and_slot_alone():
     found = draws(1)
     assert len(found) == 16
-    assert draws(2) == draws(8) == found
+    assert draws(4) == found
     other = draws(1, seed=1)
     every = [numbers for each in (found, other) for drawn in each.values() for numbers in drawn]
     assert len(set(every)) == 2 * 16 * 3
@@ -238,15 +219,6 @@ def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was
         assert torch.equal(device.get_rng_state(), before)
         found.append([float(each) for each in said])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_explain_shows_it(world_size):
-    plan = af.Plan(ours.mse, (model := Net()), torch.optim.AdamW(model.parameters()))
-    recipe = af.compose(af.reproducible(4), af.accumulate(2))
-    text = af.explain(recipe(plan), af.DistState(world_size=world_size))
-    assert "split      reproducible(4), then accumulate(2)" in text
-    assert "backward   the mean over the global batch, by reproducible(4)" in text
 
 
 def test_ranks_start_from_the_parameters_of_the_first():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.comm.dtensor import local
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 from tests.support.out_of_memory import FULL, model_with_statistics, told_by
@@ -49,17 +48,16 @@ def train(state, recipe, limit):
     for _ in range(3):
         state, report = step(state, (torch.ones(8, 3).double(), torch.ones(8, 1).double()))
         counts.append(report.extras.get("num_microbatches"))
-    tensors = {name: local(each).tolist() for name, each in model.state_dict().items()}
+    tensors = {name: each.tolist() for name, each in model.state_dict().items()}
     drawn = [torch.rand(3).tolist(), np.random.rand(), random.random()]
     return [tensors, drawn, told_by(state.scaler)], counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_ranks_that_had_room_do_it_again_as_well(num_processes):
+def test_ranks_that_had_room_do_it_again_as_well():
     """Only the last rank runs out of memory."""
-    lines = launch(SCRIPT, num_processes=num_processes).splitlines()
-    assert len(lines) == num_processes
+    lines = launch(SCRIPT, num_processes=2).splitlines()
+    assert len(lines) == 2
     for line in lines:
         found, expected, counts = json.loads(line)
         assert found == expected

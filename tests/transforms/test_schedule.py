@@ -1,16 +1,12 @@
 """schedule: plateaus, rates on the device, resumed runs, and what is refused."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
-from accel_fn.testing import simulate
-from accel_fn.transforms.schedule.advance import Advance, DeviceSchedule, Schedule
-from accel_fn.transforms.schedule.schedule import scheduled as begun
+from accel_fn.testing.internals import place_of_rate
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 from tests.support.schedules import (
@@ -20,7 +16,6 @@ from tests.support.schedules import (
     fused,
     fused_sgd,
     greedy,
-    late,
     plateau,
     scheduled,
     sgd,
@@ -41,37 +36,36 @@ def test_a_plateau_is_seen_in_the_users_metric():
 
 SCALE = af.LossScale.start(8.0)
 
+META = af.DistState(device="meta")
+SCALED = af.DistState(device="meta", scaler=SCALE)
 PLACES = {
-    "cpu": (af.DistState(scaler=SCALE), fused, af.compose(), Schedule),
-    "nothing is skipped": (af.DistState(device="meta"), fused, af.compose(), Schedule),
-    "a loss scale": (
-        af.DistState(device="meta", scaler=SCALE),
-        fused,
-        af.compose(),
-        DeviceSchedule,
-    ),
-    "a verdict": (af.DistState(device="meta"), fused_sgd, af.skip_nonfinite(), DeviceSchedule),
-    "the host waits": (af.DistState(device="meta", scaler=SCALE), sgd, af.compose(), Schedule),
+    "cpu": (af.DistState(scaler=SCALE), fused, af.compose(), "host"),
+    "nothing is skipped": (META, fused, af.compose(), "host"),
+    "a loss scale": (SCALED, fused, af.compose(), "device"),
+    "a verdict": (META, fused_sgd, af.skip_nonfinite(), "device"),
+    "the host waits": (SCALED, sgd, af.compose(), "host"),
 }
 
 
+def place_of(state, plan, make_scheduler, device):
+    for group in plan.optimizer.param_groups:
+        group["params"] = [nn.Parameter(each.detach().to(device)) for each in group["params"]]
+    (begin,) = af.schedule(make_scheduler(plan.optimizer))(plan).after_update
+    return place_of_rate(begin(state, plan))
+
+
 @pytest.mark.parametrize("make_scheduler", [exponential, plateau, greedy])
-@pytest.mark.parametrize(("state", "optimizer", "recipe", "kind"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("state", "optimizer", "recipe", "place"), PLACES.values(), ids=PLACES)
 def test_a_rate_is_on_the_device_where_that_knows_first_whether_updates_are_made(
-    state, optimizer, recipe, kind, make_scheduler
+    state, optimizer, recipe, place, make_scheduler
 ):
     plan = recipe(ours.plan(optimizer=optimizer))
-    for group in plan.optimizer.param_groups:
-        group["params"] = [nn.Parameter(each.detach().to(state.device)) for each in group["params"]]
-    made = begun(state, plan, by=make_scheduler(plan.optimizer))
-    assert type(made) is kind
+    assert place_of(state, plan, make_scheduler, state.device) == place
 
 
 def test_a_rate_is_on_the_host_where_the_parameters_are():
     """A kernel on the host, of offloaded parameters, reads a rate before it arrives there."""
-    plan = ours.plan(optimizer=fused)
-    state = af.DistState(device="meta", scaler=SCALE)
-    assert type(begun(state, plan, by=exponential(plan.optimizer))) is Schedule
+    assert place_of(SCALED, ours.plan(optimizer=fused), exponential, "cpu") == "host"
 
 
 def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
@@ -80,7 +74,8 @@ def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
     def built():
         model = ours.regression_model()
         optimizer = fused(model.parameters())
-        recipe = af.compose(scaled(8.0), late(Advance(schedulers.ExponentialLR(optimizer, 0.999))))
+        slow = lambda optimizer: schedulers.ExponentialLR(optimizer, 0.999)
+        recipe = af.compose(scaled(8.0), by_device(slow, optimizer))
         return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
 
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
@@ -158,25 +153,5 @@ def test_a_metric_is_for_a_plateau_alone():
     refused(SCHEDULERS["steps"], "metric must be given for a scheduler that takes one", metric=len)
 
 
-def test_a_schedule_by_a_metric_is_over_the_plan_s_optimizer():
-    refused(
-        lambda _: greedy(sgd(ours.regression_model().parameters())), "over the plan's optimizer"
-    )
-
-
 def test_a_multiplier_must_be_a_number():
     refused(lambda optimizer: lambda n: float("nan"), "a finite number, after 0 updates, got nan")
-
-
-def test_a_plan_with_a_schedule_is_the_same_on_every_rank():
-    """The ranks compare names, not addresses."""
-
-    def run(state):
-        model = copy.deepcopy(ours.regression_model())
-        optimizer = sgd(model.parameters())
-        plan = af.schedule(SCHEDULERS["steps"](optimizer))(af.Plan(ours.mse, model, optimizer))
-        return repr(af.wrap_ddp()(plan))
-
-    first, second = simulate(run, world_size=2)
-    assert first == second
-    assert "schedule(MultiStepLR)" in first

@@ -1,7 +1,6 @@
 """Rows and items that a state counts, and rates that are a function of it."""
 
 import pytest
-from torch import nn
 
 import accel_fn as af
 from accel_fn.errors import AccelError
@@ -57,16 +56,6 @@ def test_all_ranks_count_the_rows_of_all(wrap):
     assert simulate(run, world_size=2) == [(1, 6, 18)] * 2
 
 
-def test_ranks_without_rows_and_windows_count():
-    def run(state):
-        state, step = built(af.compose(af.wrap_ddp(), af.accumulate(2, split=None)), state=state)
-        halves = [ours.rows(BATCHES[0], 0, 2), ours.rows(BATCHES[0], 2, 6)]
-        state, _ = step(state, halves if state.is_main else None)
-        return counts(state)
-
-    assert simulate(run, world_size=2) == [(1, 6, 6)] * 2
-
-
 def test_a_step_of_another_plan_moves_the_rate_of_the_next():
     state, first = built(af.schedule(lambda state: 1 / (1 + state.samples)))
     state, second = built(af.compose(), state=state)
@@ -80,17 +69,6 @@ def test_a_step_of_another_plan_moves_the_rate_of_the_next():
     first(state, BATCHES[0])
     assert found[0] == pytest.approx(rate / 13)
     assert not before[0].equal(next(first.plan.model.parameters()))
-
-
-def test_several_optimizers_follow_the_state():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
-    optimizers = {name: ours.sgd(model[n].parameters()) for n, name in enumerate("ab")}
-    rates = [each.param_groups[0]["lr"] for each in optimizers.values()]
-    plan = af.schedule(lambda state: 0.5**state.step)(af.Plan(ours.mse, model, optimizers))
-    state, step = af.build(af.DistState(), plan)
-    step(state, BATCHES[0])
-    now = [each.param_groups[0]["lr"] for each in optimizers.values()]
-    assert now == [each / 2 for each in rates]
 
 
 @pytest.mark.parametrize(

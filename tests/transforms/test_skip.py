@@ -10,12 +10,14 @@ from accel_fn.testing import simulate
 from tests.laws.law07_scaling import OPTIMIZERS, scaled
 from tests.laws.law07_skipping import linear_model, linear_run, tiny_sgd, trained_in_a_world
 from tests.support import strategies as ours
-from tests.support.cases import pinned
 from tests.support.late_reads import read_late
 
 
-@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("wrap", "world_size", "culprit"),
+    [(af.wrap_ddp(), 3, 1), (af.wrap_fsdp(), 2, 0)],
+    ids=["ddp", "fsdp"],
+)
 def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
     generator = torch.Generator().manual_seed(0)
     calm = [(torch.randn(6, 3, generator=generator).double(), torch.ones(6, 1).double())] * 6
@@ -32,15 +34,9 @@ BAD = {"nonfinite": (af.skip_nonfinite(), float("nan")), "spike": (af.skip_spike
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "world_size"),
-    pinned(
-        [("nonfinite", 0, 2), ("nonfinite", 3, 2), ("spike", 1, 2), ("spike", 2, 2)],
-        BAD,
-        range(4),
-        [2, 4],
-    ),
+    ("kind", "row"), [("nonfinite", 0), ("nonfinite", 3), ("spike", 1), ("spike", 2)]
 )
-def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind, row, world_size):
+def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind, row):
     """The targets of one output reach one row of the weight, which one rank holds."""
     recipe, bad = BAD[kind]
     calm = [(torch.eye(4).double(), torch.ones(4, 4).double())] * 6
@@ -50,7 +46,7 @@ def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind
 
     layer = torch.nn.Linear(4, 4).double()
     _, expected = ours.trained_by_hand(copy.deepcopy(layer), calm)
-    parts = ours.dealt_evenly(spoilt, world_size)
+    parts = ours.dealt_evenly(spoilt, 2)
     for parameters, applied in trained_in_a_world(
         parts, recipe, wrap=af.wrap_fsdp(), make_model=lambda: copy.deepcopy(layer)
     ):
@@ -58,8 +54,6 @@ def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind
         assert applied == [True] * 4 + [False] + [True] * 2
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("autocast", [af.compose(), af.with_amp("bf16")], ids=["float32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(
     ("recipe", "bad"),
@@ -67,15 +61,15 @@ def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind
     ids=["nonfinite", "spike"],
 )
 def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit(
-    recipe, bad, optimizer, autocast, world_size
+    recipe, bad, optimizer
 ):
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(6, 3, generator=generator), torch.ones(6, 1)) for _ in range(6)]
     spoilt = [*batches[:4], (batches[4][0], batches[4][1] * bad), *batches[4:]]
     model = ours.regression_model().float()
-    recipe = af.compose(af.wrap_ddp(), af.clip(0.5), autocast, recipe)
+    recipe = af.compose(af.wrap_ddp(), af.clip(0.5), af.with_amp("bf16"), recipe)
     expected, found = (
-        ours.trained(model, ours.dealt_evenly(each, world_size), recipe, optimizer=optimizer)
+        ours.trained(model, ours.dealt_evenly(each, 2), recipe, optimizer=optimizer)
         for each in (batches, spoilt)
     )
     for (losses, parameters), (expected_losses, wanted) in zip(found, expected, strict=True):
@@ -83,7 +77,6 @@ def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit
         assert [*losses[:4], *losses[5:]] == expected_losses
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("recipe", "bad", "rule"),
     [
@@ -96,12 +89,12 @@ def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit
     ],
     ids=["nonfinite", "spikes"],
 )
-def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_size):
+def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule):
     """Pairs of skipped updates before that are no error."""
     gains = [1.0, 1.0, bad, bad, 1.0, 1.0, bad, bad, bad]
 
     def run(state):
-        parts = ours.dealt(linear_run(gains), [[2 // world_size] * world_size] * len(gains))
+        parts = ours.dealt(linear_run(gains), [[1, 1]] * len(gains))
         model = linear_model()
         plan = af.Plan(ours.mse, model, tiny_sgd([model.weight]))
         state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
@@ -111,7 +104,7 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule, world_si
             step(state, parts[state.rank][-1])
         return state.step
 
-    assert simulate(run, world_size=world_size) == [8] * world_size
+    assert simulate(run, world_size=2) == [8] * 2
 
 
 @pytest.mark.parametrize("after", [float("nan"), 1.0])
@@ -173,7 +166,7 @@ def test_two_steps_of_one_plan_count_for_themselves():
         step(state, bad)
 
 
-@pytest.mark.parametrize("saved_after", range(1, 7))
+@pytest.mark.parametrize("saved_after", [2, 3, 5])
 def test_a_resumed_run_knows_what_it_has_seen(saved_after, tmp_path):
     """It knows the norms of the window, and the number of skipped updates in a row."""
     recipe = af.compose(af.skip_spikes(window=4, max_consecutive=3), af.skip_nonfinite(3))

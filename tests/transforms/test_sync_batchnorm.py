@@ -50,14 +50,13 @@ def expected(model):
 
 # Torch hides a warning of its own for the time of a look, which another thread ends.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@wraps
 @pytest.mark.parametrize(
-    ("model", "transform"),
+    ("wrap", "model", "transform"),
     [
-        (Checkpointed, af.compose()),
-        (Blocks, af.checkpoint_activations()),
-        pytest.param(Blocks, af.compiled(), marks=pytest.mark.slow),
-        pytest.param(Blocks, af.compiled(scope="blocks"), marks=pytest.mark.slow),
+        (af.wrap_ddp, Checkpointed, af.compose()),
+        (af.wrap_fsdp, Blocks, af.checkpoint_activations()),
+        pytest.param(af.wrap_ddp, Blocks, af.compiled(), marks=pytest.mark.slow),
+        pytest.param(af.wrap_fsdp, Blocks, af.compiled(scope="blocks"), marks=pytest.mark.slow),
     ],
     ids=["checkpoint", "checkpoint_activations", "compiled", "compiled blocks"],
 )
@@ -85,15 +84,14 @@ def test_layers_use_all_rows_under_options_of_the_strategies(wrap):
         ours.assert_close(actual, tensors)
 
 
-@wraps
-def test_ranks_that_hold_the_same_rows_are_counted_once(wrap):
+def test_ranks_that_hold_the_same_rows_are_counted_once():
     model = Normed()
     _, tensors = expected(model)
 
     def run(state):
         mine = copy.deepcopy(model)
         plan = af.Plan(loss_fn, mine, sgd(mine), weight_fn=weight_fn)
-        state, step = af.build(state, wrap(sync_batchnorm=True)(plan), check_loss=False)
+        state, step = af.build(state, af.wrap_ddp(sync_batchnorm=True)(plan), check_loss=False)
         for ranks in PARTS:
             state, _ = step(state, ranks[state.along("dp").rank])
         return ours.whole(mine.state_dict())
@@ -135,20 +133,6 @@ def test_frozen_layers_use_their_running_statistics():
     recipe = af.wrap_ddp(sync_batchnorm=True)
     for actual in simulate(lambda state: run(state, recipe), world_size=2):
         ours.assert_close(actual, right)
-
-
-@wraps
-def test_a_forward_in_training_mode_uses_all_rows(wrap):
-    def run(state, recipe):
-        model = Normed()
-        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, recipe(plan), check_loss=False)
-        rows = PARTS[0][state.rank] if state.world_size > 1 else torch.cat(PARTS[0])
-        return step.forward(state, rows), model.norm.running_var
-
-    right = run(af.DistState(), af.compose())
-    for found in simulate(lambda state: run(state, wrap(sync_batchnorm=True)), world_size=2):
-        torch.testing.assert_close(found, right, **ours.EXACT)
 
 
 def test_ranks_that_call_other_layers_are_refused_on_all_ranks():
@@ -228,10 +212,9 @@ def test_half_precision_keeps_its_dtype_and_sums_in_single():
         torch.testing.assert_close(found, right, rtol=2**-7, atol=2**-8)
 
 
-@pytest.mark.parametrize("wrap", ["wrap_ddp", "wrap_fsdp"])
-def test_processes_are_one_process(wrap):
+def test_processes_are_one_process():
     text = launch(
-        f"""
+        """
         import torch, accel_fn as af
         from tests.laws.law03_batch_norm import Normed, loss_fn, sgd, weight_fn
         from tests.support import strategies as ours
@@ -239,7 +222,7 @@ def test_processes_are_one_process(wrap):
 
         state, model = af.init(device="cpu", timeout_s=60), Normed()
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, af.{wrap}(sync_batchnorm=True)(plan))
+        state, step = af.build(state, af.wrap_fsdp(sync_batchnorm=True)(plan))
         for ranks in PARTS:
             state, _ = step(state, ranks[state.rank])
         values = torch.cat([each.flatten() for each in ours.whole(model.state_dict()).values()])

@@ -1,5 +1,6 @@
 """Parallel styles by pattern of names: each module's style, and mappings that are refused."""
 
+import copy
 import re
 from collections import OrderedDict
 
@@ -19,25 +20,15 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils.parametrizations import weight_norm
 
 import accel_fn as af
-from accel_fn.comm.mesh import make_mesh
 from accel_fn.testing import simulate
-from accel_fn.transforms.tp.split_sequence import SplitSequence
 from accel_fn.transforms.tp.styles import styles_of
 
 
 class Attention(nn.Module):
     def __init__(self, width, num_heads):
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.num_heads = num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, inputs):
-        q, k, v = (
-            layer(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
@@ -47,26 +38,16 @@ class Layer(nn.Module):
         self.attention = Attention(width, num_heads)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, inputs):
-        hidden = inputs + self.attention(self.norm(inputs))
-        return hidden + self.down(self.up(hidden).tanh())
-
 
 class Words(nn.Module):
-    """A language model whose head is tied to its embedding."""
+    """The parts of a language model whose head is tied to its embedding."""
 
     def __init__(self, width=8, num_heads=4, depth=2):
         super().__init__()
-        self.embed = nn.Embedding(12, width, padding_idx=9)
+        self.embed = nn.Embedding(12, width)
         self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(depth))
         self.head = nn.Linear(width, 12, bias=False)
         self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
 
 
 class Conv1D(nn.Module):
@@ -91,35 +72,9 @@ STYLES = {
     "layers.*.up": "colwise",
     "layers.*.down": "rowwise",
 }
-TIED = {"embed": "rowwise", "head": ColwiseParallel(output_layouts=Replicate())}
 
 
-def loss_and_gradients(model, gradient=lambda each: each.grad):
-    tokens = torch.tensor([[0, 3, 9, 11, 5], [7, 7, 2, 9, 1]])
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return [loss.detach(), *map(gradient, model.parameters())]
-
-
-@pytest.mark.parametrize("styles", [STYLES, STYLES | TIED], ids=["layers", "layers and table"])
-def test_sharded_model_has_the_loss_and_the_gradients_of_one_process(styles):
-    model = Words().double()
-    expected = loss_and_gradients(model)
-
-    def run(state):
-        mine = Words().double()
-        mine.load_state_dict(model.state_dict())
-        mesh = make_mesh(state, 1)
-        for name, style in styles_of(mine, styles, state.world_size).items():
-            parallelize_module(mine.get_submodule(name), mesh, style, src_data_rank=None)
-        if "head" in styles:
-            mine.head.weight = mine.embed.weight
-        return loss_and_gradients(
-            mine, lambda each: getattr(each.grad, "full_tensor", lambda: each.grad)()
-        )
-
-    for results in simulate(run, world_size=2):
-        torch.testing.assert_close(results, expected, rtol=0, atol=1e-12)
+(BY_SEQUENCE,) = styles_of(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"}, 2).values()
 
 
 def test_styles_are_those_of_torch_in_the_order_of_the_model():
@@ -131,7 +86,7 @@ def test_styles_are_those_of_torch_in_the_order_of_the_model():
     kinds = {name: type(style) for name, style in found.items()}
     assert list(kinds.items()) == [
         ("embed", RowwiseParallel),
-        ("layers.0.norm", SplitSequence),
+        ("layers.0.norm", type(BY_SEQUENCE)),
         *((f"layers.0.attention.{name}", ColwiseParallel) for name in "qkv"),
         ("layers.0.attention.o", RowwiseParallel),
         ("layers.0.up", ColwiseParallel),
@@ -318,7 +273,7 @@ def test_styles_that_do_not_fit_are_refused(model, styles, words):
 @pytest.mark.parametrize("inputs", [(), (torch.ones(4),)], ids=["none", "one dimension"])
 def test_module_that_splits_the_sequence_needs_a_sequence(inputs):
     def run(state):
-        model = parallelize_module(nn.LayerNorm(4), make_mesh(state, 1), SplitSequence())
+        model = parallelize_module(nn.LayerNorm(4), af.device_mesh(state), copy.copy(BY_SEQUENCE))
         got = f"LayerNorm({', '.join('Tensor' for _ in inputs)})"
         words = f'^step: a module of style "sequence" must be called with a tensor .*, got {re.escape(got)}$'
         with pytest.raises(af.errors.PlanError, match=words):
@@ -339,7 +294,7 @@ def test_each_rank_runs_its_part_of_the_sequence():
     inputs = torch.arange(10.0).reshape(2, 5, 1)
 
     def run(state):
-        model = parallelize_module(Length(), make_mesh(state, 1), SplitSequence())
+        model = parallelize_module(Length(), af.device_mesh(state), copy.copy(BY_SEQUENCE))
         assert torch.equal(model(inputs), inputs)
         return model.length
 

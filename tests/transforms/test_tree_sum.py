@@ -97,12 +97,3 @@ def test_all_dtypes_shapes_and_layouts_are_summed_in_buckets_of_any_size(monkeyp
     expected = [(a + b) + (c + d) for a, b, c, d in zip(*map(make, range(4)), strict=True)]
     for found in simulate(run, world_size=4):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-def test_as_many_sums_are_kept_as_a_tree_is_deep():
-    tree, most = Tree(), 0
-    for _ in range(64):
-        tree.add([torch.ones(1)])
-        most = max(most, len(tree._sums))
-    assert most == 6
-    assert tree.total()[0].item() == 64

@@ -1,0 +1,138 @@
+"""Tests take public names, and what stands on the page of internals: then files of the library may move.
+
+What is listed here is imported by its own tests: pure functions and tables with a contract, and what
+no public name reaches, in the launcher and the command line, which that page may not import.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PUBLIC = ("accel_fn", "accel_fn.errors", "accel_fn.testing", "accel_fn.testing.internals")
+PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.integrations.transformers")
+DEEP = {
+    "base/test_add_alpha.py": {"base.pass_add_alpha", "base.torch_compile"},
+    "base/test_batches.py": {"base.split_batch"},
+    "checkpoint/test_weights.py": {"checkpoint.weights.save_load_model"},
+    "cli/commands.py": {"cli"},
+    "cli/test_config_questions.py": {"cli.config"},
+    "cli/test_launch_function.py": {"launcher.function.child"},
+    "cli/test_launch_notebook.py": {"launcher.function.notebook"},
+    "cli/test_migrate.py": {"cli.migration.table"},
+    "cli/test_test.py": {"testing.outcomes"},
+    "comm/test_meshes.py": {"base.mesh_axes"},
+    "comm/test_nodes.py": {"comm.clusters.nodes", "comm.world"},
+    "comm/test_tasks.py": {"comm.clusters.hosts", "comm.clusters.tasks", "comm.world"},
+    "comm/test_unpickle.py": {"comm.unpickle"},
+    "comm/test_world.py": {"comm.backends", "comm.world"},
+    "data/test_fetch.py": {"data.indexed.fetch"},
+    "data/test_order.py": {"data.order"},
+    "data/test_random_generators.py": {"data.random_generators"},
+    "data/test_streams.py": {"data.streams.pack"},
+    "deepspeed/cases.py": {"comm.dtensor"},
+    "integrations/test_tp_styles.py": {"transforms.tp.styles"},
+    "launcher/test_accelerate_config.py": {
+        "launcher.settings",
+        "launcher.settings.accelerate_config",
+    },
+    "launcher/test_cpus.py": {"launcher.machines.cpus"},
+    "launcher/test_detect.py": {"launcher.machines.detect"},
+    "launcher/test_failures.py": {"launcher.processes.failures"},
+    "launcher/test_plan_launch.py": {
+        "launcher.machines.cpus",
+        "launcher.machines.machines",
+        "launcher.plan_launch",
+        "launcher.processes.environment",
+    },
+    "launcher/test_store_rendezvous.py": {
+        "launcher.machines",
+        "launcher.machines.machines",
+        "launcher.machines.network",
+    },
+    "launcher/test_traceback_lines.py": {"launcher.processes.traceback_lines"},
+    "launcher/test_worker.py": {"launcher.processes"},
+    "laws/law08_streams.py": {"data.streams.rebalance"},
+    "laws/law09_hashing.py": {"checkpoint.format.hashing"},
+    "observe/test_charts.py": {
+        "observe.charts",
+        "observe.plot_page",
+        "observe.plot_png",
+        "observe.run_log",
+    },
+    "observe/test_damaged_logs.py": {"observe.run_log"},
+    "observe/test_goodput.py": {"observe.goodput", "observe.run_log"},
+    "observe/test_log_files.py": {"observe.charts", "observe.goodput", "observe.run_log"},
+    "observe/test_phase_times.py": {"observe.phase_times"},
+    "observe/test_plot_text.py": {"observe.plot_text", "observe.run_log"},
+    "observe/test_profile.py": {"observe.phase_times"},
+    "observe/test_run_log.py": {"observe.run_log"},
+    "observe/test_writers.py": {"observe.writers"},
+    "ray/devices.py": {"comm.world"},
+    "sim/test_checkpoints.py": {"checkpoint", "checkpoint.format", "checkpoint.format.shard_plan"},
+    "sim/test_hazards.py": {"step.same_on_all_ranks"},
+    "sim/test_log.py": {"base.delayed_read"},
+    "step/test_frozen_models.py": {"checkpoint.format.manifest"},
+    "support/late_reads.py": {"base.delayed_read"},
+    "support/launch_settings.py": {
+        "launcher.machines.detect",
+        "launcher.settings.files",
+        "launcher.settings.settings",
+        "launcher.settings.sources",
+    },
+    "support/out_of_memory.py": {"base.split_batch", "comm.dtensor"},
+    "support/schedules.py": {"transforms.schedule.advance"},
+    "support/strategies.py": {"comm"},
+    "tools/benchmarks/loading.py": {"data.order"},
+    "tools/benchmarks/saving.py": {"checkpoint.background", "checkpoint.format.hashing"},
+    "tools/mutants/probe.py": {"testing.promises"},
+    "tools/mutants/test_mutants.py": {"transforms"},
+    "tools/pages.py": {"observe.plot_page", "observe.run_log"},
+    "trackers/test_runs.py": {"observe.run_log"},
+    "transforms/test_check_replicas.py": {"step.same_on_all_ranks"},
+    "transforms/test_compiled_changes.py": {"base.torch_compile"},
+    "transforms/test_deepspeed_refused.py": {"transforms.deepspeed.settings"},
+    "transforms/test_fsdp.py": {"base.blocks"},
+    "transforms/test_hoist_scalars.py": {"transforms.compile.pass_hoist_scalars"},
+    "transforms/test_tp_plans.py": {"transforms.tp.styles"},
+    "transforms/test_tp_styles.py": {"transforms.tp.styles"},
+    "transforms/test_tree_sum.py": {"transforms.reproducible", "transforms.reproducible.tree_sum"},
+}
+
+
+def modules_of(tree):
+    """The modules of the library that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def deep_imports(path):
+    found = {name for name in modules_of(ast.parse(path.read_text())) if is_ours(name)}
+    return {name.removeprefix("accel_fn.") for name in found - {*PUBLIC, *PUBLIC_AFTER_A_DOT}}
+
+
+def is_ours(module):
+    return module == "accel_fn" or module.startswith("accel_fn.")
+
+
+def test_no_test_imports_a_deep_module_but_those_that_are_listed():
+    every = {str(path.relative_to(TESTS)): deep_imports(path) for path in TESTS.rglob("*.py")}
+    assert {name: found for name, found in every.items() if found} == DEEP
+
+
+def test_the_page_of_internals_is_small():
+    page = TESTS.parent / "accel_fn" / "testing" / "internals.py"
+    assert len(page.read_text().splitlines()) < 400
+
+
+@pytest.mark.parametrize("line", ["import accel_fn.step.loop", "from accel_fn.step import loop"])
+def test_a_deep_import_is_found(tmp_path, line):
+    path = tmp_path / "test_it.py"
+    path.write_text(f"def test_it():\n    {line}\n")
+    (found,) = deep_imports(path)
+    assert re.fullmatch("step(.loop)?", found)
