@@ -110,7 +110,7 @@ def test_a_tuple_of_columns_is_not_taken_for_one():
 def test_parts_join_to_the_batch_again(num_samples, num_parts):
     batch = nested(num_samples)
     parts = split_batch(batch, num_parts)
-    sizes = [af.num_samples(part) for part in parts]
+    sizes = [af.count_samples(part) for part in parts]
     assert len(parts) == min(num_parts, num_samples)
     assert max(sizes) - min(sizes) <= 1
     assert {type(part["named"]) for part in parts} == {Pair}
@@ -135,7 +135,7 @@ def test_parts_join_to_the_batch_again(num_samples, num_parts):
 def test_ranks_take_consecutive_parts_that_may_be_empty(num_samples, num_parts):
     batch = (torch.arange(num_samples), torch.zeros(num_samples, 2))
     states = [af.DistState(rank=rank, world_size=num_parts) for rank in range(num_parts)]
-    parts = [af.part(batch, state) for state in states]
+    parts = [af.shard_batch(batch, state) for state in states]
     assert torch.cat([part[0] for part in parts]).tolist() == list(range(num_samples))
     assert {part[1].shape[1:] for part in parts} == {(2,)}
 
@@ -262,8 +262,8 @@ def test_any_mapping_is_cut_and_mapped_in_its_own_class(kind, num_samples, num_p
     mapping = kind({"x": torch.arange(num_samples), "deep": kind({"y": torch.ones(num_samples)})})
     if kind in (Lazy, Named):
         mapping.source = "a file"
-    assert af.num_samples((mapping,)) == num_samples
-    for made in (*split_batch((mapping,), num_parts), af.to_device((mapping,), META)):
+    assert af.count_samples((mapping,)) == num_samples
+    for made in (*split_batch((mapping,), num_parts), af.extend.to_device((mapping,), META)):
         assert (type(made[0]), type(made[0]["deep"])) == (kind, kind)
         assert getattr(made[0], "source", None) == getattr(mapping, "source", None)
     joined = torch.cat([part["x"] for (part,) in split_batch((mapping,), num_parts)])
@@ -277,7 +277,7 @@ def test_a_mapping_of_which_no_copy_can_be_made_is_refused_and_left_as_it_was(ki
     with pytest.raises(BatchError, match=f"whose copies take other values, got {kind.__name__}; r"):
         split_batch(mapping, 2)
     assert mapping["x"] is x
-    assert af.num_samples(mapping) == 4
+    assert af.count_samples(mapping) == 4
 
 
 def test_parts_are_views():
@@ -288,7 +288,7 @@ def test_parts_are_views():
 
 def test_to_device_reaches_every_tensor_and_nothing_else():
     batch = nested(3)
-    moved = af.to_device(batch, META)
+    moved = af.extend.to_device(batch, META)
     for old, new in zip(pytree.tree_leaves(batch), pytree.tree_leaves(moved), strict=True):
         if isinstance(old, torch.Tensor):
             assert (new.device.type, new.shape, new.dtype) == ("meta", old.shape, old.dtype)
@@ -307,7 +307,7 @@ def test_to_device_reaches_every_tensor_and_nothing_else():
     ],
 )
 def test_samples_are_counted_by_the_leading_dimension(batch):
-    assert af.num_samples(batch) == 5
+    assert af.count_samples(batch) == 5
 
 
 LABELS = torch.tensor([[1, -100, 3], [-100, -100, 0]])
@@ -324,17 +324,17 @@ LABELS = torch.tensor([[1, -100, 3], [-100, -100, 0]])
     ],
 )
 def test_labels_are_counted_wherever_they_are(path, batch):
-    count = af.num_labels(path)(batch)
+    count = af.count_labels(path)(batch)
     assert (count, type(count)) == (3, int)
 
 
 def test_the_ignored_label_is_the_users():
-    assert af.num_labels("y", ignore_index=0)({"y": torch.tensor([0, 1, 0, 2])}) == 2
+    assert af.count_labels("y", ignore_index=0)({"y": torch.tensor([0, 1, 0, 2])}) == 2
 
 
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
 def test_labels_are_weighed_by_their_classes(kind):
-    weight_fn = af.num_labels("y", class_weight=kind([0.5, 0.0, 0.1, 7.0]))
+    weight_fn = af.count_labels("y", class_weight=kind([0.5, 0.0, 0.1, 7.0]))
     assert weight_fn({"y": LABELS}) == pytest.approx(7.5, rel=1e-15)
     assert weight_fn({"y": LABELS.to(torch.int16)[:, :2]}) == 0.0
     assert weight_fn({"y": torch.tensor([True, False])}) == 0.5
@@ -342,7 +342,7 @@ def test_labels_are_weighed_by_their_classes(kind):
 
 def test_later_writes_to_class_weights_change_nothing():
     given = torch.ones(4, dtype=torch.float64)
-    weight_fn = af.num_labels("y", class_weight=given)
+    weight_fn = af.count_labels("y", class_weight=given)
     given.zero_()
     assert weight_fn({"y": LABELS}) == 3.0
 
@@ -352,7 +352,7 @@ def test_later_writes_to_class_weights_change_nothing():
     [
         (
             torch.tensor([0, 2, -100]),
-            "num_labels: labels must be in 0 .. 1, since class_weight has 2 weights, got 2; "
+            "count_labels: labels must be in 0 .. 1, since class_weight has 2 weights, got 2; "
             "give every class a weight, or leave the label out by ignore_index",
         ),
         (torch.tensor([0, -1]), "must be in 0 .. 1, since class_weight has 2 weights, got -1"),
@@ -361,12 +361,12 @@ def test_later_writes_to_class_weights_change_nothing():
 )
 def test_a_label_that_has_no_weight_is_refused(labels, text):
     with pytest.raises(BatchError, match=text):
-        af.num_labels("y", class_weight=[1, 2])({"y": labels})
+        af.count_labels("y", class_weight=[1, 2])({"y": labels})
 
 
 def test_class_weights_print_in_a_plan_and_many_are_told_apart_by_their_checksum():
     def shown(weights):
-        return repr(ours.plan(weight_fn=af.num_labels("y", class_weight=weights)))
+        return repr(ours.plan(weight_fn=af.count_labels("y", class_weight=weights)))
 
     assert "ignore_index=-100, class_weight=[1.0, 2.5])" in shown([1, 2.5])
     many = [shown([value] * 1000) for value in (1, 1, 2)]
@@ -385,7 +385,7 @@ def test_counts_beyond_float32_are_exact():
             torch.optim.SGD(model.parameters(), lr=0.1),
             weight_fn=lambda batch: 2**24 + 1 - state.rank,
         )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         return step(state, torch.ones(1, 1))[1].weight
 
     assert simulate(run, world_size=2) == [2**25 + 1, 2**25 + 1]

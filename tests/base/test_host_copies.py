@@ -5,7 +5,7 @@ import torch
 
 import accel_fn as af
 
-COUNT = af.num_labels("labels")
+COUNT = af.count_labels("labels")
 META = af.DistState(device="meta")
 
 

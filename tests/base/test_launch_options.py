@@ -37,9 +37,9 @@ def explained(recipe):
 
 
 def test_a_launch_that_sets_nothing_leaves_all_open(said):
-    assert af.launch_options() == af.LaunchOptions()
+    assert af.launcher.launch_options() == af.launcher.LaunchOptions()
     said(PRECISION, "")
-    assert af.launch_options() == af.LaunchOptions()
+    assert af.launcher.launch_options() == af.launcher.LaunchOptions()
 
 
 def test_options_that_a_launch_sets_are_read(said):
@@ -48,14 +48,14 @@ def test_options_that_a_launch_sets_are_read(said):
     said(WRAP, "fsdp")
     said(TIMEOUT, "2.5")
     said(MESH, "dp=-1, tp=2")
-    expected = af.LaunchOptions(
+    expected = af.launcher.LaunchOptions(
         mixed_precision="bf16",
         num_microbatches=4,
         wrap="fsdp",
         timeout_s=2.5,
         mesh={"dp": -1, "tp": 2},
     )
-    assert af.launch_options() == expected
+    assert af.launcher.launch_options() == expected
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_options_that_a_launch_sets_are_read(said):
 def test_a_variable_that_cannot_be_is_refused(said, name, value, rule):
     said(name, value)
     with pytest.raises(ValueError, match=f"^launch_options: {name} must {rule}$"):
-        af.launch_options()
+        af.launcher.launch_options()
 
 
 def test_the_precision_of_the_launch_is_that_of_with_amp(said):
@@ -97,9 +97,11 @@ def test_the_precision_of_the_launch_is_that_of_with_amp(said):
 def test_replicas_or_shards_are_what_the_launch_says(said, value, same, source):
     if value is not None:
         said(WRAP, value)
-    (slot,), (expected,) = (recipe(make_plan()).strategy for recipe in (af.wrap(), same()))
+    (slot,), (expected,) = (
+        recipe(make_plan()).strategy for recipe in (af.wrap_as_launched(), same())
+    )
     assert slot.func is expected.func
-    line = explained(af.wrap())["backward"]
+    line = explained(af.wrap_as_launched())["backward"]
     assert line == f"the mean over the global batch; wrap(), {source}, has nothing to do"
 
 
@@ -107,7 +109,7 @@ def test_replicas_or_shards_are_what_the_launch_says(said, value, same, source):
 def test_what_the_launch_sets_is_named_by_wrap_where_two_own_the_parameters(said, value):
     said(WRAP, value)
     with pytest.raises(ValueError, match=r"leave out one of wrap and reproducible$"):
-        af.build(af.DistState(), af.compose(af.wrap(), af.reproducible(4))(make_plan()))
+        af.build(af.compose(af.wrap_as_launched(), af.reproducible(4))(make_plan()), af.DistState())
 
 
 def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
@@ -117,14 +119,14 @@ def test_shards_from_the_launch_are_refused_where_wrap_fsdp_is(said):
     with pytest.raises(
         ValueError, match="wrap_fsdp's optimizer must be one that can update shards"
     ):
-        af.build(af.DistState(), af.wrap()(plan))
+        af.build(af.wrap_as_launched()(plan), af.DistState())
 
 
 def test_float16_from_the_launch_scales_the_loss_as_with_amp_does(said):
     said(PRECISION, "fp16")
     recipe = af.with_amp(init_scale=1024.0)
     assert "with_amp(init_scale=1024.0), fp16 from the launch" in explained(recipe)["forward"]
-    state, _ = af.build(af.DistState(), recipe(make_plan()))
+    state, _ = af.build(recipe(make_plan()), af.DistState())
     assert state.scaler.scale == 1024.0
 
 
@@ -185,7 +187,7 @@ def test_two_precisions_are_refused_from_any_source(said):
     said(PRECISION, "bf16")
     twice = af.compose(af.with_amp(), af.with_amp("bf16"))(make_plan())
     with pytest.raises(ValueError, match="plan must enter each context once"):
-        af.build(af.DistState(), twice)
+        af.build(twice, af.DistState())
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,12 @@ def train(state, folder, num_steps):
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    state, step = af.build(state, af.wrap_ddp()(plan))
-    state = af.resume(folder, state, step)
+    state, step = af.build(af.wrap_ddp()(plan), state)
+    state = af.resume(step, state, folder)
     while state.step < num_steps:
         rows = torch.arange(24.0).view(8, 3).double() + state.step
-        state, _ = step(state, af.part(rows, state))
-    af.save(folder, state, step)
+        state, _ = step(state, af.shard_batch(rows, state))
+    af.save(step, state, folder)
     parameters = {name: value.tolist() for name, value in model.state_dict().items()}
     return parameters, random.random(), float(np.random.rand()), float(torch.rand(()))
 

@@ -29,7 +29,7 @@ batches = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 
 @batches
 def test_items_count_and_their_tensors_do_not(batch):
-    assert af.num_samples(batch) == 5
+    assert af.count_samples(batch) == 5
 
 
 def dict_of(batch):
@@ -45,9 +45,9 @@ def dict_of(batch):
 @given(world_size=st.integers(1, 7))
 def test_parts_hold_every_item_once_and_in_order(batch, world_size):
     states = [af.DistState(rank=rank, world_size=world_size) for rank in range(world_size)]
-    parts = [af.part(batch, state) for state in states]
+    parts = [af.shard_batch(batch, state) for state in states]
     sizes = [len(rows) for rows in torch.arange(5).tensor_split(world_size)]
-    assert [af.num_samples(part) for part in parts] == sizes
+    assert [af.count_samples(part) for part in parts] == sizes
     leaves = [leaf for part in parts for leaf in pytree.tree_leaves(dict_of(part))]
     joined = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 3]
     assert [*map(id, joined)] == [*map(id, IMAGES)]
@@ -60,7 +60,7 @@ def test_parts_hold_every_item_once_and_in_order(batch, world_size):
         copy.deepcopy,
         pin_memory,
         lambda images: pickle.loads(pickle.dumps(images)),
-        lambda images: af.to_device(images, af.DistState()),
+        lambda images: af.extend.to_device(images, af.DistState()),
         lambda images: pytree.tree_map(torch.clone, images),
         lambda images: af.samples([*images, IMAGES[0]])[:-1],
     ],
@@ -82,19 +82,19 @@ def test_a_model_that_takes_a_list_takes_samples():
 def test_items_that_are_none_are_left_out():
     found = af.samples([None, IMAGES[0], None, IMAGES[1]])
     assert [*map(id, found)] == [id(IMAGES[0]), id(IMAGES[1])]
-    assert af.num_samples(af.samples([None])) == 0
+    assert af.count_samples(af.samples([None])) == 0
 
 
 def test_a_batch_that_is_none_has_no_samples():
-    assert af.num_samples(None) == 0
-    assert af.part(None, af.DistState(rank=1, world_size=2)) is None
+    assert af.count_samples(None) == 0
+    assert af.shard_batch(None, af.DistState(rank=1, world_size=2)) is None
 
 
 @pytest.mark.parametrize("beside", [torch.ones(4, 2), af.samples(IMAGES[:4])], ids=["rows", "list"])
 def test_other_numbers_of_samples_beside_them_are_refused(beside):
     text = r"got shapes \[\(5,\), \(4,( 2)?\)\]; mark a list of samples by af.samples, or give Plan"
     with pytest.raises(ValueError, match=text):
-        af.num_samples((af.samples(IMAGES), beside))
+        af.count_samples((af.samples(IMAGES), beside))
 
 
 @pytest.mark.parametrize(

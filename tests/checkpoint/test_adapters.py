@@ -34,12 +34,12 @@ class Adapted(nn.Module):
 
 def batch(state, step):
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).double()
-    return af.part((inputs, inputs.sum(1, keepdim=True)), state)
+    return af.shard_batch((inputs, inputs.sum(1, keepdim=True)), state)
 
 
 def make(state, wrap=af.wrap_ddp, **options):
     model = Adapted(**options)
-    return model, *af.build(state, wrap()(af.Plan(ours.mse, model, ours.adamw(model.parameters()))))
+    return model, *af.build(wrap()(af.Plan(ours.mse, model, ours.adamw(model.parameters()))), state)
 
 
 def advance(state, step, count=2):
@@ -52,8 +52,8 @@ def trained(folder, state, wrap=af.wrap_ddp, **options):
     """Save after two steps; return the model after two more."""
     model, state, step = make(state, wrap)
     state = advance(state, step)
-    af.save(folder, state, step, only="trained", **options)
-    state = af.load(folder, state, step)  # waits for what is written in the background
+    af.save(step, state, folder, only="trained", **options)
+    state = af.load(step, state, folder)  # waits for what is written in the background
     advance(state, step)
     return ours.whole(model.state_dict())
 
@@ -61,7 +61,7 @@ def trained(folder, state, wrap=af.wrap_ddp, **options):
 def resumed(folder, state, wrap=af.wrap_ddp, **options):
     """Load into a program with other adapters; return the model after two more steps."""
     model, state, step = make(state, wrap, seed=1, **options)
-    state = af.resume(folder, state, step)
+    state = af.resume(step, state, folder)
     assert state.step == 2
     advance(state, step)
     return ours.whole(model.state_dict())
@@ -102,7 +102,7 @@ def test_adapters_are_saved_in_the_background(tmp_path):
 def test_a_checkpoint_of_adapters_names_what_it_leaves_out_and_keeps_buffers(tmp_path):
     model, state, step = make(af.DistState(), width=100_000)
     advance(state, step)
-    path = af.save(tmp_path, state, step, only="trained")
+    path = af.save(step, state, tmp_path, only="trained")
     manifest = read_manifest(path)
     assert manifest.frozen.keys() == {f"model/{name}" for name in BASE}
     assert "model/calls" in manifest.entries
@@ -118,7 +118,7 @@ def test_adapters_of_another_base_are_refused_on_every_rank(tmp_path, world_size
         model, state, step = make(state, wrap, seed=1, base_seed=1)
         before = ours.whole(model.state_dict())
         with pytest.raises(CheckpointError) as caught:
-            af.load(tmp_path, state, step)
+            af.load(step, state, tmp_path)
         ours.assert_identical(ours.whole(model.state_dict()), before)
         return str(caught.value)
 
@@ -133,14 +133,14 @@ def test_adapters_of_a_base_of_another_shape_are_refused(tmp_path):
     trained(tmp_path, af.DistState())
     _, state, step = make(af.DistState(), width=4)
     with pytest.raises(CheckpointError, match=r"model/base.weight: float64 \[300, 3\] saved"):
-        af.load(tmp_path, state, step)
+        af.load(step, state, tmp_path)
 
 
 def test_adapters_go_on_another_base_where_that_is_meant(tmp_path, capsys):
     trained(tmp_path, af.DistState())
     model, state, step = make(af.DistState(), base_seed=1)
     before = model.base.weight.clone()
-    af.load(tmp_path, state, step, strict=False)
+    af.load(step, state, tmp_path, strict=False)
     assert "got other values in model/base.weight, model/base.bias" in capsys.readouterr().err
     assert torch.equal(model.base.weight, before)
     assert step.plan.optimizer.state[model.adapter.weight]["step"] == 2
@@ -152,9 +152,9 @@ def test_long_lists_of_frozen_parameters_are_cut(tmp_path):
         base = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(5)]).requires_grad_(False)
         model = nn.Sequential(base, nn.Linear(3, 1)).double()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.DistState(), plan)
-        state = af.resume(tmp_path, state, step)
-        af.save(tmp_path, state, step, only="trained")
+        state, step = af.build(plan, af.DistState())
+        state = af.resume(step, state, tmp_path)
+        af.save(step, state, tmp_path, only="trained")
 
     load(0)
     with pytest.raises(CheckpointError, match=r"0\.0\.weight, \S+, model/0\.2\.weight and 2 more;"):
@@ -165,9 +165,9 @@ def test_a_parameter_that_was_trained_first_is_saved(tmp_path):
     model, state, step = make(af.DistState())
     state = advance(state, step)
     model.adapter.bias.requires_grad_(False)
-    af.save(tmp_path, state, step, only="trained")
+    af.save(step, state, tmp_path, only="trained")
     other, state, step = make(af.DistState(), seed=1)
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     ours.assert_identical(other.state_dict(), model.state_dict())
 
 
@@ -175,17 +175,17 @@ def test_a_parameter_that_one_of_several_steps_trains_is_saved_for_it(tmp_path):
     def steps(seed):
         model = Adapted(seed)
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, first = af.build(af.DistState(), plan)
+        state, first = af.build(plan, af.DistState())
         model.adapter.requires_grad_(False)
         model.base.requires_grad_(True)
-        return model, state, {"first": first, "second": af.build(state, plan)[1]}
+        return model, state, {"first": first, "second": af.build(plan, state)[1]}
 
     model, state, both = steps(0)
     state, _ = both["second"](state, batch(state, 0))
-    path = af.save(tmp_path, state, both, only="trained")
+    path = af.save(both, state, tmp_path, only="trained")
     assert not read_manifest(path).frozen
     other, state, both = steps(1)
-    af.load(tmp_path, state, both)
+    af.load(both, state, tmp_path)
     ours.assert_identical(other.state_dict(), model.state_dict())
 
 
@@ -193,14 +193,14 @@ def test_a_parameter_that_one_of_several_steps_trains_is_saved_for_it(tmp_path):
 def test_a_teacher_that_the_loop_moves_is_refused(tmp_path, world_size, wrap, is_loaded):
     def run(state):
         model, state, step = make(state, wrap)
-        af.save(tmp_path, state, step, only="trained")
+        af.save(step, state, tmp_path, only="trained")
         if is_loaded:
             model, state, step = make(state, wrap)
-            state = af.load(tmp_path, state, step)
+            state = af.load(step, state, tmp_path)
         model.base.weight.data.mul_(0.5)
         with pytest.raises(ArgumentError) as caught:
-            af.save(tmp_path, state, step, only="trained")
-        af.save(tmp_path, state, step)
+            af.save(step, state, tmp_path, only="trained")
+        af.save(step, state, tmp_path)
         return str(caught.value)
 
     assert set(simulate(run, world_size=world_size)) == {
@@ -211,28 +211,28 @@ def test_a_teacher_that_the_loop_moves_is_refused(tmp_path, world_size, wrap, is
 
 def test_frozen_parameters_are_read_once(tmp_path, monkeypatch):
     _, state, step = make(af.DistState())
-    first = af.save(tmp_path, state, step, only="trained")
+    first = af.save(step, state, tmp_path, only="trained")
     before = read_manifest(first).frozen
     monkeypatch.delattr(*hashes_of_frozen())
     state = advance(state, step)
-    assert read_manifest(af.save(tmp_path, state, step, only="trained")).frozen == before
+    assert read_manifest(af.save(step, state, tmp_path, only="trained")).frozen == before
 
 
 def test_a_write_of_one_element_is_noticed(tmp_path):
     model, state, step = make(af.DistState())
-    af.save(tmp_path, state, step, only="trained")
+    af.save(step, state, tmp_path, only="trained")
     model.base.weight[299, 1] = 0.0  # none of the elements that are sampled
     with pytest.raises(ArgumentError, match="got a change since they were last saved or loaded in"):
-        af.save(tmp_path, state, step, only="trained")
+        af.save(step, state, tmp_path, only="trained")
 
 
 def test_only_is_trained_or_none_and_the_same_on_every_rank(tmp_path):
     def run(state):
         _, state, step = make(state)
         with pytest.raises(ArgumentError) as wrong:
-            af.save(tmp_path, state, step, only="adapters")
+            af.save(step, state, tmp_path, only="adapters")
         with pytest.raises(ArgumentError) as different:
-            af.save(tmp_path, state, step, only="trained" if state.rank else None)
+            af.save(step, state, tmp_path, only="trained" if state.rank else None)
         return str(wrong.value), str(different.value)
 
     assert set(simulate(run, world_size=2)) == {
@@ -325,7 +325,7 @@ def test_tied_and_frozen_parameters_are_left_out_under_all_names(tmp_path):
 
 def test_a_checkpoint_of_adapters_is_exported_as_their_weights(tmp_path):
     model, state, step = make(af.DistState())
-    path = af.save(tmp_path / "run", advance(state, step), step, only="trained")
+    path = af.save(step, advance(state, step), tmp_path / "run", only="trained")
     export_model(path, tmp_path / "weights", "", 10**9)
     other = Adapted(seed=1)
     af.load_model(other, tmp_path / "weights")

@@ -19,20 +19,20 @@ def loss_fn(model, batch):
 def built(state):
     model = nn.Linear(1000, 1000)
     plan = af.wrap_ddp()(af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    return af.build(state, plan)
+    return af.build(plan, state)
 
 
 def saved(folder, state, step):
-    af.save(folder, state, step)
+    af.save(step, state, folder)
 
 
 def saved_in_the_background(folder, state, step):
-    af.save(folder, state, step, wait=False)
-    af.save(folder, state, step, wait=False)
+    af.save(step, state, folder, wait=False)
+    af.save(step, state, folder, wait=False)
 
 
 def loaded(folder, state, step):
-    af.load(folder, state, step)
+    af.load(step, state, folder)
 
 
 def exported(folder, state, step):

@@ -24,7 +24,7 @@ def adam(parameters):
 def started(recipe=PLAIN, *, optimizer=adam, state=None, model=None):
     model = ours.regression_model() if model is None else model
     plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
-    return af.build(af.DistState() if state is None else state, recipe(plan))
+    return af.build(recipe(plan), af.DistState() if state is None else state)
 
 
 def go_on(state, step, count=2):
@@ -36,7 +36,7 @@ def go_on(state, step, count=2):
 def again(state, step, recipe=PLAIN, *, optimizer=adam, model=None):
     model = step.plan.model if model is None else model
     plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
-    return af.build(state, recipe(plan), after=step)
+    return af.build(recipe(plan), state, after=step)
 
 
 def test_the_same_scheduler_goes_on_in_the_next_step():
@@ -44,10 +44,10 @@ def test_the_same_scheduler_goes_on_in_the_next_step():
     optimizer = step.plan.optimizer
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
     plan = af.schedule(scheduler)(af.Plan(ours.mse, step.plan.model, optimizer))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     state = go_on(state, step)
     before = optimizer.param_groups[0]["lr"], scheduler.last_epoch
-    af.build(state, plan, after=step)
+    af.build(plan, state, after=step)
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == before
 
 
@@ -58,12 +58,12 @@ def test_a_schedule_by_a_metric_keeps_its_counts_and_its_rates():
 
     model = ours.regression_model()
     optimizer = adam(model.parameters())
-    state, step = af.build(af.DistState(), recipe(optimizer)(af.Plan(ours.mse, model, optimizer)))
+    state, step = af.build(recipe(optimizer)(af.Plan(ours.mse, model, optimizer)), af.DistState())
     state = go_on(state, step, 3)
     assert optimizer.param_groups[0]["lr"] == 0.025
     other = adam([*model.parameters()][::-1])
     plan = recipe(other)(af.Plan(ours.mse, model, other))
-    state, step = af.build(state, plan, after=step)
+    state, step = af.build(plan, state, after=step)
     assert other.param_groups[0]["lr"] == 0.025
     go_on(state, step, 1)
     assert other.param_groups[0]["lr"] == 0.0125
@@ -76,7 +76,7 @@ def test_one_schedule_goes_on_for_several_optimizers():
     model = step.plan.model
     parameters = [*model.parameters()]
     optimizers = {"a": adam(parameters[:2]), "b": adam(parameters[2:])}
-    state, step = af.build(state, rates(af.Plan(ours.mse, model, optimizers)), after=step)
+    state, step = af.build(rates(af.Plan(ours.mse, model, optimizers)), state, after=step)
     assert [each.param_groups[0]["lr"] for each in optimizers.values()] == [0.025, 0.025]
     assert all(
         float(each.state[p]["step"]) == 2 for each in optimizers.values() for p in each.state
@@ -112,10 +112,10 @@ def test_counts_in_groups_go_on_and_settings_are_the_programs():
 
 
 def test_what_is_new_is_listed(capsys):
-    state, step = started(af.compose(af.average(0.9), af.skip_nonfinite()))
+    state, step = started(af.compose(af.ema(0.9), af.skip_nonfinite()))
     state = go_on(state, step)
     model = nn.Sequential(*step.plan.model, nn.Linear(1, 1).double())
-    again(state, step, af.average(0.9), model=model)
+    again(state, step, af.ema(0.9), model=model)
     said = capsys.readouterr().err
     assert "build: the run goes on after the step; new are:" in said
     assert "optimizer begins anew for 3.weight, 3.bias" in said
@@ -124,27 +124,27 @@ def test_what_is_new_is_listed(capsys):
 
 
 def test_parameters_are_matched_by_the_object_before_the_name():
-    state, step = started(af.average(0.5))
+    state, step = started(af.ema(0.5))
     state = go_on(state, step)
     first, _, last = step.plan.model
     model = nn.Sequential(last, first)  # "0" is what was "2"
     moments = step.plan.optimizer.state[last.weight]["exp_avg"].clone()
-    _, other = again(state, step, af.average(0.5), model=model)
+    _, other = again(state, step, af.ema(0.5), model=model)
     assert other.plan.optimizer.state[last.weight]["exp_avg"].equal(moments)
-    with af.use_average(step):
+    with af.averaged(step):
         expected = last.weight.clone()
-    with af.use_average(other):
+    with af.averaged(other):
         assert last.weight.equal(expected)
 
 
 def test_the_next_step_saves_to_the_same_folder(tmp_path):
     state, step = started()
     state = go_on(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     state, other = again(state, step)
     state = go_on(state, other)
-    af.save(tmp_path, state, other, keep=1)
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [4]
+    af.save(other, state, tmp_path, keep=1)
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [4]
 
 
 def refusals(state):
@@ -198,18 +198,18 @@ def test_what_is_no_step_and_state_of_other_shapes_are_refused():
     with pytest.raises(
         TypeError, match=r"build: after must be the step that build gave before, got .int."
     ):
-        af.build(state, step.plan, after=3)
+        af.build(step.plan, state, after=3)
     with pytest.raises(
         PlanError, match=r"norms of \[8\] in the step, \[16\] here; give the transform"
     ):
         again(state, step, af.skip_spikes(window=16))
-    state, step = started(af.average(0.5))
+    state, step = started(af.ema(0.5))
     state = go_on(state, step)
     with (
-        af.use_average(step),
+        af.averaged(step),
         pytest.raises(StateError, match="build: step must have its own parameters"),
     ):
-        again(state, step, af.average(0.5))
+        again(state, step, af.ema(0.5))
 
 
 def test_ranks_between_two_averages_are_refused():
@@ -225,22 +225,22 @@ def test_ranks_between_two_averages_are_refused():
 
 
 def test_a_load_by_names_that_is_refused_changes_nothing(tmp_path):
-    state, step = started(af.average(0.5))
-    af.save(tmp_path, go_on(state, step), step)
+    state, step = started(af.ema(0.5))
+    af.save(step, go_on(state, step), tmp_path)
     wide = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    state, other = started(af.average(0.5), model=wide)
+    state, other = started(af.ema(0.5), model=wide)
     before = {name: each.clone() for name, each in wide.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"model/2.weight: float64 \[1, 5\] saved, .* here"):
-        af.load(tmp_path, state, other, match="names")
+        af.load(other, state, tmp_path, match="names")
     ours.assert_identical(dict(wide.state_dict()), before)
     assert not other.plan.optimizer.state
     renamed = nn.ModuleDict({"a": nn.Linear(3, 1)}).double()
     plan = af.Plan(
         lambda model, batch: model["a"](batch[0]).mean(), renamed, adam(renamed.parameters())
     )
-    state, other = af.build(af.DistState(), plan)
+    state, other = af.build(plan, af.DistState())
     with pytest.raises(CheckpointError, match="no tensor of the model has a name that was saved"):
-        af.load(tmp_path, state, other, match="names")
+        af.load(other, state, tmp_path, match="names")
 
 
 @pytest.mark.parametrize(
@@ -255,17 +255,17 @@ def test_a_load_by_names_that_is_refused_changes_nothing(tmp_path):
 )
 def test_arguments_of_a_load_by_names_are_checked(tmp_path, options, text):
     state, step = started()
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     with pytest.raises(AccelError, match=text):
-        af.load(tmp_path, state, step, **options)
+        af.load(step, state, tmp_path, **options)
 
 
 def test_a_load_by_names_lists_what_is_new_and_what_is_left_out(tmp_path, capsys):
-    state, step = started(af.compose(af.average(0.9), af.skip_nonfinite()))
-    af.save(tmp_path, go_on(state, step), step)
+    state, step = started(af.compose(af.ema(0.9), af.skip_nonfinite()))
+    af.save(step, go_on(state, step), tmp_path)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 1))).double()
-    state, other = started(af.compose(af.skip_spikes(), af.average(0.9)), model=model)
-    state = af.load(tmp_path, state, other, match="names")
+    state, other = started(af.compose(af.skip_spikes(), af.ema(0.9)), model=model)
+    state = af.load(other, state, tmp_path, match="names")
     said = capsys.readouterr().err
     for line in (
         "model/2.0.weight: begins with the program's values",
@@ -305,18 +305,18 @@ def sgd_of(kind):
 
 def test_an_optimizer_that_counts_outside_of_its_state_is_warned_of_once(tmp_path):
     state, step = started(optimizer=sgd_of(Counting))
-    af.save(tmp_path, state, step)  # nothing has changed yet
+    af.save(step, state, tmp_path)  # nothing has changed yet
     state = go_on(state, step)
     with pytest.warns(UserWarning, match="got Counting, which has changed count and gives"):
-        af.save(tmp_path, state, step)
-    af.save(tmp_path, state, step)  # a second warning would be an error
+        af.save(step, state, tmp_path)
+    af.save(step, state, tmp_path)  # a second warning would be an error
 
 
 @pytest.mark.parametrize("kind", [Honest, torch.optim.Adam, WithProgress])
 def test_an_optimizer_that_saves_all_that_it_counts_is_not_warned_of(tmp_path, kind):
     state, step = started(optimizer=sgd_of(kind))
     state = go_on(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     _, other = again(state, step, optimizer=sgd_of(kind))
     assert getattr(other.plan.optimizer, "count", 2) == 2
 
@@ -334,11 +334,11 @@ def recipe():
     return af.compose(af.wrap_ddp(), af.accumulate(2), by_items)
 def mine(batch):
     return tuple(each.tensor_split(state.world_size)[state.rank] for each in batch)
-state, step = af.build(state, recipe()(af.Plan(ours.mse, model, adam(model[2].parameters()))))
+state, step = af.build(recipe()(af.Plan(ours.mse, model, adam(model[2].parameters()))), state)
 for batch in BATCHES[:2]:
     state, _ = step(state, mine(batch))
 groups = [{"params": model[2].parameters()}, {"params": model[0].parameters()}]
-state, step = af.build(state, recipe()(af.Plan(ours.mse, model, adam(groups))), after=step)
+state, step = af.build(recipe()(af.Plan(ours.mse, model, adam(groups))), state, after=step)
 for batch in BATCHES[2:4]:
     state, _ = step(state, mine(batch))
 found = {name: value.tolist() for name, value in model.state_dict().items()}

@@ -31,7 +31,7 @@ def make(seed=0, *, optimizer=ours.adamw, recipe=None, model=None, state=None):
     """Make the step of a new program."""
     model = model or ours.regression_model(seed)
     plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
-    return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
+    return af.build(recipe(plan) if recipe else plan, state or af.DistState())
 
 
 def advance(state, step, count=2):
@@ -59,7 +59,7 @@ def unchanged(step):
 def differences(folder, state, step, **options):
     """Return the lines of the error with which `load` refuses this step and leaves it unchanged."""
     with unchanged(step), pytest.raises(CheckpointError) as caught:
-        af.load(folder, state, step, **options)
+        af.load(step, state, folder, **options)
     head, *lines = str(caught.value).splitlines()
     assert head == f"load: {af.latest(folder)} must be of this program, got differences:"
     return [line.removeprefix("  ") for line in lines]
@@ -93,11 +93,11 @@ def test_a_run_resumes_to_the_bit_in_a_new_program(tmp_path, optimizer, steps_be
     """The new program may have made some updates already."""
     state, step = make(optimizer=optimizer)
     state = advance(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     advance(state, step)
     new_state, new_step = make(7, optimizer=optimizer)
     new_state = advance(new_state, new_step, steps_before)
-    new_state = af.load(tmp_path, new_state, new_step)
+    new_state = af.load(new_step, new_state, tmp_path)
     assert new_state.step == 2
     advance(new_state, new_step)
     torch.testing.assert_close(kept(new_step), kept(step), rtol=0, atol=0)
@@ -126,25 +126,25 @@ WRAPPERS = {"plain": lambda model: model, "compile": eagerly, "parallel": nn.Dat
     ],
 )
 def test_keys_are_those_of_the_model_that_a_user_wrapped(tmp_path, saved, loaded):
-    recipe = af.average(0.5)
+    recipe = af.ema(0.5)
     make_in = lambda wrapper: make(model=WRAPPERS[wrapper](ours.regression_model()), recipe=recipe)
     state, step = make_in(saved)
     state = advance(state, step)
-    path = af.save(tmp_path, state, step)
+    path = af.save(step, state, tmp_path)
     _, other = make_in(loaded)
-    af.load(tmp_path, state, other)
+    af.load(other, state, tmp_path)
     keys = {name.split("/", 1)[1] for name in read_manifest(path).entries if "model/" in name}
     assert keys == ours.regression_model().state_dict().keys()
     assert numbers(other) == numbers(step)
-    with af.use_average(other), af.use_average(step):
+    with af.averaged(other), af.averaged(step):
         assert numbers(other) == numbers(step)
 
 
 def test_what_was_saved_before_the_first_update_takes_later_state_away(tmp_path):
     state, step = make()
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     before = ours.regression_model().state_dict()
-    state = af.load(tmp_path, advance(state, step), step)
+    state = af.load(step, advance(state, step), tmp_path)
     assert (state.step, step.plan.optimizer.state_dict()["state"]) == (0, {})
     ours.assert_identical(step.plan.model.state_dict(), before)
 
@@ -152,11 +152,11 @@ def test_what_was_saved_before_the_first_update_takes_later_state_away(tmp_path)
 def test_tensors_are_filled_where_they_are(tmp_path):
     state, step = make()
     state = advance(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     places = [each.data_ptr() for each in step.plan.model.parameters()]
     moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
     place = moments["exp_avg"].data_ptr()
-    af.load(tmp_path, advance(state, step), step)
+    af.load(step, advance(state, step), tmp_path)
     assert [each.data_ptr() for each in step.plan.model.parameters()] == places
     moments = step.plan.optimizer.state[next(step.plan.model.parameters())]
     assert moments["exp_avg"].data_ptr() == place
@@ -169,10 +169,10 @@ def draw():
 
 def test_generators_continue_where_they_stood(tmp_path):
     state, step = make()
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     drawn = draw()
     draw()
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     assert draw() == drawn
 
 
@@ -182,19 +182,19 @@ def test_the_generator_of_the_device_continues_where_it_stood(tmp_path):
     device = torch.accelerator.current_accelerator()
     state, step = make(model=ours.regression_model().to(device), state=af.DistState(device=device))
     torch.rand(3, device=device)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     drawn = torch.rand(2, device=device)
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     assert torch.equal(torch.rand(2, device=device), drawn)
 
 
 def test_generators_of_new_ranks_are_derived_and_that_is_logged(tmp_path, capsys):
     state, step = make(recipe=af.wrap_ddp())
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
 
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        af.load(tmp_path, state, step)
+        af.load(step, state, tmp_path)
 
     simulate(run, world_size=2)
     assert capsys.readouterr().err == (
@@ -209,7 +209,7 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
     state, step = make(state=af.DistState(seed=3))
     saved = {}
     for _ in range(2):
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         saved[state.step] = draw()
         state = advance(state, step, 1)
     script = f"""
@@ -219,7 +219,7 @@ def test_generators_of_new_ranks_are_those_of_seed_rank_and_step(tmp_path):
         with af.distributed(device="cpu", seed=3) as state:
             state, step = make(recipe=af.wrap_ddp(), state=state)
             for at in (0, 1, 0, 1):
-                af.load({str(tmp_path)!r}, state, step, at=at)
+                af.load(step, state, {str(tmp_path)!r}, at=at)
                 say(json.dumps([state.rank, at, draw()]))
     """
     lines = launch(script, num_processes=3).splitlines()
@@ -247,9 +247,9 @@ def test_extras_are_each_ranks_own(tmp_path):
     def run(state):
         counter = Counter(10 + state.rank)
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        af.save(tmp_path, state, step, extras={"counter": counter})
+        af.save(step, state, tmp_path, extras={"counter": counter})
         again = Counter()
-        af.load(tmp_path, state, step, extras={"counter": again})
+        af.load(step, state, tmp_path, extras={"counter": again})
         return again.number
 
     assert simulate(run, world_size=3) == [10, 11, 12]
@@ -259,9 +259,9 @@ def test_a_dict_is_filled_in_place_by_what_was_saved(tmp_path):
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
         best = {"loss": 0.5 + state.rank, "at": "step 3", "where": torch.ones(2), 7: [1, 2]}
-        af.save(tmp_path, state, step, extras={"best": best})
+        af.save(step, state, tmp_path, extras={"best": best})
         again = {"loss": float("inf"), "new": 1}
-        af.load(tmp_path, state, step, extras={"best": again})
+        af.load(step, state, tmp_path, extras={"best": again})
         assert again.pop("where").tolist() == [1, 1]
         return again
 
@@ -271,9 +271,9 @@ def test_a_dict_is_filled_in_place_by_what_was_saved(tmp_path):
 
 def test_tensors_of_a_dict_stay_on_their_device(tmp_path):
     state, step = make()
-    af.save(tmp_path, state, step, extras={"values": {"x": torch.ones(2)}})
+    af.save(step, state, tmp_path, extras={"values": {"x": torch.ones(2)}})
     values = {"x": torch.zeros(2, device="meta")}
-    af.load(tmp_path, state, step, extras={"values": values})
+    af.load(step, state, tmp_path, extras={"values": values})
     assert values["x"].device.type == "meta"
 
 
@@ -281,24 +281,24 @@ def test_a_generator_draws_on_as_if_the_run_had_not_stopped(tmp_path):
     state, step = make()
     generator = torch.Generator().manual_seed(3)
     torch.rand(5, generator=generator)
-    af.save(tmp_path, state, step, extras={"noise": generator})
+    af.save(step, state, tmp_path, extras={"noise": generator})
     expected = torch.rand(5, generator=generator)
     again = torch.Generator()
-    af.load(tmp_path, state, step, extras={"noise": again})
+    af.load(step, state, tmp_path, extras={"noise": again})
     assert torch.equal(torch.rand(5, generator=again), expected)
 
 
 def test_a_dict_of_other_things_is_refused(tmp_path):
     state, step = make()
     with pytest.raises(ValueError, match="save: extras/best must hold tensors, numbers, strings"):
-        af.save(tmp_path, state, step, extras={"best": {"model": Counter()}})
+        af.save(step, state, tmp_path, extras={"best": {"model": Counter()}})
 
 
 def test_a_dict_in_place_of_a_generator_is_refused(tmp_path):
     state, step = make()
-    af.save(tmp_path, state, step, extras={"noise": {"seed": 3}})
+    af.save(step, state, tmp_path, extras={"noise": {"seed": 3}})
     with pytest.raises(CheckpointError, match=r"differences:\n  KeyError\('state'\)"):
-        af.load(tmp_path, state, step, extras={"noise": torch.Generator()})
+        af.load(step, state, tmp_path, extras={"noise": torch.Generator()})
 
 
 def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
@@ -313,17 +313,17 @@ def test_a_tensor_of_one_element_is_saved_whatever_its_stride(tmp_path):
     model = ours.regression_model()
     model.register_buffer("first", torch.arange(6.0).reshape(2, 3)[1:, 1])
     state, step = make(model=model)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     model.first.zero_()
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     assert model.first.tolist() == [4.0]
 
 
 def test_another_number_of_virtual_ranks_is_a_difference(tmp_path):
-    af.save(tmp_path, *make(recipe=af.reproducible(4)))
+    af.save(*reversed(make(recipe=af.reproducible(4))), tmp_path)
     for recipe, here in ((af.reproducible(8), "8 here"), (af.wrap_ddp(), "nothing here")):
         assert f"num_virtual_ranks: 4 saved, {here}" in differences(tmp_path, *make(recipe=recipe))
-    assert af.load(tmp_path, *make(recipe=af.reproducible(4))).step == 0
+    assert af.load(*reversed(make(recipe=af.reproducible(4))), tmp_path).step == 0
 
 
 OTHER_DATA = {
@@ -336,7 +336,7 @@ OTHER_DATA = {
     "seed": (shared(seed=3), "seed: 0 saved, 3 here"),
     "generator": (shared(generator=3), "seed: 0 saved, "),
     "read ahead": (af.prefetch(shared(39), af.DistState()), "num_samples: 40 saved, 39 here"),
-    "windows": (af.window(shared(80), 2), "num_samples: 40 saved, 80 here"),
+    "windows": (af.group_batches(shared(80), 2), "num_samples: 40 saved, 80 here"),
     "sampler": (shared(shuffle=False, sampler=range(8)), "num_samples: 40 saved, 8 here"),
 }
 
@@ -346,7 +346,7 @@ def test_other_data_are_refused_before_anything_is_overwritten(tmp_path, loader,
     """The error is one list with all other differences; the loader is an extra."""
     state, step = make()
     extras = {"counter": Counter(4), "data": shared()}
-    af.save(tmp_path, advance(state, step), step, extras=extras)
+    af.save(step, advance(state, step), tmp_path, extras=extras)
     state, other = make(3, recipe=af.clip(1.0))
     extras = {"counter": Counter(9), "data": loader}
     lines = differences(tmp_path, state, other, extras=extras)
@@ -357,8 +357,8 @@ def test_other_data_are_refused_before_anything_is_overwritten(tmp_path, loader,
 
 def test_the_same_data_are_taken_also_as_they_were_described_before(tmp_path):
     state, step = make()
-    af.save(tmp_path, state, step, extras={"data": shared()})
-    af.load(tmp_path, state, step, extras={"data": shared()})
+    af.save(step, state, tmp_path, extras={"data": shared()})
+    af.load(step, state, tmp_path, extras={"data": shared()})
     shared().load_state_dict({"batches_per_epoch": 10})
     text = "loader must be that of the run that was saved, got num_samples: 40 saved, 39 here; give"
     with pytest.raises(ValueError, match=text):
@@ -372,10 +372,10 @@ def test_an_extra_that_refuses_leaves_the_run_as_it_was_on_every_rank(tmp_path):
 
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        af.save(tmp_path, state, step, extras={"extra": Counter()})
+        af.save(step, state, tmp_path, extras={"extra": Counter()})
         _, other = make(3, recipe=af.wrap_ddp(), state=state)
         with unchanged(other), pytest.raises((KeyError, RuntimeError), match="lost"):
-            af.load(tmp_path, state, other, extras={"extra": Bad() if state.rank else Counter()})
+            af.load(other, state, tmp_path, extras={"extra": Bad() if state.rank else Counter()})
 
     simulate(run, world_size=2)
 
@@ -389,16 +389,16 @@ def test_several_steps_are_one_checkpoint(tmp_path):
     state, steps = both(0)
     for step in steps.values():
         advance(state, step)
-    af.save(tmp_path, replace(state, step=2), steps)
+    af.save(steps, replace(state, step=2), tmp_path)
     _, others = both(5)
-    assert af.load(tmp_path, state, others).step == 2
+    assert af.load(others, state, tmp_path).step == 2
     for name, step in steps.items():
         torch.testing.assert_close(kept(others[name]), kept(step), rtol=0, atol=0)
 
 
 def test_the_manifest_describes_the_run_in_plain_json(tmp_path):
     state, step = make(recipe=af.compose(af.clip(0.5), af.accumulate(2)))
-    path = af.save(tmp_path, advance(state, step), step)
+    path = af.save(step, advance(state, step), tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())["checkpoint"]
     assert list(manifest["explained"].values()) == [af.explain(step.plan, state)]
     assert (manifest["world_size"], manifest["step"], manifest["seed"]) == (1, 2, 0)
@@ -422,11 +422,11 @@ class Tied(nn.Module):
 
 def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
     state, step = make(model=Tied())
-    path = af.save(tmp_path, advance(state, step), step)
+    path = af.save(step, advance(state, step), tmp_path)
     chunks = [chunk for entry in read_manifest(path).entries.values() for chunk in entry.chunks]
     assert sum(chunk.length for chunk in chunks) == 3 * 9 * 8 + 4
     state, again = make(model=Tied())
-    af.load(tmp_path, state, again)
+    af.load(again, state, tmp_path)
     assert again.plan.model.second.weight is again.plan.model.first.weight
     ours.assert_identical(again.plan.model.state_dict(), step.plan.model.state_dict())
     lines = differences(tmp_path, *make(model=Tied(tied=False)))
@@ -436,7 +436,7 @@ def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
 def test_tensors_lie_in_files_as_aligned_as_in_memory(tmp_path):
     """A copy between two places of equal alignment is faster."""
     state, step = make(model=Odd())
-    path = af.save(tmp_path, advance(state, step), step)
+    path = af.save(step, advance(state, step), tmp_path)
     entries = read_manifest(path).entries
     chunks = [chunk for entry in entries.values() for chunk in entry.chunks]
     assert [chunk.start % 64 for chunk in chunks] == [0] * len(chunks)
@@ -475,10 +475,10 @@ def test_any_tensors_and_extra_state_come_back(tmp_path):
     model = Odd()
     model.words = "others"
     state, step = make(model=model)
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     again = Odd()
     state, other = make(model=again)
-    af.load(tmp_path, state, other)
+    af.load(other, state, tmp_path)
     assert again.words == "others"
     tensors = {
         name: each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)
@@ -533,10 +533,10 @@ class Hiding(nn.Linear):
 )
 def test_extra_state_that_is_gone_or_new_is_a_difference(tmp_path, kinds, difference):
     saved, here = [kind(3, 1).double() for kind in kinds]
-    af.save(tmp_path, *make(model=saved))
+    af.save(*reversed(make(model=saved)), tmp_path)
     program = make(model=here)
     assert differences(tmp_path, *program) == [f"model/_extra_state: {difference}"]
-    af.load(tmp_path, *program, strict=False)
+    af.load(*reversed(program), tmp_path, strict=False)
     assert torch.equal(here.weight, saved.weight)
 
 
@@ -552,10 +552,10 @@ class Demanding(Hiding):
 def test_a_model_that_leaves_a_tensor_out_gets_its_extra_state_back(tmp_path, kind):
     state, step = make(model=(model := kind(3, 1).double()))
     model.words = "others"
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     state, other = make(model=(again := kind(3, 1).double()))
     again.table.fill_(5)
-    af.load(tmp_path, state, other)
+    af.load(other, state, tmp_path)
     assert again.words == "others"
     assert again.table.tolist() == [5, 5]
     torch.testing.assert_close(again.weight, model.weight, rtol=0, atol=0)
@@ -572,7 +572,7 @@ class Expanding(nn.Linear):
 def test_a_tensor_with_several_elements_in_one_place_is_refused_by_name(tmp_path):
     state, step = make(model=(model := Expanding(3, 1).double()))
     expanded, model.mask = model.mask, model.mask.clone()
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     model.mask = expanded
     for function in (af.save, af.load):
         text = rf"{function.__name__}: step must hold .*, got strides \(1, 0\) for 'model/mask'; clone it"
@@ -598,9 +598,9 @@ def test_a_model_that_does_not_give_its_own_tensors_gets_them_back(tmp_path, kin
     state, step = make(model=(model := kind(3, 1).double()))
     model.scale = torch.tensor([2.0, 3.0])
     state = advance(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     state, other = make(model=(again := kind(3, 1).double()))
-    af.load(tmp_path, state, other)
+    af.load(other, state, tmp_path)
     ours.assert_identical(dict(again.named_parameters()), dict(model.named_parameters()))
     torch.testing.assert_close(kept(other)[1], kept(step)[1], rtol=0, atol=0)
     assert kind is Renaming or again.scale.tolist() == [2.0, 3.0]
@@ -631,9 +631,9 @@ def test_how_updates_are_computed_stays_that_of_the_program(tmp_path, saved):
         return lambda parameters: torch.optim.AdamW(parameters, **options)
 
     state, step = make(optimizer=adamw(lr=0.5, **saved))
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     state, other = make(optimizer=adamw(lr=0.1, fused=True))
-    state = af.load(tmp_path, state, other)
+    state = af.load(other, state, tmp_path)
     (group,) = other.plan.optimizer.param_groups
     assert (group["lr"], group["fused"]) == (0.5, True)
     assert not group["capturable"]
@@ -645,11 +645,11 @@ def test_another_class_of_schedule_is_a_difference(tmp_path):
     def scheduled(by, *options):
         return make(recipe=lambda plan: af.schedule(by(plan.optimizer, *options))(plan))
 
-    af.save(tmp_path, *scheduled(StepLR, 2))
+    af.save(*reversed(scheduled(StepLR, 2)), tmp_path)
     assert differences(tmp_path, *scheduled(CosineAnnealingLR, 10)) == [
         "after_update: ['schedule(StepLR)'] saved, ['schedule(CosineAnnealingLR)'] here"
     ]
-    af.load(tmp_path, *scheduled(StepLR, 7))
+    af.load(*reversed(scheduled(StepLR, 7)), tmp_path)
 
 
 def test_what_a_transform_keeps_is_kept(tmp_path):
@@ -658,9 +658,9 @@ def test_what_a_transform_keeps_is_kept(tmp_path):
 
     old, new = Counting(), Counting()
     state, step = make(recipe=counting(old))
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     state, step = make(recipe=counting(new))
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     assert new.count == 2
 
 
@@ -682,7 +682,7 @@ MISTAKES = {
     "optimizer": ({"optimizer": ours.sgd}, "optimizer: AdamW saved, SGD here"),
     "weight_fn": (
         {"recipe": lambda plan: replace(plan, weight_fn=rows)},
-        "weight_fn: num_samples saved, rows here",
+        "weight_fn: count_samples saved, rows here",
     ),
     "groups": (
         {"optimizer": in_two_groups},
@@ -708,7 +708,7 @@ MISTAKES = {
 
 TRANSFORMS = {
     "clip": (af.clip(1.0), "gradients", "['clip']"),
-    "average": (af.average(0.9), "after_update", "['average']"),
+    "average": (af.ema(0.9), "after_update", "['ema']"),
     "schedule": (af.schedule(lambda _: 1.0), "after_update", "['schedule(LambdaLR)']"),
 }
 OTHERS = {
@@ -728,21 +728,21 @@ OTHERS = {
 def test_another_program_is_refused_before_anything_is_overwritten(
     tmp_path, recipe, changes, difference
 ):
-    af.save(tmp_path, *make(recipe=recipe))
+    af.save(*reversed(make(recipe=recipe)), tmp_path)
     assert difference in differences(tmp_path, *make(**changes))
 
 
 @pytest.mark.parametrize(
     ("saved", "here"),
-    [(af.clip(0.5), af.clip(1.0)), (af.average(0.9), af.average(0.5))],
+    [(af.clip(0.5), af.clip(1.0)), (af.ema(0.9), af.ema(0.5))],
     ids=["clip", "average"],
 )
 def test_arguments_of_a_transform_are_those_of_the_program_and_no_difference(tmp_path, saved, here):
     state, step = make(recipe=saved)
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     state, other = make(recipe=here)
     before = af.explain(other.plan, state)
-    state = af.load(tmp_path, state, other)
+    state = af.load(other, state, tmp_path)
     assert (state.step, af.explain(other.plan, state)) == (2, before)
     assert before != af.explain(step.plan, state)
 
@@ -750,12 +750,12 @@ def test_arguments_of_a_transform_are_those_of_the_program_and_no_difference(tmp
 def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, capsys):
     counter = Counting(5)
     state, step = make()
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 1)).double()
     last = other[3].weight.clone()
     recipe = lambda plan: replace(plan, after_update=(counter,))
     state, new = make(model=other, recipe=recipe)
-    state = af.load(tmp_path, state, new, extras={"new": (extra := Counter(7))}, strict=False)
+    state = af.load(new, state, tmp_path, extras={"new": (extra := Counter(7))}, strict=False)
     assert (state.step, counter.count, extra.number) == (2, 5, 7)
     assert torch.equal(other[3].weight, last)
     ours.assert_identical(
@@ -772,14 +772,14 @@ def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, 
 @pytest.mark.parametrize("widths", [(3, 4, 1), (3, 5, 1, 1)], ids=["shape", "more"])
 def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, capsys, widths):
     """An example is the average of a layer that was replaced."""
-    recipe = af.compose(af.average(0.5), af.schedule(lambda _: 1.0))
+    recipe = af.compose(af.ema(0.5), af.schedule(lambda _: 1.0))
     state, step = make(recipe=recipe)
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     model = nn.Sequential(*(nn.Linear(*each) for each in pairwise(widths))).double()
     state, other = make(model=model, recipe=recipe)
-    state = af.load(tmp_path, state, other, strict=False)
+    state = af.load(other, state, tmp_path, strict=False)
     text = capsys.readouterr().err
-    assert "  after_update/0 average starts fresh: its state was saved in other shapes" in text
+    assert "  after_update/0 ema starts fresh: its state was saved in other shapes" in text
     assert other.plan.after_update[0].state_dict()["num_updates"] == 0
     assert other.plan.after_update[1].state_dict() == step.plan.after_update[1].state_dict()
     advance(state, other)
@@ -788,20 +788,20 @@ def test_what_a_transform_keeps_starts_fresh_where_it_does_not_fit(tmp_path, cap
 def test_what_a_transform_keeps_in_other_shapes_is_a_difference(tmp_path):
     """An example is the norms of a window of another length."""
     state, step = make(recipe=af.skip_spikes(window=8))
-    af.save(tmp_path, advance(state, step), step)
+    af.save(step, advance(state, step), tmp_path)
     state, other = make(recipe=af.skip_spikes(window=16))
     assert differences(tmp_path, state, other) == [
         "transforms/accept/0 skip_spikes/norms: float32 [8] saved, float32 [16] here"
     ]
-    advance(af.load(tmp_path, state, other, strict=False), other)
+    advance(af.load(other, state, tmp_path, strict=False), other)
 
 
 def test_extras_that_do_not_fit_are_left_and_logged(tmp_path, capsys):
     state, step = make()
     extras = {"counter": Counter(4), "data": shared(), "old": Counter()}
-    af.save(tmp_path, advance(state, step), step, extras=extras)
+    af.save(step, advance(state, step), tmp_path, extras=extras)
     extras = {"counter": Counter(9), "data": shared(48), "new": Counter(7)}
-    assert af.load(tmp_path, state, step, extras=extras, strict=False).step == 2
+    assert af.load(step, state, tmp_path, extras=extras, strict=False).step == 2
     assert (extras["counter"].number, extras["new"].number) == (4, 7)
     text = capsys.readouterr().err
     assert "  extras: ['counter', 'data', 'old'] saved, ['counter', 'data', 'new'] here\n" in text
@@ -812,15 +812,15 @@ def test_at_names_a_checkpoint_by_its_step_or_its_name(tmp_path):
     state, step = make()
     for _ in range(3):
         state = advance(state, step, 1)
-        af.save(tmp_path, state, step)
-    found = [af.load(tmp_path, state, step, at=at).step for at in (2, "step_00000001", "latest")]
+        af.save(step, state, tmp_path)
+    found = [af.load(step, state, tmp_path, at=at).step for at in (2, "step_00000001", "latest")]
     assert found == [2, 1, 3]
     with pytest.raises(
         CheckpointError, match=r"load: at=7 must be a checkpoint in .* steps 1, 2, 3$"
     ):
-        af.load(tmp_path, state, step, at=7)
+        af.load(step, state, tmp_path, at=7)
     with pytest.raises(CheckpointError, match=r"at='latest' must .*, got steps none"):
-        af.load(tmp_path / "nowhere", state, step)
+        af.load(step, state, tmp_path / "nowhere")
 
 
 _, STEP = make()
@@ -887,7 +887,7 @@ def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
 
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        af.save("run", state, step)
+        af.save(step, state, "run")
         for given, options, text in mistakes.values():
             folder, steps = (*given, *("run", step)[len(given) :]) if state.rank else ("run", step)
             with pytest.raises((ValueError, RuntimeError), match=f"{function}: .*{text}"):
@@ -904,7 +904,7 @@ def test_ranks_that_are_at_other_steps_are_refused(tmp_path, name):
         state, step = make(recipe=af.wrap_ddp(), state=state)
         text = rf"save: state\.{name} must be the same .* got 1 on rank"
         with pytest.raises(ValueError, match=text):
-            af.save(tmp_path, replace(state, **{name: state.rank}), step)
+            af.save(step, replace(state, **{name: state.rank}), tmp_path)
 
     simulate(run, world_size=2)
 
@@ -914,11 +914,11 @@ def test_ranks_that_are_at_other_steps_are_refused(tmp_path, name):
 )
 def test_a_checkpoint_is_named_without_its_folder(tmp_path, at):
     state, step = make()
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     with pytest.raises(
         ValueError, match=r"load: at must be \"latest\", .*; give its path as folder"
     ):
-        af.load(tmp_path, state, step, at=at)
+        af.load(step, state, tmp_path, at=at)
 
 
 def test_a_failure_on_one_rank_is_one_of_all_and_leaves_nothing(tmp_path):
@@ -930,7 +930,7 @@ def test_a_failure_on_one_rank_is_one_of_all_and_leaves_nothing(tmp_path):
         state, step = make(recipe=af.wrap_ddp(), state=state)
         extra = Bad() if state.rank == 1 else Counter()
         try:
-            af.save(tmp_path, state, step, extras={"extra": extra})
+            af.save(step, state, tmp_path, extras={"extra": extra})
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

@@ -81,7 +81,7 @@ def make(seed=0, *, state=None, recipe=None):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     plan = af.Plan(loss_fn, model, optimizer)
-    return af.build(state or af.DistState(), recipe(plan) if recipe else plan)
+    return af.build(recipe(plan) if recipe else plan, state or af.DistState())
 
 
 def run(folder, *steps, saver=None, **options):
@@ -90,7 +90,7 @@ def run(folder, *steps, saver=None, **options):
     for number in steps:
         while state.step < number:
             state, _ = step(state, BATCH)
-        af.save(folder, state, step, **options)
+        af.save(step, state, folder, **options)
     return state, step
 
 
@@ -119,7 +119,7 @@ def refused(folder, match, **options):
     state, _ = step(state, BATCH)
     extra, before = Extra("mine"), everything(step)
     with pytest.raises(CheckpointError, match=match) as caught:
-        af.load(folder, state, step, extras={"extra": extra}, **options)
+        af.load(step, state, folder, extras={"extra": extra}, **options)
     assert isinstance(caught.value, RuntimeError)
     assert everything(step) == before
     assert (state.step, extra.value) == (1, "mine")
@@ -129,7 +129,7 @@ def loads(folder, expected_step):
     """Assert that the newest checkpoint loads, and that it is that of this step."""
     state, step = make(7)
     assert af.latest(folder) == folder / f"step_{expected_step:08d}"
-    assert af.load(folder, state, step).step == expected_step
+    assert af.load(step, state, folder).step == expected_step
     saved = make()
     for _ in range(expected_step):
         saved = saved[1](saved[0], BATCH)[0], saved[1]
@@ -194,7 +194,7 @@ def of_two(tmp_path_factory):
     def save(state):
         state, step = make(state=state, recipe=af.wrap_ddp())
         state, _ = step(state, BATCH)
-        af.save(folder, state, step, extras={"extra": Extra(state.rank)})
+        af.save(step, state, folder, extras={"extra": Extra(state.rank)})
 
     simulate(save, world_size=2)
     assert names(folder / "step_00000001") == sorted(OF_TWO)
@@ -217,7 +217,7 @@ def test_damage_of_any_rank_s_file_is_found_by_all(of_two, tmp_path, file, damag
         state, step = make(7, state=state, recipe=af.wrap_ddp())
         extra, before = Extra("mine"), tensors_of(step)
         with pytest.raises(RuntimeError, match=rf"step_00000001(/| .*){file}"):
-            af.load(folder, state, step, extras={"extra": extra})
+            af.load(step, state, folder, extras={"extra": extra})
         assert tensors_of(step) == before
         assert extra.value == "mine"
 
@@ -230,7 +230,7 @@ def test_damage_of_any_rank_s_file_is_found_by_all(of_two, tmp_path, file, damag
 def test_what_is_missing_or_of_another_size_is_listed_and_never_the_latest(tmp_path, file, damage):
     run(tmp_path, 1, 2, 3)
     DAMAGES[damage](tmp_path / "step_00000003" / file)
-    listed = {each.step: each.damage for each in af.list_checkpoints(tmp_path)}
+    listed = {each.step: each.damage for each in af.checkpoint.list_checkpoints(tmp_path)}
     assert (listed[1], listed[2]) == ("", "")
     assert file in listed[3]
     assert af.latest(tmp_path) == tmp_path / "step_00000002"
@@ -243,14 +243,14 @@ def test_what_is_missing_or_of_another_size_is_listed_and_never_the_latest(tmp_p
 def test_a_manifest_that_was_changed_is_listed(tmp_path, place):
     run(tmp_path, 1)
     DAMAGES[f"flipped {place}"](tmp_path / "step_00000001" / "manifest.json")
-    (found,) = af.list_checkpoints(tmp_path)
+    (found,) = af.checkpoint.list_checkpoints(tmp_path)
     assert "manifest.json is damaged" in found.damage
     assert (found.size, found.world_size) == (0, 0)
 
 
 def test_what_is_listed_of_a_whole_one(tmp_path):
     run(tmp_path, 5)
-    (found,) = af.list_checkpoints(tmp_path)
+    (found,) = af.checkpoint.list_checkpoints(tmp_path)
     sizes = [(tmp_path / "step_00000005" / file).stat().st_size for file in FILES[1:]]
     assert (found.step, found.size, found.world_size, found.damage) == (5, sum(sizes), 1, "")
 
@@ -355,7 +355,7 @@ def test_a_manifest_of_others_is_not_trusted(tmp_path, change, text):
     with_manifest(tmp_path / "step_00000001", change)
     refused(tmp_path, rf"step_00000001/manifest\.json {text}")
     assert af.latest(tmp_path) is None
-    assert "manifest.json" in af.list_checkpoints(tmp_path)[0].damage
+    assert "manifest.json" in af.checkpoint.list_checkpoints(tmp_path)[0].damage
 
 
 @pytest.mark.parametrize("body", [b"[]", b"3", b"no JSON", b"", b"[" * 10**5, b"\xff"])
@@ -396,7 +396,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, file, packed):
     state, step = make(7)
     before = everything(step)
     with pytest.raises(CheckpointError):
-        af.load(tmp_path, state, step)
+        af.load(step, state, tmp_path)
     assert not fuse.exists()
     assert everything(step) == before
     if packed:
@@ -414,7 +414,7 @@ def test_extras_that_hold_more_than_plain_data_are_refused_by_name(tmp_path, bad
     state, step = run(tmp_path, 1)
     extras = {"good": Extra(1), "bad": Extra(bad)}
     with pytest.raises(ValueError, match=r"^save: extras.*bad.* must hold tensors, num") as caught:
-        af.save(tmp_path, state, step, extras=extras)
+        af.save(step, state, tmp_path, extras=extras)
     assert "good" not in str(caught.value)
     assert names(tmp_path) == [".lock", "step_00000001"]
     loads(tmp_path, 1)
@@ -427,7 +427,7 @@ def test_a_file_in_place_of_the_folder_is_refused_and_stays(tmp_path, place):
     with pytest.raises(CheckpointError, match=r"^save: folder must be one that can be written to"):
         run(folder, 1)
     assert (tmp_path / "file").read_text() == "mine"
-    assert af.list_checkpoints(folder) == []
+    assert af.checkpoint.list_checkpoints(folder) == []
     assert af.latest(folder) is None
     refused(folder, "must be a checkpoint in .* got steps none")
 
@@ -435,7 +435,7 @@ def test_a_file_in_place_of_the_folder_is_refused_and_stays(tmp_path, place):
 def test_a_file_with_the_name_of_a_checkpoint_is_none(tmp_path):
     run(tmp_path, 1)
     (tmp_path / "step_00000002").write_text("mine")
-    assert "no checkpoint" in af.list_checkpoints(tmp_path)[1].damage
+    assert "no checkpoint" in af.checkpoint.list_checkpoints(tmp_path)[1].damage
     assert af.latest(tmp_path) == tmp_path / "step_00000001"
     refused(tmp_path, "step_00000002 is no checkpoint")
 
@@ -461,12 +461,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
                 try:
                     with pytest.raises(CheckpointError, match="that can be written to.*File too large"):
-                        af.save(folder, *saver)
+                        af.save(*reversed(saver), folder)
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
                 assert names(folder) == [".lock", "step_00000001"]
             loads(folder, 1)
-        af.save(folder, *saver)
+        af.save(*reversed(saver), folder)
         loads(folder, 2)
         say("done")
     """
@@ -532,7 +532,7 @@ def test_a_rename_that_is_done_and_reports_an_error_is_done(tmp_path, monkeypatc
     def run_ranks(state):
         saver = make(state=state, recipe=af.wrap_ddp())
         state, step = run(tmp_path / "run", 1, 2, 3, saver=saver, keep=2, wait=wait)
-        return af.load(tmp_path / "run", state, step).step
+        return af.load(step, state, tmp_path / "run").step
 
     assert simulate(run_ranks, world_size=2) == [3, 3]
     assert steps_of(tmp_path / "run") == [2, 3]
@@ -561,7 +561,7 @@ def test_a_folder_that_is_read_only_is_refused():
             nobody(),
             pytest.raises(CheckpointError, match=r"can be written to.*Permission denied"),
         ):
-            af.save(folder, state, step)
+            af.save(step, state, folder)
         folder.chmod(0o755)
         loads(folder, 1)
 
@@ -570,7 +570,7 @@ def test_a_folder_that_is_read_only_is_refused():
     ("function", "mode"),
     [
         (af.latest, 0o000),
-        (af.list_checkpoints, 0o000),
+        (af.checkpoint.list_checkpoints, 0o000),
         (af.load, 0o444),
         (af.resume, 0o000),
         (af.resume, 0o444),
@@ -598,7 +598,7 @@ def test_a_checkpoint_that_may_not_be_read_is_listed_with_the_reason():
         run(folder, 1, 2)
         (folder / "step_00000002").chmod(0o000)
         with nobody():
-            whole, locked = af.list_checkpoints(folder)
+            whole, locked = af.checkpoint.list_checkpoints(folder)
             assert af.latest(folder) == whole.path
         assert "must be a file that can be read (Permission denied)" in locked.damage
         (folder / "step_00000002").chmod(0o755)
@@ -668,7 +668,7 @@ def test_a_folder_that_goes_away_during_a_save_is_an_error(tmp_path):
     folder = tmp_path / "run"
     state, step = run(folder, 1)
     with pytest.raises(CheckpointError, match=r"that can be written to.*No such file"):
-        af.save(folder, state, step, extras={"removing": Removing(folder)})
+        af.save(step, state, folder, extras={"removing": Removing(folder)})
     assert af.latest(folder) is None
     elsewhere = Path(f"{folder}-elsewhere")
     loads(elsewhere, 1)
@@ -687,7 +687,7 @@ def test_a_folder_that_goes_away_once_all_is_written_is_an_error(tmp_path, monke
 
     def save_twice():  # the second save raises a failure of the first in the background
         for _ in range(2):
-            af.save(folder, state, step, wait=wait)
+            af.save(step, state, folder, wait=wait)
 
     state, step = run(folder, 1)
     with monkeypatch.context() as patch:
@@ -817,7 +817,7 @@ def test_a_run_holds_each_folder_that_it_saves_to(tmp_path, impatient):
 
 
 def steps_of(folder):
-    return [each.step for each in af.list_checkpoints(folder)]
+    return [each.step for each in af.checkpoint.list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize(
@@ -839,8 +839,8 @@ def test_the_newest_stay(tmp_path, options, left):
 def save_scored(folder, scores, **options):
     state, step = make()
     for number, score in enumerate(scores, start=1):
-        af.save(folder, replace(state, step=number), step, score=score, **options)
-    af.load(folder, state, step)  # waits for the last one
+        af.save(step, replace(state, step=number), folder, score=score, **options)
+    af.load(step, state, folder)  # waits for the last one
 
 
 @pytest.mark.parametrize(
@@ -858,7 +858,7 @@ def save_scored(folder, scores, **options):
 )
 def test_the_best_stay_beside_the_newest(tmp_path, scores, options, left):
     save_scored(tmp_path, scores, wait=options["keep"] == 2, **options)
-    found = {each.step: each.score for each in af.list_checkpoints(tmp_path)}
+    found = {each.step: each.score for each in af.checkpoint.list_checkpoints(tmp_path)}
     assert list(found) == left
     expected = {number: scores[number - 1] for number in left}
     assert repr(found) == repr({n: None if s is None else float(s) for n, s in expected.items()})
@@ -873,7 +873,7 @@ def test_a_checkpoint_without_the_fields_of_scores_and_frozen_parameters_has_non
     assert (plain.pop("score"), plain.pop("frozen")) == (None, {})
     body = json.dumps(plain, indent=1).encode()
     path.write_bytes(b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n")
-    (found,) = af.list_checkpoints(tmp_path)
+    (found,) = af.checkpoint.list_checkpoints(tmp_path)
     assert (found.damage, found.score) == ("", None)
     loads(tmp_path, 1)
 
@@ -883,7 +883,7 @@ def test_a_checkpoint_without_calls_and_mesh_was_saved_between_batches_by_ranks_
     run(tmp_path, 1)
     with_manifest(tmp_path / "step_00000001", lambda body: (body.pop("call"), body.pop("mesh")))
     state, step = make(7)
-    state = af.load(tmp_path, replace(state, call=3), step)
+    state = af.load(step, replace(state, call=3), tmp_path)
     assert (state.step, state.call) == (1, 0)
 
 
@@ -900,12 +900,12 @@ def test_what_is_written_beside_is_there_with_the_checkpoint(tmp_path, wait):
             (path / "adapter").mkdir()
             (path / "adapter" / f"of_rank_{state.rank}").write_text("weights")
 
-        path = af.save(tmp_path, state, step, beside=beside, wait=wait)
-        af.load(tmp_path, state, step)  # waits for it
+        path = af.save(step, state, tmp_path, beside=beside, wait=wait)
+        af.load(step, state, tmp_path)  # waits for it
         return [each.name for each in (path / "adapter").iterdir()]
 
     assert simulate(run_ranks, world_size=2) == [["of_rank_0"]] * 2
-    assert not af.list_checkpoints(tmp_path)[0].damage
+    assert not af.checkpoint.list_checkpoints(tmp_path)[0].damage
 
 
 def test_an_error_beside_is_raised_on_all_ranks_and_leaves_nothing(tmp_path):
@@ -917,7 +917,7 @@ def test_an_error_beside_is_raised_on_all_ranks_and_leaves_nothing(tmp_path):
             raise OSError("no adapters")
 
         with pytest.raises(OSError if state.is_main else PeerError, match="no adapters"):
-            af.save(tmp_path, state, step, beside=beside)
+            af.save(step, state, tmp_path, beside=beside)
         return af.reduce_sum(1, state)
 
     assert simulate(run_ranks, world_size=2) == [2, 2]
@@ -934,7 +934,7 @@ def test_a_file_beside_of_a_name_of_the_checkpoint_is_an_error(tmp_path):
 def test_the_one_that_a_run_was_resumed_from_stays(tmp_path):
     run(tmp_path, 1, 2)
     state, step = make(7)
-    state = af.load(tmp_path, state, step)
+    state = af.load(step, state, tmp_path)
     run(tmp_path, 3, 4, 5, keep=1, saver=(state, step))
     assert steps_of(tmp_path) == [2, 5]
 
@@ -952,7 +952,7 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
     """The checkpoints that the run left have higher steps and are older."""
     run(tmp_path, 1, 2, 8, 9)
     state, step = make(7)
-    state = af.load(tmp_path, state, step, at=2)
+    state = af.load(step, state, tmp_path, at=2)
     run(tmp_path, 3, keep=1, saver=(state, step))
     assert steps_of(tmp_path) == [2, 3]
 
@@ -964,7 +964,7 @@ def test_the_new_one_stays_where_others_have_a_later_time(tmp_path):
     for number in (1, 2, 8, 9):
         os.utime(tmp_path / f"step_{number:08d}" / "manifest.json", (later, later))
     state, step = make(7)
-    state = af.load(tmp_path, state, step, at=2)
+    state = af.load(step, state, tmp_path, at=2)
     for number, left in ((3, [2, 3]), (4, [2, 4])):
         run(tmp_path, number, keep=1, saver=(state, step))
         assert steps_of(tmp_path) == left
@@ -984,7 +984,7 @@ def test_the_highest_steps_of_a_run_stay_whatever_the_times_of_files(tmp_path, r
     if resumes:
         del saver
         state, step = make(7)
-        saver = af.load(tmp_path, state, step), step
+        saver = af.load(step, state, tmp_path), step
     run(tmp_path, 4, keep=3, saver=saver)
     assert steps_of(tmp_path) == [2, 3, 4]
 
@@ -992,7 +992,7 @@ def test_the_highest_steps_of_a_run_stay_whatever_the_times_of_files(tmp_path, r
 def test_what_a_run_left_when_it_went_back_goes_first(tmp_path):
     run(tmp_path, 1, 2, 8, 9)
     state, step = make(7)
-    saver = af.load(tmp_path, state, step, at=2), step
+    saver = af.load(step, state, tmp_path, at=2), step
     for number, left in ((3, [1, 2, 3]), (4, [2, 3, 4])):
         run(tmp_path, number, keep=3, saver=saver)
         assert steps_of(tmp_path) == left
@@ -1020,7 +1020,11 @@ def test_a_save_that_fails_removes_nothing(tmp_path, extra, text):
     saver = run(tmp_path, 1, 2, 3)
     with pytest.raises((ValueError, CheckpointError), match=text):
         run(tmp_path, 4, keep=1, saver=saver, extras={"bad": extra(tmp_path)})
-    assert [each.step for each in af.list_checkpoints(tmp_path) if not each.damage] == [1, 2, 3]
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path) if not each.damage] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_what_is_not_ours_is_not_touched(tmp_path):
@@ -1049,8 +1053,8 @@ def test_the_same_step_again_replaces_it(tmp_path, monkeypatch, reader):
 
     if reader:
         monkeypatch.setattr(Path, "rename", and_read)
-    af.save(tmp_path, state, step, extras={"extra": Extra("second")})
-    af.load(tmp_path, *make(7), extras={"extra": (extra := Extra(""))})
+    af.save(step, state, tmp_path, extras={"extra": Extra("second")})
+    af.load(*reversed(make(7)), tmp_path, extras={"extra": (extra := Extra(""))})
     assert extra.value == "second"
     assert names(tmp_path) == [".lock", "step_00000002"]
     assert seen == ([2] if reader else [])
@@ -1067,7 +1071,7 @@ def killed_between_renames(tmp_path):
 @pytest.mark.parametrize("at", ["latest", 2])
 def test_what_was_aside_at_a_kill_is_found(tmp_path, at):
     killed_between_renames(tmp_path)
-    assert af.load(tmp_path, *make(7), at=at).step == 2
+    assert af.load(*reversed(make(7)), tmp_path, at=at).step == 2
     loads(tmp_path, 2)
     assert steps_of(tmp_path) == [1, 2]
 
@@ -1134,7 +1138,7 @@ _DYING = """
             setattr(os, name, dying(getattr(os, name)))
         sys.addaudithook(lambda event, arguments: live_or_die() if event == "open" else None)
         state, step = run(folder, {step}, saver=saver, keep=2, wait={wait})
-        af.load(folder, state, step)  # waits for it
+        af.load(step, state, folder)  # waits for it
 
     first = Path({folder!r}) / "first"
     saver = run(first, 1, 2, 3)
@@ -1163,7 +1167,7 @@ def test_a_kill_at_any_call_leaves_all_that_was_whole(tmp_path, step, wait):
     assert len(killed) > 15
     for number, code in enumerate(codes):
         folder = tmp_path / str(number)
-        found = af.list_checkpoints(folder)
+        found = af.checkpoint.list_checkpoints(folder)
         assert not any(each.damage for each in found)
         newest = found[-1].step
         assert newest in ({step} if code == 0 else {3, step})

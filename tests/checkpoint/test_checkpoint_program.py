@@ -30,10 +30,10 @@ def test_the_loss_scale_grows_at_the_update_where_it_would_have(tmp_path, num_be
     recipe = af.with_amp("fp16", init_scale=8.0, growth_interval=3)
     state, step = make(recipe=recipe)
     state = advance(state, step, num_before)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     scales = followed(state, step, scale_of)
     state, other = make(recipe=af.with_amp("fp16", growth_factor=4.0, growth_interval=7))
-    state = af.load(tmp_path, state, other)
+    state = af.load(other, state, tmp_path)
     assert followed(state, other, scale_of) == scales
     assert scales == [8.0 * 2 ** ((num_before + count) // 3) for count in range(1, 6)]
 
@@ -57,10 +57,12 @@ def test_buffers_are_each_ranks_own_in_a_world_of_the_same_size(tmp_path, world_
 
     def load(state):
         state, step = with_buffer(state, 7)
-        af.load(tmp_path, state, step)
+        af.load(step, state, tmp_path)
         return step.plan.model.seen.tolist()
 
-    simulate(lambda state: af.save(tmp_path, *with_buffer(state, 1 + state.rank)), world_size=2)
+    simulate(
+        lambda state: af.save(*reversed(with_buffer(state, 1 + state.rank)), tmp_path), world_size=2
+    )
     assert simulate(load, world_size=world_size) == [[each] * 2 for each in expected]
 
 
@@ -76,9 +78,9 @@ SETTINGS = [
 def test_settings_of_the_optimizer_become_those_that_were_saved(tmp_path, kind, settings):
     state, step = make(optimizer=lambda parameters: kind(parameters, **settings))
     state = advance(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     loaded, other = make(3, optimizer=lambda parameters: kind(parameters, lr=0.1))
-    loaded = af.load(tmp_path, loaded, other)
+    loaded = af.load(other, loaded, tmp_path)
     (group,) = other.plan.optimizer.param_groups
     assert {name: group[name] for name in settings} == settings
     advance(state, step)
@@ -90,9 +92,9 @@ def test_settings_of_the_optimizer_become_those_that_were_saved(tmp_path, kind, 
 def test_settings_of_a_schedule_become_those_that_were_saved(tmp_path, here):
     state, step = make(recipe=scheduled(StepLR, 2, 0.5))
     state = advance(state, step, 1)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     loaded, other = make(recipe=scheduled(StepLR, *here))
-    loaded = af.load(tmp_path, loaded, other)
+    loaded = af.load(other, loaded, tmp_path)
     rates = followed(loaded, other, lambda _: other.plan.optimizer.param_groups[0]["lr"])
     assert rates == [0.05 / 2, 0.05 / 2, 0.05 / 4, 0.05 / 4, 0.05 / 8]
 
@@ -107,7 +109,7 @@ def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
     af.load_model(plain := ours.regression_model(3), tmp_path / "weights")
     ours.assert_identical(plain.state_dict(), ours.regression_model().state_dict())
     state, step = make(model=model)
-    manifest = read_manifest(af.save(tmp_path / "run", state, step))
+    manifest = read_manifest(af.save(step, state, tmp_path / "run"))
     assert manifest.entries.keys() == {f"model/{name}" for name in plain.state_dict()}
     assert manifest.plans[""]["optimizer groups"] == [[*plain.state_dict()]]
 
@@ -115,10 +117,10 @@ def test_keys_are_those_of_the_model_that_a_user_gave_to_ddp(tmp_path):
 def test_another_optimizer_starts_fresh_if_not_strict(tmp_path, capsys):
     """It starts at its own learning rate, even if the schedule continues."""
     state, step = make(recipe=scheduled(StepLR, 1))
-    path = af.save(tmp_path, advance(state, step), step)
+    path = af.save(step, advance(state, step), tmp_path)
     state, other = make(3, optimizer=ours.sgd, recipe=scheduled(StepLR, 1))
     fresh = copy.deepcopy(other.plan.optimizer.state_dict())
-    state = af.load(tmp_path, state, other, strict=False)
+    state = af.load(other, state, tmp_path, strict=False)
     assert capsys.readouterr().err == (
         f"{path} is of another program:\n  optimizer: AdamW saved, SGD here\n"
     )
@@ -131,10 +133,10 @@ def test_another_optimizer_starts_fresh_if_not_strict(tmp_path, capsys):
 def test_another_schedule_starts_fresh_if_not_strict(tmp_path, capsys):
     """It starts at the saved learning rate."""
     state, step = make(recipe=scheduled(StepLR, 1))
-    path = af.save(tmp_path, advance(state, step), step)
+    path = af.save(step, advance(state, step), tmp_path)
     state, other = make(3, recipe=scheduled(CosineAnnealingLR, 10))
     fresh = other.plan.after_update[0].state_dict()
-    state = af.load(tmp_path, state, other, strict=False)
+    state = af.load(other, state, tmp_path, strict=False)
     assert capsys.readouterr().err == (
         f"{path} is of another program:\n  after_update: ['schedule(StepLR)'] saved, "
         "['schedule(CosineAnnealingLR)'] here\n"
@@ -156,7 +158,7 @@ class Comparing(Counter):
 def test_differences_of_a_users_extra_are_listed_with_the_others(tmp_path):
     state, step = make()
     extras = {"counter": Counter(4), "other": Counter(5)}
-    af.save(tmp_path, advance(state, step), step, extras=extras)
+    af.save(step, advance(state, step), tmp_path, extras=extras)
     extras = {"counter": Comparing(9), "other": Counter(8)}
     assert differences(tmp_path, *make(3, recipe=af.clip(1.0)), extras=extras) == [
         "gradients: nothing saved, ['clip'] here",

@@ -56,8 +56,8 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, wor
     def save(state):
         state, step = make(state=state, recipe=af.wrap_ddp())
         state, _ = step(state, BATCH)
-        af.save(tmp_path, state, step, wait=wait)
-        af.load(tmp_path, state, step)
+        af.save(step, state, tmp_path, wait=wait)
+        af.load(step, state, tmp_path)
 
     simulate(save, world_size=world_size)
     *first, folder, name, parent = done
@@ -72,7 +72,7 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, done, wor
 
 def save_checkpoint(folder):
     state, step = make()
-    af.save(folder, state, step)
+    af.save(step, state, folder)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_every_folder_that_is_made_is_on_the_disk_before_what_is_in_it(tmp_path,
 def test_a_manifest_has_few_bytes_for_each_of_many_small_tensors(tmp_path):
     model = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(500)])
     plan = af.Plan(lambda model, batch: sum(each.sum() for each in model), model, ours.sgd(model))
-    path = af.save(tmp_path, *af.build(af.DistState(), plan))
+    path = af.save(*reversed(af.build(plan, af.DistState())), tmp_path)
     assert (path / "manifest.json").stat().st_size < 40 * 500 + 2500
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_keeps_few_reads_no_manifest_of_its_own(tmp_path):
     saver = run(tmp_path, 1, 2)
     (tmp_path / "step_00000001" / "manifest.json").write_text("not read")
     run(tmp_path, 3, keep=2, saver=saver)
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [2, 3]
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [2, 3]
 
 
 # -- checkpoints of a newer version
@@ -118,11 +118,11 @@ def test_a_newer_format_is_refused_and_the_one_before_is_the_latest(beside_a_new
     """`load` skips no checkpoint silently; it takes the older one if it is named."""
     refused(beside_a_newer, NEWER)
     refused(beside_a_newer, NEWER, at=2)
-    ours, newer = af.list_checkpoints(beside_a_newer)
+    ours, newer = af.checkpoint.list_checkpoints(beside_a_newer)
     assert ours.damage == ""
     assert re.search(NEWER, newer.damage)
     assert af.latest(beside_a_newer) == ours.path
-    assert af.load(beside_a_newer, *make(7), at=ours.path.name).step == 1
+    assert af.load(*reversed(make(7)), beside_a_newer, at=ours.path.name).step == 1
 
 
 def test_a_newer_format_is_neither_counted_nor_removed(beside_a_newer):
@@ -136,7 +136,7 @@ def test_a_newer_format_is_neither_counted_nor_removed(beside_a_newer):
 
 def test_a_run_beside_a_newer_format_keeps_the_one_that_it_resumes_from(beside_a_newer):
     state, step = make(7)
-    state = af.load(beside_a_newer, state, step, at=1)
+    state = af.load(step, state, beside_a_newer, at=1)
     run(beside_a_newer, 3, keep=1, saver=(state, step))
     assert steps_of(beside_a_newer) == [1, 2, 3]
 
@@ -156,22 +156,22 @@ def test_a_full_disk_of_one_rank_is_raised_on_all_and_leaves_what_was_there(tmp_
         folder = Path({str(tmp_path)!r})
         state, step = make(state=af.init(device="cpu", timeout_s=60), recipe=af.wrap_ddp())
         state, _ = step(state, BATCH)
-        af.save(folder, state, step)
+        af.save(step, state, folder)
         saved = tensors_of(step)
         state, _ = step(state, BATCH)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         if state.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
         with pytest.raises(RuntimeError, match="save: .*can be written to.*File too large") as caught:
-            af.save(folder, state, step, keep=1)
+            af.save(step, state, folder, keep=1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         af.barrier(state)
         say(state.rank, "failed on rank 1" in str(caught.value), *names(folder))
         af.barrier(state)
-        state = af.load(folder, state, step)
+        state = af.load(step, state, folder)
         assert (state.step, tensors_of(step)) == (1, saved)
         state, _ = step(state, BATCH)
-        af.save(folder, state, step)
+        af.save(step, state, folder)
     """
     left = ".lock step_00000001"
     launch(script, num_processes=3, expect=[f"0 True {left}", f"1 False {left}", f"2 True {left}"])
@@ -191,14 +191,14 @@ _READING = """
     given = DataLoader(Drawn(), shuffle=True, num_workers=1, multiprocessing_context="fork")
     loader = af.shard_loader(given, state)
     if af.latest({folder!r}):
-        state = af.load({folder!r}, state, step, extras={{"data": loader}})
+        state = af.load(step, state, {folder!r}, extras={{"data": loader}})
     for epoch in loader.epochs(3, since=state):
         for drawn in epoch:
             if state.step == {kill_at}:
                 os.kill(os.getpid(), signal.SIGKILL)
             say(state.step, *map(float, drawn))
             state, _ = step(state, (torch.stack(drawn, 1), torch.zeros(1, 1).double()))
-            af.save({folder!r}, state, step, extras={{"data": loader}}, keep=2)
+            af.save(step, state, {folder!r}, extras={{"data": loader}}, keep=2)
 """
 
 

@@ -47,11 +47,11 @@ def make(state=None, seed=0):
         af.wrap_ddp(),
         af.with_amp("fp16", init_scale=8.0),
         af.schedule(StepLR(optimizer, 2)),
-        af.average(0.9),
+        af.ema(0.9),
         af.skip_spikes(),
         af.freeze("0", until=1),
     )
-    return af.build(state or af.DistState(), recipe(af.Plan(ours.mse, model, optimizer)))
+    return af.build(recipe(af.Plan(ours.mse, model, optimizer)), state or af.DistState())
 
 
 def train(state, step, count=2):
@@ -91,7 +91,7 @@ class Saved:
 def saved():
     with tempfile.TemporaryDirectory() as folder:
         state, step = make()
-        path = af.save(folder, train(state, step), step, extras={"counter": Counter(4)})
+        path = af.save(step, train(state, step), folder, extras={"counter": Counter(4)})
         files = ("common.pt", "rank_00000.pt")
         yield Saved(path, {name: torch.load(path / name) for name in files})
 
@@ -129,7 +129,7 @@ def load_forged(saved, file, place, value, make_step=make):
         state, counter = train(state, step, 3), Counter(9)
         before = whole(step, counter)
         try:
-            af.load(folder, state, step, extras={"counter": counter})
+            af.load(step, state, folder, extras={"counter": counter})
         except CheckpointError as error:
             assert whole(step, counter) == before
             return error
@@ -202,7 +202,7 @@ def test_a_buffer_of_another_rank_s_that_does_not_fit_is_refused_on_all(tmp_path
         state, step = make(state)
         state, _ = step(state, (torch.full((4, 3), 1.0 + state.rank), torch.zeros(4, 1)))
         step.plan.model[1].running_mean.fill_(state.rank)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
 
     simulate(save, world_size=2)
     path = tmp_path / "step_00000001" / "rank_00001.pt"
@@ -216,7 +216,7 @@ def test_a_buffer_of_another_rank_s_that_does_not_fit_is_refused_on_all(tmp_path
         state, step = make(state, seed=7)
         before = copy.deepcopy(step.plan.model.state_dict())
         with pytest.raises(RuntimeError, match="running_mean: float32 \\[5\\] saved, float32 \\[4"):
-            af.load(tmp_path, state, step)
+            af.load(step, state, tmp_path)
         assert as_text(step.plan.model.state_dict()) == as_text(before)
 
     simulate(load, world_size=2)
@@ -233,17 +233,17 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(saved, tmp_path, 
     kind(path / name)
     state, step = make()
     with pytest.raises(CheckpointError, match=f"{name} must be a regular file"):
-        af.load(tmp_path, state, step)
-    assert "must be a regular file" in af.list_checkpoints(tmp_path)[0].damage
+        af.load(step, state, tmp_path)
+    assert "must be a regular file" in af.checkpoint.list_checkpoints(tmp_path)[0].damage
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_folders_that_were_swapped_are_refused(tmp_path, strict):
     state, step = make()
-    paths = [af.save(tmp_path, state := train(state, step, 1), step) for _ in range(2)]
+    paths = [af.save(step, state := train(state, step, 1), tmp_path) for _ in range(2)]
     paths[0].rename(tmp_path / "aside")
     paths[1].rename(paths[0])
     (tmp_path / "aside").rename(paths[1])
     with pytest.raises(CheckpointError, match="step=1, which must be 2, its folder's"):
-        af.load(tmp_path, state, step, strict=strict)
+        af.load(step, state, tmp_path, strict=strict)
     assert af.latest(tmp_path) is None

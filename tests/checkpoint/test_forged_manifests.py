@@ -162,12 +162,12 @@ def test_a_forged_manifest_is_refused_and_skipped(tmp_path, change, text, capfd)
     warning = capfd.readouterr().err
     assert f"latest: {forged} is skipped" in warning
     assert len(warning) < 2000
-    assert [bool(each.damage) for each in af.list_checkpoints(tmp_path)] == [False, True]
-    assert af.list_checkpoints(tmp_path)[1].damage.isprintable()
+    assert [bool(each.damage) for each in af.checkpoint.list_checkpoints(tmp_path)] == [False, True]
+    assert af.checkpoint.list_checkpoints(tmp_path)[1].damage.isprintable()
     with pytest.raises(CheckpointError, match=r"export: .*must be"):
         export_model(forged, tmp_path / "weights", "", 10**9)
     state, step = make()
-    af.load(tmp_path, state, step, at=1)
+    af.load(step, state, tmp_path, at=1)
     run(tmp_path, 3, saver=(state, step), keep=1)
     assert names(tmp_path) == [".lock", "step_00000001", "step_00000002", "step_00000003"]
 
@@ -177,7 +177,7 @@ def test_a_name_that_no_manifest_may_hold_is_refused_by_save(tmp_path, name):
     model = nn.ParameterDict({name: nn.Parameter(BATCH[0].new_ones(1))})
     plan = af.Plan(lambda model, batch: model[name].sum(), model, ours.adamw(model.parameters()))
     with pytest.raises(ArgumentError, match="save: step must name its tensors by at most 4096"):
-        af.save(tmp_path, *af.build(af.DistState(), plan))
+        af.save(*reversed(af.build(plan, af.DistState())), tmp_path)
 
 
 JUNK = [
@@ -253,14 +253,14 @@ def test_any_manifest_is_refused_or_loaded_whole(saved, data):
     with tempfile.TemporaryDirectory() as folder:
         forged = Path(shutil.copytree(path, Path(folder, path.name)))
         with_manifest(forged, lambda found: (found.clear(), found.update(body)))
-        [listed] = af.list_checkpoints(folder)
+        [listed] = af.checkpoint.list_checkpoints(folder)
         assert (af.latest(folder) is None) == bool(listed.damage)
         assert not re.search(r"[\x00-\x1f]", listed.damage)
         state, step = make(7)
         state, _ = step(state, BATCH)
         before = everything(step)
         for strict in (True, False):
-            error = error_of(lambda strict=strict: af.load(folder, state, step, strict=strict))
+            error = error_of(lambda strict=strict: af.load(step, state, folder, strict=strict))
             if error is None:
                 assert not listed.damage
                 break

@@ -126,14 +126,14 @@ def built(state=None, recipe=None, **options):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     plan = af.Plan(loss_fn, model, optimizer)
     recipe = recipe or af.compose()
-    return *af.build(state or af.DistState(), recipe(plan)), schedule
+    return *af.build(recipe(plan), state or af.DistState()), schedule
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_run_ends_where_it_would_have_ended_there(saved, name):
     folder, ends = saved
     state, step, schedule = built(optimizer=name)
-    state = af.load_accelerate(folder / name, step, state, schedulers=[schedule])
+    state = af.checkpoint.load_accelerate(step, state, folder / name, schedulers=[schedule])
     assert state.step == (NUM_BEFORE if name == "AdamW" else 0)  # SGD counts no updates
     for batch in batches()[NUM_BEFORE:]:
         state, _ = step(state, batch)
@@ -148,7 +148,7 @@ def trained(state, recipe, folder):
     would show."""
     state, step, _ = built(state, recipe)
     step.plan.model[1].eval()
-    state = af.load_accelerate(folder, step, state)
+    state = af.checkpoint.load_accelerate(step, state, folder)
     for batch in batches()[NUM_BEFORE:]:
         state, _ = step(state, batch[state.data.rank :: state.data.world_size])
     parameters = ours.whole(dict(step.plan.model.named_parameters()))
@@ -172,7 +172,7 @@ def test_the_scale_of_float16_is_loaded_if_there_was_one(copied, enabled):
     torch.save(content, copied / "scaler.pt")
     recipe = af.with_amp("fp16", init_scale=256.0, growth_interval=9)
     state, step, _ = built(recipe=recipe)
-    scaler = af.load_accelerate(copied, step, state).scaler
+    scaler = af.checkpoint.load_accelerate(step, state, copied).scaler
     found = (float(scaler.scale), int(scaler.good_steps), scaler.growth_interval)
     assert found == ((512.0, 5, 7) if enabled else (256.0, 0, 9))
     assert int(scaler.skipped) == 0
@@ -182,8 +182,8 @@ def test_how_updates_are_computed_stays_that_of_the_program(saved):
     """accelerate's run was not fused; a fused program stays fused."""
     model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
-    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
-    state = af.load_accelerate(saved[0] / "AdamW", step, state)
+    state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
+    state = af.checkpoint.load_accelerate(step, state, saved[0] / "AdamW")
     (group,) = optimizer.param_groups
     assert (group["fused"], group["lr"]) == (True, 0.05)
     step(state, batches()[0])
@@ -191,7 +191,7 @@ def test_how_updates_are_computed_stays_that_of_the_program(saved):
 
 def test_what_is_left_out_is_logged(saved, capsys):
     state, step, _ = built()
-    af.load_accelerate(saved[0] / "AdamW", step, state)
+    af.checkpoint.load_accelerate(step, state, saved[0] / "AdamW")
     assert capsys.readouterr().err.splitlines() == [
         "load_accelerate: left out: random_states_0.pkl, scheduler.bin",
         "load_accelerate: give schedulers=[...] to have them filled",
@@ -224,7 +224,7 @@ def refused(folder, match, error=CheckpointError, schedulers=(), **options):
     state, step, _ = built(**options)
     before = {key: value.clone() for key, value in step.plan.model.state_dict().items()}
     with pytest.raises(error, match=match):
-        af.load_accelerate(folder, step, state, schedulers=schedulers)
+        af.checkpoint.load_accelerate(step, state, folder, schedulers=schedulers)
     torch.testing.assert_close(dict(step.plan.model.state_dict()), before, rtol=0, atol=0)
     assert not step.plan.optimizer.state
 
@@ -448,7 +448,7 @@ def load_forged(saved, place, value, name="optimizer.bin"):
         parts = [step.plan.model, step.plan.optimizer, schedule]
         before = as_text([each.state_dict() for each in parts])
         try:
-            af.load_accelerate(folder, step, state, schedulers=[schedule])
+            af.checkpoint.load_accelerate(step, state, folder, schedulers=[schedule])
         except CheckpointError as error:
             assert as_text([each.state_dict() for each in parts]) == before
             return error
@@ -506,9 +506,9 @@ def test_other_arguments_are_checked(saved):
     state, step, _ = built()
     folder = saved[0] / "AdamW"
     for given, match in (
-        ((folder, {"a": step}, state), "step must be a Step, got "),
-        ((3, step, state), "folder must be the path of a folder"),
-        ((folder, state, step), "state must be a DistState, got 'Step'"),
+        (({"a": step}, state, folder), "step must be a Step, got "),
+        ((step, state, 3), "folder must be the path of a folder"),
+        ((folder, step, state), "state must be a DistState, got 'Step'"),
     ):
         with pytest.raises(TypeError, match=f"load_accelerate: {match}"):
-            af.load_accelerate(*given)
+            af.checkpoint.load_accelerate(*given)

@@ -47,7 +47,7 @@ def test_weights_of_shards_are_files_of_whole_tensors(tmp_path, world_size, wrap
 def test_what_is_saved_in_shards_of_any_kind_continues_in_one_process(tmp_path, world_size, wrap):
     def start(state):
         model, _, step, state = train(state, af.wrap_fsdp(**wrap))
-        path = af.save(tmp_path / "run", state, step)
+        path = af.save(step, state, tmp_path / "run")
         saved = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
         return path, saved, go_on(model, step, state)
 
@@ -59,8 +59,8 @@ def test_what_is_saved_in_shards_of_any_kind_continues_in_one_process(tmp_path, 
     path, saved, expected = simulate(start, world_size=world_size)[0]
     alone = stack(seed=1)
     plan = af.Plan(ours.mse, alone, ours.adamw(alone.parameters()))
-    state, step = af.build(af.DistState(), plan)
-    state = af.load(path.parent, state, step)
+    state, step = af.build(plan, af.DistState())
+    state = af.load(step, state, path.parent)
     ours.assert_close(go_on(alone, step, state), expected)
     other = stack(seed=2)
     export_model(path, tmp_path / "weights", "", 10**9)
@@ -95,7 +95,7 @@ def predict(model, batch):
 def build_tied(state, recipe, seed=0):
     model = tied(seed)
     plan = af.Plan(predict, model, ours.adamw(model.parameters()))
-    state, step = af.build(state, recipe(plan))
+    state, step = af.build(recipe(plan), state)
     return model, step, state
 
 
@@ -118,7 +118,7 @@ def test_tied_embeddings_stay_tied_train_the_same_and_resume_in_one_process(tmp_
         model, step, state = train_tied(state, recipe)
         assert model.head.weight is model.embedding.weight
         if state.world_size > 1:
-            af.save(tmp_path / "run", state, step)
+            af.save(step, state, tmp_path / "run")
             af.save_model(model, tmp_path / "weights")
         found = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
         return found, go_on(model, step, state)
@@ -139,7 +139,7 @@ def test_tied_embeddings_stay_tied_train_the_same_and_resume_in_one_process(tmp_
     assert alone.head.weight is alone.embedding.weight
     ours.assert_identical(alone.state_dict(), trained)
     model, step, state = build_tied(af.DistState(), af.compose(), seed=1)
-    state = af.load(tmp_path / "run", state, step)
+    state = af.load(step, state, tmp_path / "run")
     assert model.head.weight is model.embedding.weight
     ours.assert_close(go_on(model, step, state), after)
 

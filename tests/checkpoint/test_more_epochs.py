@@ -36,13 +36,13 @@ def test_another_length_is_refused_on_every_rank_and_changes_nothing(tmp_path, m
     def first(state):
         state, step = built(state, make, "wrap_ddp", 1, SHORT)
         state, _ = go_on(state, step, batches_of()[:3])
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
 
     def second(state):
         state, step = built(state, make, "wrap_ddp", 1, LONG)
         before = parameters_of(step), step.plan.optimizer.param_groups[0]["lr"]
         with pytest.raises(RuntimeError) as error:
-            af.resume(tmp_path, state, step)
+            af.resume(step, state, tmp_path)
         ours.assert_identical(parameters_of(step), before[0])
         assert step.plan.optimizer.param_groups[0]["lr"] == before[1]
         return str(error.value)
@@ -65,7 +65,7 @@ def on_device(make, length):
     made = make(optimizer, length)
     scheduler = schedulers.LambdaLR(optimizer, made) if callable(made) else made
     recipe = af.compose(scaled(8.0), late(Advance(scheduler)))
-    return af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer)))
+    return af.build(recipe(af.Plan(ours.mse, model, optimizer)), af.DistState())
 
 
 ON_DEVICE = {
@@ -85,9 +85,9 @@ def test_rates_on_the_device_are_those_of_the_longer_program(tmp_path, make, cho
     expected.train(batches[5:])
     state, step = on_device(make, SHORT)
     state, rates = go_on(state, step, batches[:5])
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     state, step = on_device(make, LONG)
-    state = af.load(tmp_path, state, step, schedule=choice)
+    state = af.load(step, state, tmp_path, schedule=choice)
     assert isinstance(step.plan.optimizer.param_groups[0]["lr"], torch.Tensor)
     _, more = go_on(state, step, batches[5:])
     assert rates + more == pytest.approx(expected.rates, rel=1e-6)  # rates are in float32
@@ -100,15 +100,15 @@ def test_two_schedules_of_one_optimizer_are_stepped_in_turn(tmp_path):
             schedulers.LinearLR(plan.optimizer, 0.5, total_iters=length),
             schedulers.CosineAnnealingLR(plan.optimizer, length),
         )
-        return af.build(af.DistState(), af.compose(*map(af.schedule, both))(plan))
+        return af.build(af.compose(*map(af.schedule, both))(plan), af.DistState())
 
     batches = batches_of()
     state, step = built(SHORT)
     state, _ = go_on(state, step, batches[:5])
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     _, expected = go_on(*built(LONG), batches)
     state, step = built(LONG)
-    state = af.load(tmp_path, state, step, schedule="program")
+    state = af.load(step, state, tmp_path, schedule="program")
     assert go_on(state, step, batches[5:])[1] == expected[5:]
 
 
@@ -120,15 +120,15 @@ def test_a_function_beside_another_schedule_resumes_at_the_rate_of_both(tmp_path
             schedulers.LambdaLR(plan.optimizer, falling(LONG)),
             schedulers.ExponentialLR(plan.optimizer, 0.5),
         )
-        return af.build(af.DistState(), af.compose(*map(af.schedule, both))(plan))
+        return af.build(af.compose(*map(af.schedule, both))(plan), af.DistState())
 
     batches = batches_of()
     state, step = built()
     state, _ = go_on(state, step, batches[:5])
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     _, expected = go_on(*built(), batches)
     state, step = built()
-    state = af.load(tmp_path, state, step, schedule=choice)
+    state = af.load(step, state, tmp_path, schedule=choice)
     assert go_on(state, step, batches[5:])[1] == expected[5:]
 
 
@@ -140,7 +140,7 @@ def test_each_of_two_optimizers_follows_the_program(tmp_path):
             af.schedule(schedulers.PolynomialLR(optimizers["a"], length)),
             af.schedule(falling(length), optimizer="b"),
         )
-        return af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizers)))
+        return af.build(recipe(af.Plan(ours.mse, model, optimizers)), af.DistState())
 
     def rates(state, step, batches):
         found = []
@@ -152,13 +152,13 @@ def test_each_of_two_optimizers_follows_the_program(tmp_path):
     batches = batches_of()
     state, step = built(SHORT)
     state, _ = rates(state, step, batches[:4])
-    af.save(tmp_path, state, {"one": step})
+    af.save({"one": step}, state, tmp_path)
     _, expected = rates(*built(LONG), batches)
     state, step = built(LONG)
     text = r"0 schedule\(PolynomialLR\) of step 'one' of a: total_iters 9 saved, 15 here; give"
     with pytest.raises(RuntimeError, match=text):
-        af.load(tmp_path, state, {"one": step})
-    state = af.load(tmp_path, state, {"one": step}, schedule="program")
+        af.load({"one": step}, state, tmp_path)
+    state = af.load({"one": step}, state, tmp_path, schedule="program")
     assert rates(state, step, batches[4:])[1] == expected[4:]
 
 
@@ -166,15 +166,15 @@ def test_a_schedule_of_epochs_goes_on_from_the_saved_epoch(tmp_path):
     def built(length):
         plan = ours.plan(optimizer=sgd)
         cosine = schedulers.CosineAnnealingLR(plan.optimizer, length)
-        return af.build(af.DistState(), af.schedule(cosine, every=2)(plan))
+        return af.build(af.schedule(cosine, every=2)(plan), af.DistState())
 
     batches = batches_of()
     state, step = built(3)
     state, _ = go_on(state, step, batches[:6])
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     _, expected = go_on(*built(6), batches)
     state, step = built(6)
-    state = af.load(tmp_path, state, step, schedule="program")
+    state = af.load(step, state, tmp_path, schedule="program")
     assert go_on(state, step, batches[6:])[1] == expected[6:]
 
 
@@ -182,7 +182,7 @@ def by_loop(length):
     """Build a run whose loop steps the scheduler."""
     plan = ours.plan(optimizer=sgd)
     scheduler = schedulers.CosineAnnealingLR(plan.optimizer, length)
-    return (*af.build(af.DistState(), plan), scheduler)
+    return (*af.build(plan, af.DistState()), scheduler)
 
 
 def stepped(state, step, scheduler, batches):
@@ -199,13 +199,13 @@ def test_a_scheduler_among_the_extras_is_compared_and_followed_too(tmp_path, cho
     batches = batches_of()
     state, step, scheduler = by_loop(SHORT)
     state, _ = stepped(state, step, scheduler, batches[:4])
-    af.save(tmp_path, state, step, extras={"rate": scheduler})
+    af.save(step, state, tmp_path, extras={"rate": scheduler})
     _, expected = stepped(*by_loop(LONG if choice == "program" else SHORT), batches)
     state, step, scheduler = by_loop(LONG)
     with pytest.raises(RuntimeError, match="extras/rate: T_max 9 saved, 15 here; give schedule="):
-        af.load(tmp_path, state, step, extras={"rate": scheduler})
+        af.load(step, state, tmp_path, extras={"rate": scheduler})
     assert (scheduler.last_epoch, scheduler.T_max) == (0, LONG)
-    state = af.load(tmp_path, state, step, extras={"rate": scheduler}, schedule=choice)
+    state = af.load(step, state, tmp_path, extras={"rate": scheduler}, schedule=choice)
     assert stepped(state, step, scheduler, batches[4:])[1] == expected[4:]
 
 
@@ -221,22 +221,22 @@ def test_a_scheduler_over_an_optimizer_among_the_extras_is_followed_too(tmp_path
             extras["rate"].step()
         return extras["optimizer"].param_groups[0]["lr"]
 
-    state, step = af.build(af.DistState(), ours.plan())
+    state, step = af.build(ours.plan(), af.DistState())
     extras = built(SHORT)
     advanced(extras, 4)
-    af.save(tmp_path, state, step, extras=extras)
+    af.save(step, state, tmp_path, extras=extras)
     extras = built(LONG)
-    af.load(tmp_path, state, step, extras=extras, schedule="program")
+    af.load(step, state, tmp_path, extras=extras, schedule="program")
     assert advanced(extras, 3) == advanced(built(LONG), 7)
 
 
 def test_the_program_s_constant_rate_is_taken_too(tmp_path):
-    state, step = af.build(af.DistState(), ours.plan(optimizer=sgd))
-    af.save(tmp_path, state, step)
+    state, step = af.build(ours.plan(optimizer=sgd), af.DistState())
+    af.save(step, state, tmp_path)
     optimizer = step.plan.optimizer
     for choice, expected in ((None, 0.1), ("saved", 0.1), ("program", 0.5)):
         optimizer.param_groups[0].update(lr=0.5, momentum=0.5, weight_decay=0.5)
-        af.load(tmp_path, state, step, schedule=choice)
+        af.load(step, state, tmp_path, schedule=choice)
         group = optimizer.param_groups[0]
         momentum = {0.1: 0.9, 0.5: 0.5}[expected]
         assert (group["lr"], group["momentum"], group["weight_decay"]) == (expected, momentum, 0)
@@ -244,9 +244,9 @@ def test_the_program_s_constant_rate_is_taken_too(tmp_path):
 
 def test_without_strict_another_length_is_logged_and_the_saved_one_goes_on(tmp_path, capsys):
     state, step = built(af.DistState(), schedulers.CosineAnnealingLR, "wrap_ddp", 1, SHORT)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     state, step = built(af.DistState(), schedulers.CosineAnnealingLR, "wrap_ddp", 1, LONG)
-    af.load(tmp_path, state, step, strict=False)
+    af.load(step, state, tmp_path, strict=False)
     assert "T_max 9 saved, 15 here" in capsys.readouterr().err
     assert step.plan.after_update[0].scheduler.T_max == SHORT
 
@@ -256,12 +256,12 @@ def refused(folder, make, text, *, trained=0, error=RuntimeError, choice="progra
     first, second = make
     state, step = built(af.DistState(), first, "wrap_ddp", 1, SHORT)
     state, _ = go_on(state, step, batches_of()[:5])
-    af.save(folder, state, step)
+    af.save(step, state, folder)
     state, step = built(af.DistState(), second, "wrap_ddp", 1, SHORT)
     _, _ = go_on(state, step, batches_of()[:trained])
     before = parameters_of(step), dict(step.plan.optimizer.param_groups[0])
     with pytest.raises(error, match=text):
-        af.load(folder, state, step, schedule=choice)
+        af.load(step, state, folder, schedule=choice)
     ours.assert_identical(parameters_of(step), before[0])
     assert step.plan.optimizer.param_groups[0] == before[1]
 
@@ -306,7 +306,7 @@ def test_a_scheduler_among_the_extras_that_fails_on_its_way_stays_as_it_was(tmp_
     def built(function):
         plan = ours.plan(optimizer=sgd)
         scheduler = schedulers.LambdaLR(plan.optimizer, function)
-        return (*af.build(af.DistState(), plan), scheduler)
+        return (*af.build(plan, af.DistState()), scheduler)
 
     def failing(number):
         if number == 4:
@@ -315,16 +315,16 @@ def test_a_scheduler_among_the_extras_that_fails_on_its_way_stays_as_it_was(tmp_
 
     state, step, scheduler = built(falling(LONG))
     state, _ = stepped(state, step, scheduler, batches_of()[:5])
-    af.save(tmp_path, state, step, extras={"rate": scheduler})
+    af.save(step, state, tmp_path, extras={"rate": scheduler})
     state, step, scheduler = built(failing)
     with pytest.raises(RuntimeError, match="beyond the end"):
-        af.load(tmp_path, state, step, extras={"rate": scheduler}, schedule="program")
+        af.load(step, state, tmp_path, extras={"rate": scheduler}, schedule="program")
     assert (scheduler.last_epoch, step.plan.optimizer.param_groups[0]["lr"]) == (0, 0.1)
 
 
 @pytest.mark.parametrize("call", [af.load, af.resume])
 def test_schedule_is_one_of_two_words(tmp_path, call):
-    state, step = af.build(af.DistState(), ours.plan())
+    state, step = af.build(ours.plan(), af.DistState())
     text = f'{call.__name__}: schedule must be "saved" or "program", or left out, got \'both\''
     with pytest.raises(ValueError, match=text):
         call(tmp_path, state, step, schedule="both")
@@ -333,7 +333,7 @@ def test_schedule_is_one_of_two_words(tmp_path, call):
 @pytest.mark.parametrize("call", [af.load, af.resume])
 def test_ranks_that_choose_otherwise_are_refused(tmp_path, call):
     def run(state):
-        state, step = af.build(state, af.wrap_ddp()(ours.plan()))
+        state, step = af.build(af.wrap_ddp()(ours.plan()), state)
         choice = ("saved", "program")[state.rank]
         with pytest.raises(ValueError, match="schedule must be the same on every rank"):
             call(tmp_path, state, step, schedule=choice)

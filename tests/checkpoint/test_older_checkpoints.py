@@ -27,10 +27,10 @@ def trained(state, folder=None):
     state, step = program.make_step(state, program.make_model())
     loader = program.make_loader(state)
     if folder is not None:
-        state = af.load(folder, state, step, extras={"loader": loader})
+        state = af.load(step, state, folder, extras={"loader": loader})
         assert state.step == program.BEFORE
     program.train(state, step, loader, program.STEPS)
-    with af.use_average(step):
+    with af.averaged(step):
         averages = [each.detach().clone() for each in step.plan.model.parameters()]
     return [*step.plan.model.parameters(), *averages]
 
@@ -41,7 +41,7 @@ def test_a_checkpoint_of_an_older_commit_ends_where_an_undisturbed_run_does(
 ):
     with zipfile.ZipFile(Path(program.__file__).with_name(f"{name}.zip")) as written:
         written.extractall(tmp_path)
-    [entry] = af.list_checkpoints(tmp_path)
+    [entry] = af.checkpoint.list_checkpoints(tmp_path)
     assert (entry.step, entry.damage) == (program.BEFORE, "")
     expected = simulate(trained, world_size=world_size, seed=7)[0]
     for found in simulate(lambda state: trained(state, tmp_path), world_size=world_size, seed=7):

@@ -26,7 +26,7 @@ def make(kind, seed=0, state=None, wrap=None):
     optimizer = kind(model.parameters())
     optimizer.train()
     plan = (wrap or af.wrap_ddp())(af.Plan(ours.mse, model, optimizer))
-    return af.build(state or af.DistState(), plan)
+    return af.build(plan, state or af.DistState())
 
 
 def by_hand(kind, count=3):
@@ -48,13 +48,13 @@ def test_what_is_saved_and_measured_is_in_eval_mode_and_training_continues(tmp_p
     state, step = make(kind)
     state = train(state, step)
     training, evaluated = by_hand(kind)
-    loss = af.evaluate(step, DataLoader([*zip(*BATCH, strict=True)], 2), state)["loss"]
+    loss = af.evaluate(step, state, DataLoader([*zip(*BATCH, strict=True)], 2))["loss"]
     assert loss == pytest.approx(float(ours.mse(evaluated, BATCH).detach()), rel=1e-12)
-    path = af.save(tmp_path, state, step, wait=wait)
+    path = af.save(step, state, tmp_path, wait=wait)
     ours.assert_close(weights(step), training)
     train(state, step, 1)  # an optimizer in eval mode refuses to step
     ours.assert_close(weights(step), by_hand(kind, 4)[0])
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     export_model(path, tmp_path / "weights", "", 10**9)
     exported = ours.regression_model(5)
     af.load_model(exported, tmp_path / "weights")
@@ -79,9 +79,9 @@ def test_forward_measures_in_the_mode_that_the_user_set():
 def test_a_run_resumes_to_the_bit(tmp_path, kind):
     state, step = make(kind)
     state = train(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     other_state, other = make(kind, 7)
-    other_state = af.load(tmp_path, train(other_state, other, 2), other)
+    other_state = af.load(other, train(other_state, other, 2), tmp_path)
     ours.assert_identical(weights(other), weights(step))
     for each in (step, other):
         train(state, each)
@@ -95,13 +95,13 @@ def test_ranks_are_one_rank_and_resume_in_one(tmp_path, wrap):
     def run(state):
         state, step = make(kind, state=state, wrap=wrap())
         state = train(state, step)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         train(state, step)
         return weights(step)
 
     found = simulate(run, world_size=2)[0]
     state, step = make(kind, 7)
-    state = af.load(tmp_path, state, step)
+    state = af.load(step, state, tmp_path)
     train(state, step)
     ours.assert_close(weights(step), found)
     ours.assert_close(found, by_hand(kind, 6)[0])
@@ -112,12 +112,12 @@ def test_one_in_eval_mode_stays_so_and_one_whose_save_failed_is_back_in_train_mo
     state = train(state, step)
     (tmp_path / "file").touch()
     with pytest.raises(af.AccelError, match="can be written to"):
-        af.save(tmp_path / "file", state, step)
+        af.save(step, state, tmp_path / "file")
     assert step.plan.optimizer.param_groups[0]["train_mode"]
     ours.assert_close(weights(step), by_hand(KINDS["AdamW"])[0])
     step.plan.optimizer.eval()
     before = weights(step)
-    af.save(tmp_path / "run", state, step)
-    af.load(tmp_path / "run", state, step)
+    af.save(step, state, tmp_path / "run")
+    af.load(step, state, tmp_path / "run")
     ours.assert_identical(weights(step), before)
     assert not step.plan.optimizer.param_groups[0]["train_mode"]

@@ -22,21 +22,21 @@ from tests.support.forked_ranks import run_worlds
 
 def test_a_new_run_has_its_own_state_and_a_later_one_what_was_saved(tmp_path):
     state, step = make()
-    assert af.resume(tmp_path / "run", state, step) is state
+    assert af.resume(step, state, tmp_path / "run") is state
     assert not (tmp_path / "run").exists()
     state = advance(state, step)
-    af.save(tmp_path / "run", state, step, extras={"counter": Counter(4)})
+    af.save(step, state, tmp_path / "run", extras={"counter": Counter(4)})
     other_state, other = make(7)
-    other_state = af.resume(tmp_path / "run", other_state, other, {"counter": (extra := Counter())})
+    other_state = af.resume(other, other_state, tmp_path / "run", {"counter": (extra := Counter())})
     assert (other_state.step, extra.number) == (2, 4)
     torch.testing.assert_close(kept(other), kept(step), rtol=0, atol=0)
 
 
 def test_a_damaged_checkpoint_is_no_new_run(tmp_path):
     state, step = make()
-    DAMAGES["empty"](af.save(tmp_path, state, step) / "common.pt")
+    DAMAGES["empty"](af.save(step, state, tmp_path) / "common.pt")
     with pytest.raises(CheckpointError, match=r"common\.pt is damaged"):
-        af.resume(tmp_path, state, step)
+        af.resume(step, state, tmp_path)
 
 
 def test_ranks_do_as_rank_0_which_looks(tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ def test_ranks_do_as_rank_0_which_looks(tmp_path, monkeypatch):
 
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        af.resume(tmp_path, state, step)
+        af.resume(step, state, tmp_path)
         return step.plan.model[0].weight.tolist()
 
     def files(folder):
@@ -54,7 +54,7 @@ def test_ranks_do_as_rank_0_which_looks(tmp_path, monkeypatch):
         return look(folder)
 
     look, left = Path.iterdir, ["rank 1 "]
-    af.save(tmp_path, *make(3))
+    af.save(*reversed(make(3)), tmp_path)
     monkeypatch.setattr(Path, "iterdir", files)
     expected = ours.regression_model(3)[0].weight.tolist()
     assert simulate(run, world_size=2) == [expected] * 2
@@ -79,7 +79,7 @@ def test_mistakes_are_refused_on_all_ranks_in_the_first_run_too(
         state, step = make(recipe=af.wrap_ddp(), state=state)
         folder, steps = (*given, step)[:2] if state.rank else ("run", step)
         with pytest.raises((ValueError, RuntimeError), match=f"resume: .*{text}"):
-            af.resume(folder, state, steps, **(options if state.rank else {}))
+            af.resume(steps, state, folder, **(options if state.rank else {}))
 
     simulate(run, world_size=2)
 
@@ -97,12 +97,12 @@ def test_a_run_logs_once_where_it_resumes_and_that_it_has_finished(
     def run(state, num_epochs):
         state, step = make(recipe=af.wrap_ddp(), state=state)
         loader = af.shard_loader(DataLoader(range(20), 4), state)
-        state = af.resume(tmp_path, state, step, {"data": loader})
+        state = af.resume(step, state, tmp_path, {"data": loader})
         start = state.step
         for epoch in loader.epochs(num_epochs, since=state):
             for _ in epoch:
                 state, _ = step(state, ours.dealt_evenly([BATCH], state.world_size)[state.rank][0])
-        af.save(tmp_path, state, step, extras={"data": loader})
+        af.save(step, state, tmp_path, extras={"data": loader})
         return start, state.step
 
     assert simulate(lambda state: run(state, 2), world_size=2) == [(0, 10)] * 2
@@ -118,8 +118,8 @@ def test_a_run_that_resumes_between_two_steps_of_a_batch_logs_how_many_were_made
     state, step = make()
     state, _ = step(state, BATCH)
     state, _ = step(state, BATCH, advance=False)
-    af.save(tmp_path, state, step)
-    af.resume(tmp_path, *make())
+    af.save(step, state, tmp_path)
+    af.resume(*reversed(make()), tmp_path)
     resumed = f"the run resumes at step 1, call 1, from {tmp_path / 'step_00000001'}\n"
     assert capsys.readouterr().err == resumed
 
@@ -134,14 +134,14 @@ SCRIPT = """
     inputs = torch.arange(60.0).double().reshape(20, 3) / 60
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
     loader = af.shard_loader(DataLoader(data, 4, shuffle=True), state)
-    state = af.resume({folder!r}, state, step, {{"data": loader}})
+    state = af.resume(step, state, {folder!r}, {{"data": loader}})
     say(f"from {{state.step}}")
     for epoch in loader.epochs(2, since=state):
         for batch in epoch:
             if state.step == {kill_at} and state.rank == state.world_size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             state, _ = step(state, batch)
-            af.save({folder!r}, state, step, extras={{"data": loader}}, keep=2)
+            af.save(step, state, {folder!r}, extras={{"data": loader}}, keep=2)
     say(f"{{float(sum(each.sum() for each in step.plan.model.parameters())):.12f}}")
 """
 

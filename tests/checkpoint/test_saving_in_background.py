@@ -29,7 +29,7 @@ def make(state=None, seed=0):
 def loaded(folder, at="latest"):
     """Return what a new program loads."""
     state, step = make(seed=7)
-    af.load(folder, state, step, at=at)
+    af.load(step, state, folder, at=at)
     return ours.kept_tensors(step)
 
 
@@ -67,9 +67,9 @@ def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
     """The run may have continued meanwhile; the checkpoint does not exist before it is complete."""
     state, step = make()
     state = advance(state, step)
-    there, expected = af.save(tmp_path, state, step, wait=False), ours.kept_tensors(step)
+    there, expected = af.save(step, state, tmp_path, wait=False), ours.kept_tensors(step)
     advance(state, step)
-    assert af.list_checkpoints(tmp_path) == []
+    assert af.checkpoint.list_checkpoints(tmp_path) == []
     held.set()
     assert wait_for(tmp_path, 2) == there
     ours.assert_identical(loaded(tmp_path), expected)
@@ -81,9 +81,9 @@ def test_the_files_are_those_of_a_save_that_waits(tmp_path):
     def run(state):
         state, step = make(state)
         state = advance(state, step)
-        af.save(tmp_path / "waits", state, step)
-        af.save(tmp_path / "goes on", state, step, wait=False)
-        af.load(tmp_path / "goes on", state, step)
+        af.save(step, state, tmp_path / "waits")
+        af.save(step, state, tmp_path / "goes on", wait=False)
+        af.load(step, state, tmp_path / "goes on")
 
     simulate(run, world_size=3)
     one, other = (tmp_path / name / "step_00000002" for name in ("waits", "goes on"))
@@ -94,22 +94,22 @@ def test_the_files_are_those_of_a_save_that_waits(tmp_path):
 
 def test_the_next_save_waits_for_the_one_before(tmp_path, held):
     state, step = make()
-    af.save(tmp_path, state, step, wait=False)
+    af.save(step, state, tmp_path, wait=False)
     threading.Timer(0.2, held.set).start()
     state = advance(state, step)
-    af.save(tmp_path, state, step, wait=False, keep=5)
-    assert af.list_checkpoints(tmp_path)[0].step == 0
+    af.save(step, state, tmp_path, wait=False, keep=5)
+    assert af.checkpoint.list_checkpoints(tmp_path)[0].step == 0
     state = advance(state, step)
-    af.save(tmp_path, state, step, keep=2)
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [2, 4]
+    af.save(step, state, tmp_path, keep=2)
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [2, 4]
 
 
 def test_a_write_that_lasts_is_named_by_the_call_that_waits_for_it(tmp_path, held, capsys):
     state, step = make()
-    path = af.save(tmp_path, state, step, wait=False)
+    path = af.save(step, state, tmp_path, wait=False)
     threading.Timer(0.5, held.set).start()
     with limited("report of a write", 0.05):
-        af.load(tmp_path, state, step)
+        af.load(step, state, tmp_path)
     text = f"{path} has been waited for for more than 0.05 s: it is being "
     assert capsys.readouterr().err.startswith(text)
 
@@ -117,11 +117,11 @@ def test_a_write_that_lasts_is_named_by_the_call_that_waits_for_it(tmp_path, hel
 def test_load_waits_for_what_is_being_written(tmp_path, held):
     state, step = make()
     state = advance(state, step)
-    af.save(tmp_path, state, step, wait=False)
+    af.save(step, state, tmp_path, wait=False)
     expected = ours.kept_tensors(step)
     state = advance(state, step)
     threading.Timer(0.2, held.set).start()
-    assert af.load(tmp_path, state, step).step == 2
+    assert af.load(step, state, tmp_path).step == 2
     ours.assert_identical(ours.kept_tensors(step), expected)
 
 
@@ -138,9 +138,9 @@ def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
     state = advance(state, step)
     own = {each.data_ptr() for each in step.plan.model.parameters()}
     for _ in range(3):
-        af.save(tmp_path, state, step, wait=False)
+        af.save(step, state, tmp_path, wait=False)
         state = advance(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     assert places[0] == places[1] == places[2]
     assert len(set(places[0])) == len(places[0])
     assert not own & set(places[0])
@@ -155,10 +155,10 @@ def test_copies_lie_in_blocks_and_tensors_of_another_size_or_kind_have_new_ones(
     for seen in (torch.randn(3, 5), torch.randn(4, 5), torch.arange(20).view(4, 5), torch.ones(0)):
         model.seen = seen
         with limited("bytes of a block", limit):
-            af.save(tmp_path, replace(state, step=number), step, wait=False)
+            af.save(step, replace(state, step=number), tmp_path, wait=False)
         expected = ours.kept_tensors(step)
         model.seen = torch.zeros_like(seen)
-        state, number = af.load(tmp_path, state, step), number + 1
+        state, number = af.load(step, state, tmp_path), number + 1
         ours.assert_identical(ours.kept_tensors(step), expected)
 
 
@@ -173,13 +173,13 @@ def test_what_an_accelerator_continues_to_compute_is_not_saved(tmp_path, held):
         model,
         torch.optim.SGD([*model.parameters()], lr=1.0),
     )
-    state, step = af.build(af.DistState(device=device), plan)
+    state, step = af.build(plan, af.DistState(device=device))
     expected = model.weight.detach().clone()
-    af.save(tmp_path, state, step, wait=False)
+    af.save(step, state, tmp_path, wait=False)
     for _ in range(10):
         state, _ = step(state, torch.ones(8, 2048, device=device))
     held.set()
-    af.load(tmp_path, state, step)
+    af.load(step, state, tmp_path)
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
 
 
@@ -207,13 +207,13 @@ def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatc
     def run(state):
         state, step = make(state)
         state = advance(state, step)
-        af.save(tmp_path, state, step, wait=False)
+        af.save(step, state, tmp_path, wait=False)
         with pytest.raises(CheckpointError) as caught:
             getattr(af, call)(tmp_path, state, step)
         af.barrier(state)
         names = sorted(path.name for path in tmp_path.iterdir())
         state = advance(state, step)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         return str(caught.value), names
 
     ranks = simulate(run, world_size=3)
@@ -224,7 +224,7 @@ def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatc
     assert f"on rank {rank}: " in text
     assert "No space left on device" in text
     assert names == [".lock"]
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [4]
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [4]
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_a_rank_that_cannot_start_to_write_fails_on_all_at_once(tmp_path, step, 
     def run(state):
         state, step = make(state)
         with pytest.raises((MemoryError, RuntimeError), match=str(error)):
-            af.save(tmp_path, state, step, wait=False)
+            af.save(step, state, tmp_path, wait=False)
         af.barrier(state)
-        af.save(tmp_path, state, step, wait=False)
-        af.load(tmp_path, state, step)
+        af.save(step, state, tmp_path, wait=False)
+        af.load(step, state, tmp_path)
 
     with failing(step, error, in_thread="rank 1 "):
         simulate(run, world_size=2)
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
@@ -259,9 +259,9 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
 
     def run(state):
         state, step = make(state)
-        af.save(tmp_path, state, step, wait=False)
+        af.save(step, state, tmp_path, wait=False)
         with pytest.raises(CheckpointError, match=r"got nothing of \[1\] for 0.3 s") as caught:
-            af.save(tmp_path, state, step)
+            af.save(step, state, tmp_path)
         return str(caught.value)
 
     with limited("share of a rank", 0.3):
@@ -279,11 +279,11 @@ def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
         import accel_fn as af
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         state, step = make(af.init(device="cpu", timeout_s=60))
-        af.save({str(tmp_path)!r}, state, step)
+        af.save(step, state, {str(tmp_path)!r})
         state = advance(state, step)
         if state.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        af.save({str(tmp_path)!r}, state, step, wait=False)
+        af.save(step, state, {str(tmp_path)!r}, wait=False)
         say("went on")
     """
     ranks = run_worlds({"script": script}, tmp_path)["script"]
@@ -292,7 +292,7 @@ def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
         assert rank.exit_code == 1
         assert "step_00000002 was not written" in rank.stderr
         assert "File too large" in rank.stderr
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_co
         Share.write = full
         runs = [make() for _ in range(2)]
         for number, (state, step) in enumerate(runs):
-            af.save({str(tmp_path)!r} + f"/run{{number}}", state, step, wait=False)
+            af.save(step, state, {str(tmp_path)!r} + f"/run{{number}}", wait=False)
             join_writing()
         atexit.register(say, "last handler")
         sys.log = open({str(tmp_path / "log")!r}, "w")  # Python lets go of what is there
@@ -332,11 +332,11 @@ def test_a_process_that_ends_waits_for_its_checkpoint(tmp_path):
         state = af.init(device="cpu", timeout_s=60)
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
         plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        af.save({str(tmp_path)!r}, state, step, wait=False)
+        state, step = af.build(af.wrap_ddp()(plan), state)
+        af.save(step, state, {str(tmp_path)!r}, wait=False)
     """
     launch(script, num_processes=1)
-    (found,) = af.list_checkpoints(tmp_path)
+    (found,) = af.checkpoint.list_checkpoints(tmp_path)
     assert not found.damage
     assert found.size > 8 * 1024 * 1024 * 4
 
@@ -359,7 +359,7 @@ def test_nobody_waits_for_long_for_a_rank_that_was_killed(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         if state.rank == 1:
             Share.write = die
-        af.save({str(tmp_path / "run")!r}, state, step, wait=False)
+        af.save(step, state, {str(tmp_path / "run")!r}, wait=False)
         if state.rank == 0:
             through.touch()
         while True:
@@ -379,26 +379,26 @@ def test_a_failure_without_a_message_is_named(tmp_path, monkeypatch):
     state, step = make()
     with monkeypatch.context() as patched:
         patched.setattr(Share, "write", failing)
-        af.save(tmp_path, state, step, wait=False)
+        af.save(step, state, tmp_path, wait=False)
         join_writing()
     with pytest.raises(CheckpointError, match=r"on rank 0: MemoryError\(\)"):
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
 
 
 def test_steps_are_one_run_however_they_are_listed(tmp_path, held):
     (state, first), (_, second) = make(), make()
-    af.save(tmp_path, state, {"a": first, "b": second}, wait=False)
+    af.save({"a": first, "b": second}, state, tmp_path, wait=False)
     held.set()
-    af.save(tmp_path, state, {"b": second, "a": first})
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0]
+    af.save({"b": second, "a": first}, state, tmp_path)
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
 
 
 def test_a_program_may_go_to_another_folder_meanwhile(tmp_path, held, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     state, step = make()
-    path = af.save("run", state, step, wait=False)
+    path = af.save(step, state, "run", wait=False)
     monkeypatch.chdir("elsewhere")
     held.set()
     assert wait_for(tmp_path / "run", 0) == path
-    af.load(tmp_path / "run", state, step)
+    af.load(step, state, tmp_path / "run")

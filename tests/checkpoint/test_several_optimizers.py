@@ -46,7 +46,7 @@ def make(split, seed=0, state=None, wrap=None, rates=None):
     model = ours.regression_model(seed)
     transforms = [wrap or af.wrap_ddp(), af.clip(0.5), *([rates] if rates else [])]
     plan = af.compose(*transforms)(af.Plan(ours.mse, model, SPLITS[split](model)))
-    return af.build(state or af.DistState(), plan)
+    return af.build(plan, state or af.DistState())
 
 
 def train(state, step, count=3):
@@ -64,9 +64,9 @@ def weights(step):
 def test_a_run_of_several_optimizers_resumes_to_the_bit(tmp_path, split, strict, capsys):
     state, step = make(split)
     state = train(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     other_state, other = make(split, 7)
-    other_state = af.load(tmp_path, train(other_state, other), other, strict=strict)
+    other_state = af.load(other, train(other_state, other), tmp_path, strict=strict)
     assert (other_state.step, capsys.readouterr().err) == (3, "")
     for each in (step, other):
         train(state, each)
@@ -100,15 +100,15 @@ REFUSED = {
 @pytest.mark.parametrize(("saved", "here", "expected"), REFUSED.values(), ids=REFUSED)
 def test_other_optimizers_are_refused_or_start_fresh(tmp_path, saved, here, expected, capsys):
     state, step = make(saved)
-    af.save(tmp_path, train(state, step), step)
+    af.save(step, train(state, step), tmp_path)
     state, other = make(here, 7)
     before = weights(other)
     with pytest.raises(CheckpointError) as caught:
-        af.load(tmp_path, state, other)
+        af.load(other, state, tmp_path)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     assert lines == [expected]
     ours.assert_identical(weights(other), before)
-    state = af.load(tmp_path, state, other, strict=False)
+    state = af.load(other, state, tmp_path, strict=False)
     assert expected in capsys.readouterr().err
     ours.assert_identical(weights(other), weights(step))
     fresh = [each for each in other.plan.optimizers.values() if not each.state]
@@ -123,9 +123,9 @@ def test_other_optimizers_are_refused_or_start_fresh(tmp_path, saved, here, expe
 def test_a_schedule_of_other_optimizers_starts_fresh(tmp_path, saved, here, capsys):
     rates = af.schedule(lambda count: 1 / (1 + count))
     state, step = make(saved, rates=rates)
-    af.save(tmp_path, train(state, step), step)
+    af.save(step, train(state, step), tmp_path)
     state, other = make(here, 7, rates=rates)
-    af.load(tmp_path, state, other, strict=False)
+    af.load(other, state, tmp_path, strict=False)
     assert "schedule(LambdaLR) starts fresh: it was saved for other optimizers" in (
         capsys.readouterr().err
     )
@@ -135,10 +135,10 @@ def test_a_schedule_of_other_optimizers_starts_fresh(tmp_path, saved, here, caps
 def test_all_ranks_refuse_other_optimizers(tmp_path):
     def run(state):
         state, step = make("two", state=state, wrap=af.wrap_fsdp())
-        af.save(tmp_path, train(state, step), step)
+        af.save(step, train(state, step), tmp_path)
         state, other = make("one", 7, state=state, wrap=af.wrap_fsdp())
         with pytest.raises(CheckpointError, match=re.escape(refusal(TWO, ONE))):
-            af.load(tmp_path, state, other)
+            af.load(other, state, tmp_path)
 
     simulate(run, world_size=2)
 
@@ -158,13 +158,13 @@ def test_worlds_and_strategies_may_change(tmp_path, to):
     def first(state):
         state, step = make("two classes", state=state, wrap=start[1]())
         state = train(state, step)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         train(state, step)
         return weights(step)
 
     def second(state):
         state, step = make("two classes", 7, state=state, wrap=to[1]())
-        train(af.load(tmp_path, state, step), step)
+        train(af.load(step, state, tmp_path), step)
         return weights(step)
 
     expected = simulate(first, world_size=start[0])[0]
@@ -179,13 +179,13 @@ def test_names_of_optimizers_are_no_other_names(tmp_path, name):
     def make_step(seed):
         model = ours.regression_model(seed)
         optimizers = {name: adamw(matrices(model)), "rest": adamw(vectors(model))}
-        return af.build(af.DistState(), af.clip(0.5)(af.Plan(ours.mse, model, optimizers)))
+        return af.build(af.clip(0.5)(af.Plan(ours.mse, model, optimizers)), af.DistState())
 
     state, step = make_step(0)
     state = train(state, step)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     _, other = make_step(7)
-    af.load(tmp_path, state, other)
+    af.load(other, state, tmp_path)
     for each in (step, other):
         train(state, each)
     ours.assert_identical(weights(other), weights(step))
@@ -200,7 +200,7 @@ def test_accelerates_files_are_read_in_the_order_of_the_plan(tmp_path):
     ):
         torch.save(each.state_dict(), tmp_path / file)
     other_state, other = make("two classes", 7)
-    other_state = af.load_accelerate(tmp_path, other, other_state)
+    other_state = af.checkpoint.load_accelerate(other, other_state, tmp_path)
     assert other_state.step == 3
     for each in (step, other):
         train(state, each)
@@ -208,4 +208,4 @@ def test_accelerates_files_are_read_in_the_order_of_the_plan(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"as many optimizers as the plan has, got optimizer_1"
     ):
-        af.load_accelerate(tmp_path, make("one")[1], state)
+        af.checkpoint.load_accelerate(make("one")[1], state, tmp_path)

@@ -19,11 +19,11 @@ from tests.tools import soak
 @pytest.mark.slow
 def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, capfd):
     state, step = make()
-    first = af.save(tmp_path, state, step)
+    first = af.save(step, state, tmp_path)
     for number in range(1, 1000):
         path = shutil.copytree(first, tmp_path / f"step_{number:08d}")
         with_manifest(path, put("step", number))
-    found = af.list_checkpoints(tmp_path)
+    found = af.checkpoint.list_checkpoints(tmp_path)
     assert [each.step for each in found] == [*range(1000)]
     assert not any(each.damage for each in found)
     (tmp_path / "step_00000998" / "manifest.json").write_text("damaged")
@@ -31,10 +31,10 @@ def test_a_thousand_checkpoints_are_listed_and_the_latest_reads_one(tmp_path, ca
     assert af.latest(tmp_path) == tmp_path / "step_00000999"
     assert capfd.readouterr().err == ""  # it would name those that it skips
     shutil.rmtree(tmp_path / "step_00000998")
-    af.load(tmp_path, state, step, at=500)
-    assert af.save(tmp_path, state, step, keep=2).name == "step_00000000"
+    af.load(step, state, tmp_path, at=500)
+    assert af.save(step, state, tmp_path, keep=2).name == "step_00000000"
     # The new one, and the one that was loaded: the run has left all others.
-    assert [each.step for each in af.list_checkpoints(tmp_path)] == [0, 500]
+    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0, 500]
 
 
 SOAK = """
@@ -46,8 +46,8 @@ SOAK = """
     def built(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        recipe = af.compose(af.wrap_ddp(), af.accumulate(2), af.clip(1.0), af.average(0.9))
-        return af.build(state, recipe(plan))
+        recipe = af.compose(af.wrap_ddp(), af.accumulate(2), af.clip(1.0), af.ema(0.9))
+        return af.build(recipe(plan), state)
 
     def held():
         "Bytes in memory, threads and open files, once garbage is gone."
@@ -61,8 +61,8 @@ SOAK = """
         for _ in range(num_steps):
             state, _ = step(state, batch)
             if state.step % every == 0:
-                af.save({folder!r}, state, step, keep=2, wait=False)
-        af.load({folder!r}, state, step)
+                af.save(step, state, {folder!r}, keep=2, wait=False)
+        af.load(step, state, {folder!r})
 
     world = af.init(device="cpu", timeout_s=300)
     soak(world, 2_000, 200)

@@ -65,7 +65,7 @@ def test_shards_of_ranks_are_written_in_that_dtype(tmp_path):
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
         expected = {name: value.to(HALF) for name, value in values(model).items()}
         plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
-        af.build(state, af.wrap_fsdp()(plan))
+        af.build(af.wrap_fsdp()(plan), state)
         af.save_model(model, tmp_path, dtype=HALF)
         return expected
 
@@ -153,11 +153,11 @@ def test_shards_take_their_part_of_renamed_files(tmp_path):
     def run(state):
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
         plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
-        state, _ = af.build(state, af.wrap_fsdp()(plan))
+        state, _ = af.build(af.wrap_fsdp()(plan), state)
         left_out = af.load_model(
             model, tmp_path, rename=lambda name: name.replace("net", "0"), strict=False
         )
-        return len(left_out), af.whole_state_dict(model, state).get("0.weight")
+        return len(left_out), af.checkpoint.whole_state_dict(model, state).get("0.weight")
 
     (count, found), (other, _) = simulate(run, world_size=2)
     assert count == other == 4

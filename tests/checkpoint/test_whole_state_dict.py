@@ -44,12 +44,12 @@ def built(state, recipe):
     torch.manual_seed(0)
     model = Tied().double()
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return model, *af.build(state, recipe(plan))
+    return model, *af.build(recipe(plan), state)
 
 
 def trained(state, recipe):
     model, state, step = built(state, recipe)
-    state, _ = step(state, af.part(torch.arange(8) % 7, state))
+    state, _ = step(state, af.shard_batch(torch.arange(8) % 7, state))
     return model, state, step
 
 
@@ -66,7 +66,7 @@ def test_the_main_rank_has_what_one_process_has(recipe):
 
     def run(state):
         model, state, _ = trained(state, recipe)
-        return af.whole_state_dict(model, state)
+        return af.checkpoint.whole_state_dict(model, state)
 
     found, *others = simulate(run, world_size=4)
     assert others == [{}] * 3
@@ -80,7 +80,7 @@ def test_the_main_rank_has_what_one_process_has(recipe):
 
 def test_later_steps_do_not_change_it():
     model, state, step = trained(af.DistState(), af.compose())
-    found = af.whole_state_dict(model, state)
+    found = af.checkpoint.whole_state_dict(model, state)
     before = copy.deepcopy(found)
     step(state, torch.arange(8) % 7)
     assert torch.equal(found["head.weight"], before["head.weight"])
@@ -89,7 +89,7 @@ def test_later_steps_do_not_change_it():
 
 def test_a_wrapped_model_has_the_keys_of_the_one_inside():
     model = nn.Linear(2, 1)
-    found = af.whole_state_dict(nn.DataParallel(model), af.DistState())
+    found = af.checkpoint.whole_state_dict(nn.DataParallel(model), af.DistState())
     assert list(found) == ["weight", "bias"]
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_is_none_is_refused_on_all_ranks():
     def run(state):
         error = PeerError if state.is_main else TypeError
         with pytest.raises(error, match=r"model must be a torch\.nn\.Module, got 'str'"):
-            af.whole_state_dict(nn.Linear(2, 1) if state.is_main else "model", state)
+            af.checkpoint.whole_state_dict(nn.Linear(2, 1) if state.is_main else "model", state)
         return af.reduce_sum(1, state)
 
     assert simulate(run, world_size=2) == [2, 2]
@@ -121,7 +121,7 @@ def test_a_main_rank_out_of_memory_is_an_error_on_all_ranks():
         with pytest.raises(
             MemoryError if state.is_main else PeerError, match="no room on the host"
         ):
-            af.whole_state_dict(Unreadable(2, 1), state)
+            af.checkpoint.whole_state_dict(Unreadable(2, 1), state)
         return af.reduce_sum(1, state)
 
     assert simulate(run, world_size=2) == [2, 2]
@@ -134,7 +134,7 @@ def test_shards_of_processes_are_gathered():
         from tests.checkpoint.test_whole_state_dict import trained
         state = af.init(device="cpu")
         model, state, _ = trained(state, af.wrap_fsdp())
-        found = af.whole_state_dict(model, state)
+        found = af.checkpoint.whole_state_dict(model, state)
         say(state.rank, len(found), *[f"{found[name].double().sum():.12f}" for name in sorted(found)[1:]])
     """
     expected = trained(af.DistState(), af.compose())[0].state_dict()

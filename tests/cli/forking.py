@@ -22,7 +22,7 @@ _LOADED = (
     "launcher.plan_launch",
     "launcher.processes.run",
     "launcher.settings.sources",
-    "observe.estimate_memory",
+    "contrib.estimate",
     "observe.explain",
     "testing.promises",
     "transforms.ddp",

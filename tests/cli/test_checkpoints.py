@@ -17,7 +17,7 @@ from tests.support import strategies as ours
 
 
 def build(model):
-    return af.build(af.DistState(), af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+    return af.build(af.Plan(ours.mse, model, ours.adamw(model.parameters())), af.DistState())
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path):
     inputs = torch.ones(4, 3).double()
     for _ in range(2):
         state, _ = step(state, (inputs, inputs[:, :1]))
-        af.save(tmp_path / "run", state, step)
+        af.save(step, state, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -42,7 +42,7 @@ def test_a_table_lists_the_checkpoints(folder, tmp_path):
 def test_the_mesh_stands_in_place_of_the_number_of_ranks(tmp_path):
     def run(state):
         state, step = ours.built(af.wrap_ddp(), state)
-        af.save(tmp_path / "run", state, step)
+        af.save(step, state, tmp_path / "run")
 
     simulate(run, mesh={"dp": 2, "tp": 2})
     table = command(tmp_path, "checkpoints", "run").stdout
@@ -53,8 +53,8 @@ def test_the_mesh_stands_in_place_of_the_number_of_ranks(tmp_path):
 
 def test_scores_are_listed_where_there_are_any(tmp_path):
     state, step = build(ours.regression_model())
-    af.save(tmp_path / "run", state, step)
-    af.save(tmp_path / "run", replace(state, step=3), step, score=0.5)
+    af.save(step, state, tmp_path / "run")
+    af.save(step, replace(state, step=3), tmp_path / "run", score=0.5)
     lines = command(tmp_path, "checkpoints", "run").stdout.splitlines()
     assert [line.split()[-1] for line in lines] == ["score", "-", "0.5"]
     done = command(tmp_path, "checkpoints", "run", "--json")
@@ -86,7 +86,7 @@ def test_export_writes_weights_that_load_without_the_program(folder, tmp_path):
     model = ours.regression_model(seed=3)
     af.load_model(model, tmp_path / "weights")
     state, step = build(other := ours.regression_model())
-    af.load(folder, state, step)
+    af.load(step, state, folder)
     ours.assert_identical(model.state_dict(), other.state_dict())
 
 
@@ -99,7 +99,7 @@ def test_export_takes_one_of_several_models_in_files_of_a_size_and_ties_once(tmp
     saved[1].weight = saved[0].weight
     state, generator = build(saved)
     steps = {"generator": generator, "critic": build(ours.regression_model())[1]}
-    af.save(tmp_path / "run", state, steps)
+    af.save(steps, state, tmp_path / "run")
     options = ("--step", "generator", "--max-shard-size", "40B")
     done = command(tmp_path, "export", "run/step_00000000", "weights", *options)
     assert (done.exit_code, done.stdout) == (0, "3 tensors written to weights\n")
@@ -134,7 +134,7 @@ def complex_waves():
     ids=["no tensor", "no dtype of safetensors"],
 )
 def test_what_export_cannot_write_is_one_line(tmp_path, make, text):
-    af.save(tmp_path / "run", *build(make()))
+    af.save(*reversed(build(make())), tmp_path / "run")
     done = command(tmp_path, "export", "run/step_00000000", "weights")
     assert done.stderr.startswith("Error: export: model must ")
     assert text in done.stderr

@@ -31,7 +31,7 @@ def make_plan(num_parts=2):
 def as_launched():
     model = nn.Linear(NUM_INPUTS, 1)
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.5))
-    return af.compose(af.with_amp(), af.wrap(), af.accumulate())(plan)
+    return af.compose(af.with_amp(), af.wrap_as_launched(), af.accumulate())(plan)
 
 class Recipes:
     simple = make_plan(1)
@@ -72,7 +72,7 @@ def test_the_command_prints_the_step_of_a_number_of_ranks(folder):
         "one step on 4 ranks, cuda:1",
         "  model      place()",
         "  split      accumulate(2)",
-        "  weigh      num_samples, summed over 4 ranks",
+        "  weigh      count_samples, summed over 4 ranks",
         "  place      place()",
         "  forward    loss_fn(Linear, batch)",
         "  backward   the mean over the global batch, by wrap_ddp()",

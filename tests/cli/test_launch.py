@@ -50,7 +50,7 @@ def test_two_processes_on_a_cpu_are_one_world_of_two(launchers, tmp_path):
     """The options of training that the launch sets arrive too."""
     script = """
         import os, accel_fn as af
-        state, options = af.init(timeout_s=100), af.launch_options()
+        state, options = af.init(timeout_s=100), af.launcher.launch_options()
         total = af.reduce_sum(state.rank + 1, state)
         words = [state.rank, state.local_rank, state.world_size, state.device, total]
         words += [options.mixed_precision, options.num_microbatches, options.wrap, options.timeout_s]

@@ -279,7 +279,7 @@ def loss_fn(model, batch):
 state = af.init()
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-state, step = af.build(state, af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)))
+state, step = af.build(af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)), state)
 step(state, torch.rand(2, 4) + state.rank)
 """
 _FOLDED = [

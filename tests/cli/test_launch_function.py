@@ -72,7 +72,7 @@ def test_ranks_are_a_world_and_large_tensors_come_back():
 
 def test_ranks_have_what_a_launch_sets():
     def look():
-        return dict(os.environ), af.launch_options()
+        return dict(os.environ), af.launcher.launch_options()
 
     found = af.launch(
         look,
@@ -84,7 +84,7 @@ def test_ranks_have_what_a_launch_sets():
         timeout_s=20,
     )
     for number, (variables, options) in enumerate(found):
-        assert options == af.LaunchOptions(
+        assert options == af.launcher.LaunchOptions(
             mixed_precision="bf16", num_microbatches=3, wrap="fsdp", timeout_s=20.0
         )
         expected = {
@@ -107,8 +107,8 @@ def test_ranks_inherit_variables_and_no_file_of_settings(monkeypatch, tmp_path):
     (tmp_path / "accel_fn.yaml").write_text("mixed_precision: bf16\nwrap: fsdp\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_FN_NUM_MICROBATCHES", "3")
-    expected = af.LaunchOptions(num_microbatches=3)
-    assert af.launch(af.launch_options, num_processes=1) == [expected]
+    expected = af.launcher.LaunchOptions(num_microbatches=3)
+    assert af.launch(af.launcher.launch_options, num_processes=1) == [expected]
 
 
 class TwoPartsError(Exception):

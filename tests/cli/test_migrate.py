@@ -140,7 +140,7 @@ def test_every_difference_belongs_to_a_row():
 
 
 LINES = [
-    ('accelerator.log({"loss": 1.0}, step=3)', '-> af.log_values(state, step, {"loss": 1.0})'),
+    ('accelerator.log({"loss": 1.0}, step=3)', '-> af.log_values(step, state, {"loss": 1.0})'),
     ('accelerator.init_trackers("run", config)', "-> run = wandb.init(...), before the recipe"),
     (
         "with accelerator.profile() as prof:\n    pass",
@@ -156,16 +156,16 @@ LINES = [
     ("rows = accelerator.gather(rows)", "-> af.gather(rows, state)"),
     (
         "figure = accelerator.gather_for_metrics(x)",
-        "-> af.evaluate(step, loader, state, metric_fn)",
+        "-> af.evaluate(step, state, loader, metric_fn)",
     ),
     ("if accelerator.is_main_process:\n    pass", "accelerator.is_main_process -> state.is_main"),
-    ("accelerator.load_state(path)", "-> state = af.resume(folder, state, step)"),
+    ("accelerator.load_state(path)", "-> state = af.resume(step, state, folder)"),
     ("dl = accelerator.skip_first_batches(dl, 3)", "-> dl.epochs(num_epochs, since=state)"),
     ("accelerator.free_memory()", "-> del step, state, plan"),
     ("with accelerator.main_process_first():\n    pass", "-> af.main_first(state)"),
     ("accelerator.reduce(x)", "-> af.reduce_sum(x, state)"),
     ("accelerator.reduce(x, reduction='mean')", "-> af.reduce_mean(x, state)"),
-    ("weights = accelerator.get_state_dict(net)", "-> af.whole_state_dict(net, state)"),
+    ("weights = accelerator.get_state_dict(net)", "-> af.checkpoint.whole_state_dict(net, state)"),
     ("model, optimizer = accelerator.prepare(a, b, optimizer)", "is a plan of its own"),
     ("(x, y) = accelerator.prepare(x, optim)", "-> plan = recipe(af.Plan(loss_fn, x, optim))"),
     (
@@ -183,13 +183,16 @@ LINES = [
     ),
     (
         "from accelerate.logging import get_logger\nlogger = get_logger(__name__)",
-        "-> af.on_main_only(logging.getLogger(__name__), state)",
+        "-> af.main_logger(logging.getLogger(__name__), state)",
     ),
     ("x = x.to(accelerator.device)", "-> (goes)"),
     ("x = y.to(accelerator.device)", "accelerator.device -> state.device"),
     ("net = accelerator.unwrap_model(net)", "-> net"),
     ("accelerator.wait_for_everyone()", "-> af.barrier(state)"),
-    ("with accelerator.split_between_processes(xs) as x:\n    pass", "-> af.part(xs, state)"),
+    (
+        "with accelerator.split_between_processes(xs) as x:\n    pass",
+        "-> af.shard_batch(xs, state)",
+    ),
     ("accelerator.clip_grad_value_(net.parameters(), 0.5)", "-> af.clip_value(0.5) in the recipe"),
     ("accelerator.register_for_checkpointing(ema)", '-> extras={"name": ema} of af.save'),
     ("accelerator.save_model(net, folder)", "-> af.save_model(net, folder)"),
@@ -353,7 +356,7 @@ def test_a_row_is_printed_where_the_script_meets_it(text, row, is_met, tmp_path)
 
 def test_reasons_and_rows_are_printed_where_they_come_first(tmp_path):
     text = lines_of(tmp_path, "accelerator.save_state('a')\naccelerator.save_state('b')")
-    assert text.count("-> af.save(folder, state, step)") == 2
+    assert text.count("-> af.save(step, state, folder)") == 2
     assert text.count("into one folder") == text.count("row 20:") == 1
 
 

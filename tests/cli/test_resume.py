@@ -43,7 +43,7 @@ def build(state, *layers, dtype=torch.float32):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 12), *layers, nn.Tanh(), nn.Linear(12, 10)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return af.build(state, af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)))
+    return af.build(af.wrap_ddp()(af.Plan(loss_fn, model, optimizer)), state)
 
 
 def loss_fn(model, batch):
@@ -58,7 +58,7 @@ def train(state, folder, num_workers, started=lambda: None, *, num_epochs=2):
     loader = DataLoader(data(), 8, shuffle=True, num_workers=num_workers)
     loader = af.shard_loader(loader, state)
     if af.latest(folder):
-        state = af.load(folder, state, step)
+        state = af.load(step, state, folder)
     started()
     last = 19 * num_epochs
     for epoch in loader.epochs(num_epochs, since=state):
@@ -69,7 +69,7 @@ def train(state, folder, num_workers, started=lambda: None, *, num_epochs=2):
                 wait = (
                     state.step % 2 == 1 or state.step == last
                 )  # every other save is in the background
-                af.save(folder, state, step, keep=3, keep_every=12, wait=wait)
+                af.save(step, state, folder, keep=3, keep_every=12, wait=wait)
     assert state.step == last
     return hash_of(step)
 
@@ -206,7 +206,7 @@ def train_exactly(state, folder, until, started):
     state, step = build(state, dtype=dtype)
     loader = af.shard_loader(DataLoader(data(dtype), 9, shuffle=True), state)
     if af.latest(folder / "run"):
-        state = af.load(folder / "run", state, step)
+        state = af.load(step, state, folder / "run")
     for epoch in loader.epochs(2, since=state):
         for *batch, numbers in epoch:
             if state.step == until:
@@ -214,7 +214,7 @@ def train_exactly(state, folder, until, started):
             state, _ = step(state, batch)
             path = folder / f"{state.step}.{state.rank}"
             path.write_text(json.dumps(numbers.tolist()))
-    af.save(folder / "run", state, step)
+    af.save(step, state, folder / "run")
     if state.is_main:
         parameters = torch.cat([each.view(-1) for each in step.plan.model.parameters()])
         (folder / "parameters").write_text(json.dumps(parameters.tolist()))

@@ -30,7 +30,7 @@ def reporting(change_report):
     """Return a `build` whose steps give other reports."""
 
     def build(state, plan):
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
 
         def changed(state, batch):
             state, report = step(state, batch)
@@ -65,7 +65,7 @@ REDUCE = "reduce and broadcast give what one process has"
 slightly_more = 1 + 1e-6
 FAULTS = {
     "all ranks have the part of rank 0": (
-        {"take_part": lambda batch, rank, world_size: af.part(batch, af.DistState(world_size=2))},
+        {"take_part": lambda batch, rank, world_size: af.shard_batch(batch, af.DistState(world_size=2))},
         TRAINING, "a loss scale changes nothing", SHARDS, CLIPPING, TOKENS,
     ),
     "a norm that is off by a millionth": (
@@ -140,7 +140,7 @@ def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypa
     """The library compares the first gradients over the ranks and raises on both."""
 
     def apart():
-        return lambda plan: replace(plan, strategy=(af.SlotFunction(af.Strategy),))
+        return lambda plan: replace(plan, strategy=(af.extend.SlotFunction(af.extend.Strategy),))
 
     monkeypatch.setattr(promises, "wrap_ddp", apart)
     for report in simulate(promises.check_promises, world_size=2, timeout_s=100):

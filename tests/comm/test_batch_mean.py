@@ -47,7 +47,7 @@ def by_hand(model, batch):
 def trained(state, parts, wrap):
     model = Experts()
     plan = af.Plan(loss_of(state), model, ours.sgd(model.parameters()))
-    state, step = af.build(state, WRAPS[wrap](plan))
+    state, step = af.build(WRAPS[wrap](plan), state)
     losses = []
     for batch in parts[state.rank]:
         state, report = step(state, batch)
@@ -89,9 +89,9 @@ def test_several_microbatches_are_refused_on_all_ranks(world_size, detached):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
         plan = af.compose(af.accumulate(2), af.wrap_ddp())(plan)
-        state, step = af.build(state, plan, check_loss=False)
+        state, step = af.build(plan, state, check_loss=False)
         with pytest.raises(BatchError, match="leave out accumulate"):
-            step(state, af.part(a_batch(6, 0), state))
+            step(state, af.shard_batch(a_batch(6, 0), state))
         return True
 
     assert all(simulate(run, world_size=world_size))

@@ -350,14 +350,14 @@ CALLS = {
     "reduce_sum": lambda state: af.reduce_sum(state, ONE),
     "reduce_mean": lambda state: af.reduce_mean(state, ONE),
     "reduce_max": lambda state: af.reduce_max(state, ONE),
-    "to_device": lambda state: af.to_device(state, ONE),
+    "to_device": lambda state: af.extend.to_device(state, ONE),
     "broadcast": lambda state: af.broadcast(state, ONE),
     "on_main": lambda state: af.on_main(state, ONE),
     "barrier": lambda state: af.barrier(ONE),
     "any_rank": lambda state: af.any_rank(state, ONE),
     "main_first": lambda state: af.main_first(ONE).__enter__(),
     "print_on_main": lambda state: af.print_on_main("a", state=ONE),
-    "on_main_only": lambda state: af.on_main_only(state, ONE),
+    "main_logger": lambda state: af.main_logger(state, ONE),
     "seed_all": lambda state: af.seed_all(ONE),
 }
 

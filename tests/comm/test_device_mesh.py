@@ -46,7 +46,7 @@ def gradients_split_over_both(state):
     styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], styles, src_data_rank=None)
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
-    model(af.part(BATCH, state)).square().mean().backward()
+    model(af.shard_batch(BATCH, state)).square().mean().backward()
     return [each.grad.full_tensor() for each in model.parameters()]
 
 

@@ -114,7 +114,7 @@ def step_with(collective, recipe, world_size, sizes=None, **options):
     def run(state):
         model = torch.nn.Linear(3, 2).double()
         plan = af.Plan(lambda m, x: collective(m(x), state), model, ours.sgd(model.parameters()))
-        state, step = af.build(state, recipe(plan), **options)
+        state, step = af.build(recipe(plan), state, **options)
         batch = X.split(sizes)[state.rank] if sizes else X.tensor_split(world_size)[state.rank]
         return step(state, batch)[1].loss.isfinite().item()
 

@@ -85,10 +85,10 @@ def test_a_norm_counts_every_element_once_over_all_axes():
         assert abs(norm - expected) <= 1e-12 * expected
 
 
-def compared(state, tensors, make_strategy=af.Strategy):
+def compared(state, tensors, make_strategy=af.extend.Strategy):
     """Compare tensors over the ranks; return the error, or an empty text."""
-    plan = replace(ours.plan(), strategy=(af.SlotFunction(make_strategy),))
-    strategy = af.build(state, plan)[1].strategy
+    plan = replace(ours.plan(), strategy=(af.extend.SlotFunction(make_strategy),))
+    strategy = af.build(plan, state)[1].strategy
     try:
         check_same(strategy, state, tensors, "check: {name} differs on {ranks}")
     except RuntimeError as error:
@@ -118,7 +118,7 @@ def test_a_shard_without_a_gradient_on_one_rank_is_found():
     assert simulated(run) == ["check: it differs on rank 1"] * 4
 
 
-class OfStages(af.Strategy):
+class OfStages(af.extend.Strategy):
     """Ranks 0 and 1 are one stage of a pipeline, ranks 2 and 3 the next."""
 
     def compared_ranks(self, state):
@@ -204,9 +204,9 @@ def built_on(mesh, state):
         plan = replace(
             plan,
             shard_model=(lambda state, model: cut_model(model, mesh),),
-            strategy=(af.SlotFunction(af.Strategy),),
+            strategy=(af.extend.SlotFunction(af.extend.Strategy),),
         )
-    return af.build(state, plan)
+    return af.build(plan, state)
 
 
 def test_a_step_trains_what_shard_model_has_cut():
@@ -231,11 +231,11 @@ def test_a_run_over_two_axes_resumes_on_one_process_and_back(tmp_path):
 
     def run(state, mesh=None, *, folder=tmp_path, since, until):
         state, step = built_on(mesh, state)
-        state = af.resume(folder, state, step)
+        state = af.resume(step, state, folder)
         assert state.step == since
         for batch in batches[since:until]:
             state, _ = step(state, batch)
-        af.save(folder, state, step)
+        af.save(step, state, folder)
         return ours.whole(dict(step.plan.model.named_parameters()))
 
     expected = run(af.DistState(), folder=tmp_path / "one", since=0, until=4)
@@ -245,7 +245,7 @@ def test_a_run_over_two_axes_resumes_on_one_process_and_back(tmp_path):
     ours.assert_close(run(af.DistState(), since=3, until=4), expected)
 
 
-class ByHooks(af.Strategy):
+class ByHooks(af.extend.Strategy):
     """FSDP's hooks average over the first axis, and tensor parallelism sums over the second one."""
 
     finds_unused = False
@@ -275,8 +275,8 @@ def train_by_torch(state, folder):
     plan = ours.plan(model=model, optimizer=ours.adamw)
     plan = af.compose(af.clip(0.1), af.check_replicas(1))(plan)
     if state.world_size > 1:
-        plan = replace(plan, shard_model=(sharded,), strategy=(af.SlotFunction(ByHooks),))
-    state, step = af.build(state, plan)
+        plan = replace(plan, shard_model=(sharded,), strategy=(af.extend.SlotFunction(ByHooks),))
+    state, step = af.build(plan, state)
     found = {}
     for batch in batches:
         state, report = step(state, batch)

@@ -21,7 +21,7 @@ joined = af.init(device="cpu")  # on a busy machine, ranks come to each other la
 state = af.init(device="cpu", timeout_s=3)
 model = torch.nn.Linear(3, 1)
 plan = af.Plan(lambda model, batch: model(batch).mean(), model, torch.optim.SGD(model.parameters(), lr=0.1))
-state, step = af.build(state, af.wrap_ddp()(plan))
+state, step = af.build(af.wrap_ddp()(plan), state)
 batch = torch.ones(4, 3) + state.rank
 af.barrier(state)
 """

@@ -167,7 +167,7 @@ def test_a_logger_logs_on_the_main_rank_and_where_all_ranks_are_asked_for():
         logger = logging.Logger("train")
         logger.addHandler(logging.StreamHandler(text))
         for _ in range(2):  # twice is once
-            assert af.on_main_only(logger, state) is logger
+            assert af.main_logger(logger, state) is logger
         assert len(logger.filters) == (0 if state.is_main else 1)
         logger.warning("main")
         logger.warning("all", extra={"all_ranks": True})
@@ -177,8 +177,8 @@ def test_a_logger_logs_on_the_main_rank_and_where_all_ranks_are_asked_for():
 
 
 def test_a_logger_is_one_of_the_standard_library():
-    with pytest.raises(TypeError, match=r"on_main_only: logger must be a logging\.Logger, got"):
-        af.on_main_only("train", ALONE)
+    with pytest.raises(TypeError, match=r"main_logger: logger must be a logging\.Logger, got"):
+        af.main_logger("train", ALONE)
 
 
 IN_PROCESSES = """
@@ -197,7 +197,7 @@ with af.distributed(device="cpu") as state:
         kind = type(error).__name__
     text = io.StringIO()
     af.print_on_main("printed", state=state, file=text, end=" ")
-    logger = af.on_main_only(logging.getLogger("train"), state)
+    logger = af.main_logger(logging.getLogger("train"), state)
     logger.addHandler(logging.StreamHandler(text))
     logger.warning("logged")
     logger.warning("everywhere", extra={{"all_ranks": True}})

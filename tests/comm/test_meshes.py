@@ -195,7 +195,7 @@ def test_the_parts_of_a_batch_go_over_the_data_axis():
         (mine,) = af.shard_loader(loader, state)
         (along,) = af.shard_loader(loader, state.along("dp"))
         assert torch.equal(mine[0], along[0])
-        assert torch.equal(af.part(batch, state), mine[0])
+        assert torch.equal(af.shard_batch(batch, state), mine[0])
         return mine[0].tolist()
 
     assert simulate(run, mesh=SQUARE) == [whole[0], whole[0], whole[1], whole[1]]
@@ -205,13 +205,13 @@ def test_the_parts_of_a_batch_go_over_the_data_axis():
 def test_what_needs_all_ranks_refuses_the_state_of_an_axis(name, tmp_path):
     model = torch.nn.Linear(1, 1)
     plan = af.Plan(lambda m, b: m(b).sum(), model, torch.optim.SGD(model.parameters()))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     calls = {
-        "build": lambda state: af.build(state, plan),
-        "save": lambda state: af.save(tmp_path, state, step),
-        "load": lambda state: af.load(tmp_path, state, step),
-        "resume": lambda state: af.resume(tmp_path, state, step),
-        "load_accelerate": lambda state: af.load_accelerate(tmp_path, step, state),
+        "build": lambda state: af.build(plan, state),
+        "save": lambda state: af.save(step, state, tmp_path),
+        "load": lambda state: af.load(step, state, tmp_path),
+        "resume": lambda state: af.resume(step, state, tmp_path),
+        "load_accelerate": lambda state: af.checkpoint.load_accelerate(step, state, tmp_path),
     }
     text = f"{name}: state must be of all ranks, got one along 'dp'; give the state that along was"
     with pytest.raises(ValueError, match=text):
@@ -223,7 +223,7 @@ def test_a_step_and_an_evaluation_refuse_the_state_of_an_axis(axis):
     def run(state):
         state, step = ours.built(af.wrap_ddp(), state)
         along = state.along(axis)
-        for call in (step, step.forward, lambda state, batch: af.evaluate(step, [batch], state)):
+        for call in (step, step.forward, lambda state, batch: af.evaluate(step, state, [batch])):
             with pytest.raises(
                 ValueError, match="step: state must be of the world it was built in"
             ):

@@ -285,7 +285,7 @@ def test_the_phase_of_a_step_is_read_off_the_stack():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(note)
-    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     step(state, torch.ones(3, 2))
     assert phases == ["forward", "backward", "update"]
     assert Stack.of_thread(sys._getframe()).phase() == ""

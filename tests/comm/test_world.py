@@ -334,7 +334,7 @@ def test_a_state_whose_world_was_left_is_refused():
             model = torch.nn.Linear(2, 1)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer)
-            return af.build(state, af.wrap_ddp()(plan))
+            return af.build(af.wrap_ddp()(plan), state)
 
         with af.distributed(device="cpu", timeout_s=30) as state:
             state, step = build(state)
@@ -407,7 +407,7 @@ def test_nccl_has_a_later_timeout_and_is_left_by_abort_after_an_error(end, call)
 try:
     with af.distributed(device="cpu", timeout_s=30) as state:
         model = ours.regression_model()
-        state, step = af.build(state, af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters()))))
+        state, step = af.build(af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters()))), state)
         batch = torch.ones(4, 3).double(), torch.ones(4, 1).double()
         state, _ = step(state, batch)
         step.grads(state, batch)

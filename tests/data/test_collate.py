@@ -228,7 +228,7 @@ def test_every_source_refuses_an_unmarked_list_and_gives_a_marked_one(source):
         return batches_of(state, marked_of, **source())
 
     found = [part for parts in zip(*simulate(run, world_size=2), strict=True) for part in parts]
-    assert [af.num_samples(part) for part in found] == [4] * 4
+    assert [af.count_samples(part) for part in found] == [4] * 4
     assert all(type(column) is type(af.samples([])) for part in found for column in part)
 
 

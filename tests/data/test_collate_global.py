@@ -69,7 +69,7 @@ def test_its_batches_are_not_collated_anew_by_the_check():
             model = torch.nn.Linear(1, 1).double()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             plan = af.Plan(lambda model, rows: model(rows).mean(), model, optimizer)
-            built, step = af.build(state, af.wrap_ddp()(plan))
+            built, step = af.build(af.wrap_ddp()(plan), state)
             given = DataLoader(Rows(4), 4, collate_fn=collate)
             (batch,) = af.shard_loader(given, built, collate=kind)
             before = len(calls)
@@ -106,10 +106,10 @@ def test_predictions_are_in_the_order_of_the_data_set():
         model = torch.nn.Linear(1, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = af.Plan(lambda model, rows: model(rows[:, None]).mean(), model, optimizer)
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         loader = DataLoader(Rows(7), 4, shuffle=True, collate_fn=torch.stack)
         loader = af.shard_loader(loader, state, collate="global")
-        return af.predict(step, loader, state, lambda model, rows: rows.clone())
+        return af.predict(step, state, loader, lambda model, rows: rows.clone())
 
     for found in simulate(run, world_size=2):
         assert found is None or found.tolist() == [0, 1, 2, 3, 4, 5, 6]

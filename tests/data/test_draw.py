@@ -17,24 +17,24 @@ def normal(generator):
 
 @pytest.mark.parametrize("other", [{"seed": 4}, {"step": 6}, {"call": 1}], ids=str)
 def test_every_part_of_a_position_gives_numbers_of_its_own(other):
-    assert not torch.equal(af.draw(HERE, normal), af.draw(replace(HERE, **other), normal))
+    assert not torch.equal(af.draw(normal, HERE), af.draw(normal, replace(HERE, **other)))
 
 
 def test_a_name_gives_numbers_of_its_own():
-    assert not torch.equal(af.draw(HERE, normal), af.draw(HERE, normal, "noise"))
-    assert not torch.equal(af.draw(HERE, normal, "a"), af.draw(HERE, normal, "b"))
+    assert not torch.equal(af.draw(normal, HERE), af.draw(normal, HERE, "noise"))
+    assert not torch.equal(af.draw(normal, HERE, "a"), af.draw(normal, HERE, "b"))
 
 
 def test_a_draw_repeats_and_leaves_the_generators_of_the_process_alone():
     before = torch.get_rng_state()
-    first = af.draw(HERE, normal, "noise")
-    assert torch.equal(first, af.draw(HERE, normal, "noise"))
+    first = af.draw(normal, HERE, "noise")
+    assert torch.equal(first, af.draw(normal, HERE, "noise"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_position_of_the_usual_loop_draws_the_numbers_that_it_drew_before():
     """Runs resume with them, so the seed of a draw must not change."""
-    drawn = af.draw(HERE, lambda g: torch.randint(1000, (4,), generator=g), "noise")
+    drawn = af.draw(lambda g: torch.randint(1000, (4,), generator=g), HERE, "noise")
     assert drawn.tolist() == [635, 950, 920, 903]
 
 
@@ -43,14 +43,14 @@ def test_a_tree_is_cut_with_the_tensors_in_it():
         return {"noise": normal(generator), "time": torch.rand(4, generator=generator)}
 
     state = replace(HERE, rank=1, world_size=3)
-    (whole, part) = (af.draw(each, pair) for each in (HERE, state))
+    (whole, part) = (af.draw(pair, each) for each in (HERE, state))
     for name, rows in part.items():
         assert torch.equal(rows, whole[name][2:3])
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_few_rows_may_need_no_numbers(num_rows):
-    drawn = af.draw(HERE, lambda generator: torch.randperm(num_rows, generator=generator))
+    drawn = af.draw(lambda generator: torch.randperm(num_rows, generator=generator), HERE)
     assert len(drawn) == num_rows
 
 
@@ -79,14 +79,14 @@ def test_few_rows_may_need_no_numbers(num_rows):
 )
 def test_a_function_that_does_not_draw_rows_is_refused(fn, error, text):
     with pytest.raises(error, match=f"^draw: {text}"):
-        af.draw(HERE, fn)
+        af.draw(fn, HERE)
 
 
 def test_arguments_of_other_kinds_are_refused():
     with pytest.raises(TypeError, match=r"^draw: name must be a string, got 3$"):
-        af.draw(HERE, normal, 3)
+        af.draw(normal, HERE, 3)
     with pytest.raises(TypeError, match=r"^draw: state must be a DistState, got 'function'"):
-        af.draw(normal, HERE)
+        af.draw(HERE, normal)
 
 
 def noise_of(generator, num_rows):
@@ -96,13 +96,13 @@ def noise_of(generator, num_rows):
 @pytest.mark.parametrize("sizes", [[3, 2], [0, 1, 4], [2, None], [5]])
 def test_ranks_draw_as_many_rows_as_their_batches_have(sizes):
     num_rows = sum(each or 0 for each in sizes)
-    whole = af.draw(HERE, lambda generator: noise_of(generator, num_rows), "n")["noise"]
+    whole = af.draw(lambda generator: noise_of(generator, num_rows), HERE, "n")["noise"]
 
     def run(state):
         size = sizes[state.rank]
         rows = None if size is None else (torch.zeros(size, 3), torch.zeros(size))
         state = replace(state, seed=HERE.seed, step=HERE.step)
-        return af.draw(state, noise_of, "n", rows=rows)["noise"]
+        return af.draw(noise_of, state, "n", rows=rows)["noise"]
 
     found = simulate(run, world_size=len(sizes))
     assert [len(each) for each in found] == [each or 0 for each in sizes]
@@ -111,12 +111,12 @@ def test_ranks_draw_as_many_rows_as_their_batches_have(sizes):
 
 def test_rows_that_cannot_be_counted_are_refused_on_every_rank():
     def run(state):
-        with pytest.raises(ValueError, match=r"num_samples: batch|got others on another rank"):
-            af.draw(state, noise_of, rows={"size": 3} if state.is_main else torch.zeros(2, 3))
+        with pytest.raises(ValueError, match=r"count_samples: batch|got others on another rank"):
+            af.draw(noise_of, state, rows={"size": 3} if state.is_main else torch.zeros(2, 3))
 
     simulate(run, world_size=2)
 
 
 def test_another_number_of_rows_than_the_batch_has_is_refused():
     with pytest.raises(ValueError, match="return as many rows as it is given, 3, got '4 rows'"):
-        af.draw(HERE, lambda generator, _: normal(generator), rows=torch.zeros(3))
+        af.draw(lambda generator, HERE, _: normal(generator), rows=torch.zeros(3))

@@ -93,18 +93,18 @@ def test_prefetch_and_windows_of_such_epochs_end_where_these_do(make):
     ]
     assert fetched == expected
     epochs = loader.epochs(None, max_steps=5)
-    assert [len(window) for epoch in epochs for window in af.window(epoch, 2)] == [2, 1, 2]
-    windows = af.window(loader, 2).epochs(None, max_steps=3)
+    assert [len(window) for epoch in epochs for window in af.group_batches(epoch, 2)] == [2, 1, 2]
+    windows = af.group_batches(loader, 2).epochs(None, max_steps=3)
     assert [len(window) for epoch in windows for window in epoch] == [2, 1, 2]
 
 
 def test_evaluate_reads_no_more_than_the_epoch(tmp_path):
     model = torch.nn.Linear(1, 1)
     plan = af.Plan(lambda model, x: x.double().mean(), model, torch.optim.SGD(model.parameters()))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     loader = af.shard_loader(DataLoader(range(6), batch_size=2), state)
     (epoch,) = loader.epochs(1, max_steps=2)
-    assert af.evaluate(step, epoch, state)["loss"] == 1.5
+    assert af.evaluate(step, state, epoch)["loss"] == 1.5
 
 
 def test_a_run_that_has_consumed_its_steps_yields_no_epoch_and_logs_that(capsys):

@@ -106,7 +106,7 @@ def make_step(state):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = af.Plan(lambda model, rows: model(rows).mean(), model, optimizer)
-    return af.build(state, af.wrap_ddp()(plan))
+    return af.build(af.wrap_ddp()(plan), state)
 
 
 def error_of(fn, *arguments):

@@ -25,7 +25,7 @@ def main():
     loader = ours.sharded(make, act, state, ahead={ahead})
     state, step = ours.make_step(state)
     try:
-        af.evaluate(step, loader, state)
+        af.evaluate(step, state, loader)
     except (ValueError, RuntimeError) as error:
         os.write(2, str(error).encode())
 

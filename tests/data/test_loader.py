@@ -341,5 +341,5 @@ def test_the_loader_that_was_split_is_at_hand():
     loader = of(12)
     sharded = af.shard_loader(loader, af.DistState())
     assert sharded.loader is loader
-    assert af.window(sharded, 2).loader is loader
+    assert af.group_batches(sharded, 2).loader is loader
     assert af.prefetch(sharded, af.DistState()).loader is loader

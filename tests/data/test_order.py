@@ -99,7 +99,7 @@ def test_another_key_is_another_order(num_samples, key, other):
 def test_a_batch_that_is_none_is_refused(batch, rule, windowed):
     given = DataLoader(range(10), batch_size=4)
     loader = af.shard_loader(given, af.DistState(world_size=2))
-    loader = af.window(loader, 2) if windowed else loader
+    loader = af.group_batches(loader, 2) if windowed else loader
     for indices in (loader.indices, loader.global_indices):
         with pytest.raises((ValueError, TypeError), match=f"indices: batch must be {rule}.*, got"):
             indices(0, batch)

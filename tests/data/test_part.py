@@ -16,7 +16,7 @@ TWO = af.DistState(rank=1, world_size=2)
 def test_ranks_take_the_parts_that_a_loader_would_give_them(num_rows):
     rows = torch.arange(num_rows)
     states = [af.DistState(rank=rank, world_size=3) for rank in range(3)]
-    parts = [af.part({"rows": rows, "lr": torch.tensor(0.1)}, state) for state in states]
+    parts = [af.shard_batch({"rows": rows, "lr": torch.tensor(0.1)}, state) for state in states]
     assert torch.cat([part["rows"] for part in parts]).tolist() == rows.tolist()
     assert {float(part["lr"]) for part in parts} == {float(torch.tensor(0.1))}
     if num_rows >= 3:
@@ -29,8 +29,8 @@ def test_ranks_take_the_parts_that_a_loader_would_give_them(num_rows):
 
 def test_a_world_of_one_gets_its_own_tree_and_others_get_views():
     tree = {"rows": torch.arange(4)}
-    assert af.part(tree, af.DistState()) is tree
-    af.part(tree, TWO)["rows"].zero_()
+    assert af.shard_batch(tree, af.DistState()) is tree
+    af.shard_batch(tree, TWO)["rows"].zero_()
     assert tree["rows"].tolist() == [0, 1, 0, 0]
 
 
@@ -51,19 +51,19 @@ def test_a_world_of_one_gets_its_own_tree_and_others_get_views():
     ],
 )
 def test_trees_without_rows_are_refused(tree, text):
-    with pytest.raises(ValueError, match=f"^part: tree must .*{text}"):
-        af.part(tree, TWO)
+    with pytest.raises(ValueError, match=f"^shard_batch: tree must .*{text}"):
+        af.shard_batch(tree, TWO)
 
 
 def test_its_arguments_are_not_exchanged():
-    with pytest.raises(TypeError, match="part: state must be a DistState, got 'Tensor'"):
-        af.part(TWO, torch.ones(2))
+    with pytest.raises(TypeError, match="shard_batch: state must be a DistState, got 'Tensor'"):
+        af.shard_batch(TWO, torch.ones(2))
 
 
 def test_a_list_alone_is_rows():
-    assert af.part(["a", "b", "c"], TWO) == ["c"]
-    assert af.part([1, 2, 3], TWO) == [3]
-    assert af.part({"a": torch.tensor(2.0), "b": ["x", "y"]}, TWO)["b"] == ["y"]
+    assert af.shard_batch(["a", "b", "c"], TWO) == ["c"]
+    assert af.shard_batch([1, 2, 3], TWO) == [3]
+    assert af.shard_batch({"a": torch.tensor(2.0), "b": ["x", "y"]}, TWO)["b"] == ["y"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Setting:
 def test_the_fields_of_a_dataclass_are_cut_and_settings_are_whole():
     setting = Setting([1, 2, 3])
     whole = Batch(torch.arange(3), ["a", "b", "c"], setting)
-    found = af.part(whole, af.DistState(rank=0, world_size=2))
+    found = af.shard_batch(whole, af.DistState(rank=0, world_size=2))
     assert type(found) is Batch
     assert (found.rows.tolist(), found.texts) == ([0, 1], ["a", "b"])
     assert found.setting is setting
     assert whole.texts == ["a", "b", "c"]
-    assert af.num_samples(found) == 2
-    moved = af.to_device(found, af.DistState(device=torch.device("meta")))
+    assert af.count_samples(found) == 2
+    moved = af.extend.to_device(found, af.DistState(device=torch.device("meta")))
     assert moved.rows.device.type == "meta"
     assert moved.setting is setting
 
@@ -121,7 +121,7 @@ def test_a_dataset_of_hugging_face_is_cut_by_its_rows(world_size):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"id": [1, 2, 3, 4], "text": ["a", "b", "c", "d"]})
     states = [af.DistState(rank=rank, world_size=world_size) for rank in range(world_size)]
-    parts = [af.part(table, state) for state in states]
+    parts = [af.shard_batch(table, state) for state in states]
     assert {type(part) for part in parts} == {datasets.Dataset}
     assert [number for part in parts for number in part["id"]] == [1, 2, 3, 4]
     assert max(map(len, parts)) <= min(map(len, parts)) + 1

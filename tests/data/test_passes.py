@@ -30,8 +30,8 @@ def orders(loader, num_epochs=3):
 VIEWS = {
     "plain": lambda loader: loader,
     "prefetch": lambda loader: af.prefetch(loader, HERE),
-    "window": lambda loader: af.window(loader, 2),
-    "both": lambda loader: af.prefetch(af.window(loader, 2), HERE),
+    "window": lambda loader: af.group_batches(loader, 2),
+    "both": lambda loader: af.prefetch(af.group_batches(loader, 2), HERE),
 }
 
 
@@ -59,13 +59,13 @@ def test_a_peek_counts_and_a_look_at_the_loader_that_was_split_does_not():
 def test_evaluate_and_predict_count_nothing_and_read_epoch_0():
     model = torch.nn.Linear(1, 1)
     plan = af.Plan(lambda model, x: x.double().mean(), model, torch.optim.SGD(model.parameters()))
-    state, step = af.build(HERE, plan)
+    state, step = af.build(plan, HERE)
     loader = of(state=state)
     next(iter(loader))
     before = loader.state_dict()
     seen = []
-    af.predict(step, loader, state, lambda model, x: seen.append(x.tolist()) or {"x": x})
-    af.evaluate(step, loader, state)
+    af.predict(step, state, loader, lambda model, x: seen.append(x.tolist()) or {"x": x})
+    af.evaluate(step, state, loader)
     assert loader.state_dict() == before
     assert seen == orders(of())[0]
 
@@ -110,7 +110,7 @@ def test_a_position_within_a_window_is_refused():
         ValueError,
         match="iter: loader must begin with a window of 2 batches, got 'batch 1 of epoch 1'",
     ):
-        iter(af.window(loader, 2))
+        iter(af.group_batches(loader, 2))
 
 
 # -- data sets and samplers with `set_epoch`
@@ -294,9 +294,9 @@ def test_a_loader_that_begins_anew_after_load_is_warned_of(in_extras, tmp_path):
     state, step, loader, extras = start()
     for inputs, targets in loader:
         state, _ = step(state, (inputs, targets))
-        af.save(tmp_path, state, step, extras=extras)
+        af.save(step, state, tmp_path, extras=extras)
     state, step, loader, extras = start()
-    state = af.load(tmp_path, state, step, extras=extras)
+    state = af.load(step, state, tmp_path, extras=extras)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(loader.epoch, 2):

@@ -28,7 +28,7 @@ def micro_batches(rows, num_microbatches):
 @given(arguments=plans())
 def test_a_plan_is_what_loaders_and_accumulate_do(arguments):
     num_samples, batch_size, world_size, num_microbatches, drop_last = arguments
-    plan = af.plan_batches(*arguments[:4], drop_last=drop_last)
+    plan = af.data.plan_batches(*arguments[:4], drop_last=drop_last)
     data = TensorDataset(torch.arange(num_samples))
     loaders = [
         af.shard_loader(
@@ -50,7 +50,7 @@ def test_a_plan_is_what_loaders_and_accumulate_do(arguments):
 
 @given(batch_size=st.integers(1, 300))
 def test_even_worlds_are_those_whose_ranks_get_equal_parts(batch_size):
-    plan = af.plan_batches(300, batch_size)
+    plan = af.data.plan_batches(300, batch_size)
     assert plan.even_world_sizes == tuple(
         each for each in range(1, batch_size + 1) if batch_size % each == 0
     )
@@ -88,14 +88,14 @@ world sizes that share a batch evenly: 1, 7""",
     ids=["full", "short tail", "one short batch"],
 )
 def test_a_plan_reads_as_a_table(arguments, text):
-    plan = af.plan_batches(*arguments)
+    plan = af.data.plan_batches(*arguments)
     assert repr(plan) == str(plan) == text
 
 
 def test_a_plan_is_data():
-    assert af.plan_batches(10, 4) == af.plan_batches(10, 4)
+    assert af.data.plan_batches(10, 4) == af.data.plan_batches(10, 4)
     with pytest.raises(AttributeError):
-        af.plan_batches(10, 4).num_batches = 3
+        af.data.plan_batches(10, 4).num_batches = 3
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_a_plan_is_data():
 )
 def test_what_cannot_be_cut_is_refused(arguments, error, text):
     with pytest.raises(error, match=f"plan_batches: {text}"):
-        af.plan_batches(*arguments)
+        af.data.plan_batches(*arguments)
 
 
 def test_a_plan_that_drops_all_is_refused():
     with pytest.raises(ValueError, match="plan_batches: drop_last=True must leave a batch, got 3"):
-        af.plan_batches(3, 4, drop_last=True)
+        af.data.plan_batches(3, 4, drop_last=True)

@@ -83,7 +83,9 @@ def test_batches_are_moved_to_the_device():
         ("meta", ["a", "b"]),
         ("meta", ["c"]),
     ]
-    assert af.to_device(found[0], state)["x"] is found[0]["x"]  # `place` has nothing left to copy
+    assert (
+        af.extend.to_device(found[0], state)["x"] is found[0]["x"]
+    )  # `place` has nothing left to copy
 
 
 def test_on_a_cpu_nothing_is_copied():
@@ -154,7 +156,7 @@ def test_batches_come_on_an_accelerator_as_they_are(options):
     for _ in range(2):
         for found, expected in zip(af.prefetch(loader, state), same, strict=True):
             assert found[0].device == torch.empty(0, device=state.device).device
-            assert af.to_device(found[0], state) is found[0]
+            assert af.extend.to_device(found[0], state) is found[0]
             assert found[0].tolist() == expected[0].tolist()
 
 

@@ -250,9 +250,9 @@ def test_predict_returns_the_rows_of_ready_batches(name):
         plan = af.Plan(
             lambda model, batch: model(batch).mean(), model, ours.sgd(model.parameters())
         )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         loader = af.shard_loader(DataLoader(make(), batch_size=None, **options), state)
-        return af.predict(step, loader, state, lambda model, batch: batch["number"]).tolist()
+        return af.predict(step, state, loader, lambda model, batch: batch["number"]).tolist()
 
     given = DataLoader(make(), batch_size=None, **options)
     whole = [number for batch in given for number in batch["number"].tolist()]

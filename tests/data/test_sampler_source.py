@@ -284,7 +284,7 @@ def test_the_length_of_a_batch_sampler_is_the_number_of_its_batches(sizes):
         num_batches = len(list(loader))
         if state.is_main:
             assert len(loader) == len(next(loader.epochs(1))) == num_batches
-            assert len(af.window(loader, 2)) == -(-num_batches // 2)
+            assert len(af.group_batches(loader, 2)) == -(-num_batches // 2)
 
     simulate(run, world_size=3)
 

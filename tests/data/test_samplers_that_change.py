@@ -133,7 +133,7 @@ def test_prefetch_of_windows_reads_all_their_batches_further():
     def run(state):
         sampler, seen = Hardest(), []
         given = DataLoader(range(SIZE), sampler=sampler, batch_size=BATCH_SIZE)
-        windows = af.window(af.shard_loader(given, state), 2)
+        windows = af.group_batches(af.shard_loader(given, state), 2)
         for window in af.prefetch(windows, state, depth=1):
             numbers = af.gather(torch.cat(window), state).tolist()
             seen.append((sorted(numbers), sampler.num_read))

@@ -49,7 +49,7 @@ def loader_of(data, state=HERE, **options):
 
 
 def test_a_seed_is_what_every_generator_takes():
-    seeds = [af.sample_seed(HERE, epoch, index) for epoch in range(30) for index in range(300)]
+    seeds = [af.data.sample_seed(HERE, epoch, index) for epoch in range(30) for index in range(300)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     for seed in (min(seeds), max(seeds)):
         torch.Generator().manual_seed(seed)
@@ -59,9 +59,13 @@ def test_a_seed_is_what_every_generator_takes():
 
 
 def test_a_seed_is_a_function_of_the_runs_seed_epoch_and_index_alone():
-    seed = af.sample_seed(HERE, 2, 5)
+    seed = af.data.sample_seed(HERE, 2, 5)
     elsewhere = af.DistState(seed=3, rank=2, world_size=4, step=77, device="meta")
-    assert seed == af.sample_seed(elsewhere, 2, 5) == af.sample_seed(HERE, np.int64(2), np.int64(5))
+    assert (
+        seed
+        == af.data.sample_seed(elsewhere, 2, 5)
+        == af.data.sample_seed(HERE, np.int64(2), np.int64(5))
+    )
 
 
 @pytest.mark.parametrize("which", ["seed", "epoch", "index"])
@@ -74,7 +78,7 @@ def test_seeds_of_neighbours_share_no_more_bits_than_chance(which):
 
     def seed_at(number):
         place = {**at, which: number}
-        return af.sample_seed(af.DistState(seed=place["seed"]), place["epoch"], place["index"])
+        return af.data.sample_seed(af.DistState(seed=place["seed"]), place["epoch"], place["index"])
 
     num_pairs = 1000
     flips = [0] * 63
@@ -90,7 +94,7 @@ def test_seeds_of_neighbours_share_no_more_bits_than_chance(which):
 @pytest.mark.parametrize("name", ["epoch", "index"])
 def test_epoch_and_index_are_counts(name, value):
     with pytest.raises(ValueError, match=f"sample_seed: {name} must be an integer >= 0, got"):
-        af.sample_seed(HERE, **{"epoch": 0, "index": 0, name: value})
+        af.data.sample_seed(HERE, **{"epoch": 0, "index": 0, name: value})
 
 
 # -- samples
@@ -98,7 +102,7 @@ def test_epoch_and_index_are_counts(name, value):
 
 @pytest.mark.parametrize("options", [{}, {**WORKERS, "persistent_workers": True}])
 def test_every_epoch_augments_in_its_own_way_and_again_alike(options):
-    samples = af.seed_samples(Noisy(), HERE)
+    samples = af.data.seed_samples(Noisy(), HERE)
     loader = loader_of(samples, shuffle=True, **options)
     first, second = [samples_of(epoch) for epoch in loader.epochs(2)]
     loader.set_epoch(0)
@@ -111,7 +115,7 @@ def test_every_epoch_augments_in_its_own_way_and_again_alike(options):
 
 
 def test_two_loaders_in_two_epochs_do_not_meet():
-    samples = af.seed_samples(Noisy(), HERE)
+    samples = af.data.seed_samples(Noisy(), HERE)
     loaders = [loader_of(samples, shuffle=shuffle) for shuffle in (True, False)]
     passes = [loader.epochs(2) for loader in loaders]
     ahead, behind = list(passes[0])[1], next(passes[1])
@@ -124,7 +128,7 @@ def test_two_loaders_in_two_epochs_do_not_meet():
 
 def test_row_16_of_the_field_augmentation_differs_between_ranks_that_share_a_seed():
     def run(state):
-        return samples_of(loader_of(af.seed_samples(Noisy(), state), state, shuffle=True))
+        return samples_of(loader_of(af.data.seed_samples(Noisy(), state), state, shuffle=True))
 
     ranks = simulate(run, world_size=3)
     every = [tuple(drawn) for seen in ranks for drawn in seen.values()]
@@ -141,14 +145,14 @@ def test_row_16_of_the_field_augmentation_differs_between_ranks_that_share_a_see
     ids=["Subset", "both"],
 )
 def test_a_seeded_data_set_may_be_inside_another(around):
-    samples = af.seed_samples(Noisy(), HERE)
+    samples = af.data.seed_samples(Noisy(), HERE)
     for epoch in loader_of(around(samples), shuffle=True).epochs(2):
         for index, drawn in samples_of(epoch).items():
             assert drawn == samples[epoch.index, index][1:].tolist()
 
 
 def test_a_number_from_the_end_is_the_same_sample():
-    samples = af.seed_samples(Noisy(), HERE)
+    samples = af.data.seed_samples(Noisy(), HERE)
     assert samples[1, -3].tolist()[1:] == samples[1, 9].tolist()[1:]
     assert samples[1, torch.tensor(9)].tolist() == samples[1, 9].tolist()
 
@@ -158,13 +162,15 @@ def test_a_data_set_of_many_at_once_is_read_one_by_one():
         def __getitems__(self, indices):
             raise AssertionError("samples of one read would share their numbers")
 
-    samples = af.seed_samples(Both(), HERE)
-    assert samples_of(loader_of(samples)) == samples_of(loader_of(af.seed_samples(Noisy(), HERE)))
+    samples = af.data.seed_samples(Both(), HERE)
+    assert samples_of(loader_of(samples)) == samples_of(
+        loader_of(af.data.seed_samples(Noisy(), HERE))
+    )
 
 
 def test_a_seeded_data_set_travels():
-    samples = pickle.loads(pickle.dumps(af.seed_samples(Noisy(), HERE)))
-    assert samples[0, 1].tolist() == af.seed_samples(Noisy(), HERE)[0, 1].tolist()
+    samples = pickle.loads(pickle.dumps(af.data.seed_samples(Noisy(), HERE)))
+    assert samples[0, 1].tolist() == af.data.seed_samples(Noisy(), HERE)[0, 1].tolist()
 
 
 # -- restored generators
@@ -179,7 +185,7 @@ def states():
 def test_the_global_generators_are_put_back(index):
     """They are put back after a sample that fails too."""
     before = states()
-    samples = af.seed_samples(Noisy(100), HERE)
+    samples = af.data.seed_samples(Noisy(100), HERE)
     if index == 99:
         with pytest.raises(KeyError, match="no such sample"):
             samples[0, index]
@@ -193,7 +199,7 @@ def test_the_global_generators_are_put_back(index):
 
 def test_samples_may_be_read_by_many_threads():
     """Simulated ranks are such threads: none draws from a generator that another has seeded."""
-    samples = af.seed_samples(Noisy(), HERE)
+    samples = af.data.seed_samples(Noisy(), HERE)
     expected = [samples[0, i].tolist() for i in range(12)]
     found = {}
 
@@ -219,8 +225,8 @@ def test_seeded_samples_may_be_made_of_seeded_samples():
             inner = self.inner[index]
             return first, torch.rand(()).item(), inner.tolist()
 
-    inner = af.seed_samples(Noisy(), HERE)
-    outer = af.seed_samples(Outer(inner), HERE)
+    inner = af.data.seed_samples(Noisy(), HERE)
+    outer = af.data.seed_samples(Outer(inner), HERE)
     ((*_, (first, second, sample)),) = [
         *loader_of(outer, collate_fn=list, sampler=[0, 2]).epochs(5)
     ][4]
@@ -242,12 +248,12 @@ def test_what_has_no_samples_by_number_is_refused(data):
     with pytest.raises(
         TypeError, match=r"seed_samples: data must be a map-style data set, .*with sample_seed"
     ):
-        af.seed_samples(data, HERE)
+        af.data.seed_samples(data, HERE)
 
 
 def test_a_loader_without_an_epoch_is_refused():
     """With a silent epoch 0, every epoch would be augmented alike."""
-    loader = DataLoader(af.seed_samples(Noisy(), HERE), batch_size=4)
+    loader = DataLoader(af.data.seed_samples(Noisy(), HERE), batch_size=4)
     with pytest.raises(ValueError, match=r"be read by a loader that shard_loader made, .* got 0; "):
         next(iter(loader))
 
@@ -255,10 +261,10 @@ def test_a_loader_without_an_epoch_is_refused():
 @pytest.mark.parametrize("epoch", [-1, 0.5, None])
 def test_an_epoch_by_hand_is_a_count(epoch):
     with pytest.raises(ValueError, match="seed_samples: epoch must be an integer >= 0, got"):
-        af.seed_samples(Noisy(), HERE)[epoch, 0]
+        af.data.seed_samples(Noisy(), HERE)[epoch, 0]
 
 
 def test_the_thread_of_prefetch_does_not_seed_what_the_loop_draws_from():
-    loader = loader_of(af.seed_samples(Noisy(), HERE))
+    loader = loader_of(af.data.seed_samples(Noisy(), HERE))
     with pytest.raises(ValueError, match=r"num_workers must be >= 1 under prefetch, .* got 0"):
         next(iter(af.prefetch(loader, HERE)))

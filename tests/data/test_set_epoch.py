@@ -64,7 +64,7 @@ def test_each_epoch_is_read_in_its_own_epoch(options, order):
 
 @pytest.mark.parametrize("options", WORKERS, ids=["no worker", "persistent worker"])
 def test_prefetch_and_window_hand_the_epoch_on(options):
-    loader = af.window(sharded(Curriculum(), **options), 2)
+    loader = af.group_batches(sharded(Curriculum(), **options), 2)
     loader = af.prefetch(loader, af.DistState())
     found = [
         sorted({int(each) // 100 for b in e for each in torch.cat(b)}) for e in loader.epochs(3)
@@ -84,7 +84,7 @@ def halves(data):
         lambda data: ConcatDataset([data, Curriculum(), Subset(Curriculum(), [1, 2])]),
         lambda data: ConcatDataset([data, data]),
         halves,
-        lambda data: af.seed_samples(data, af.DistState()),
+        lambda data: af.data.seed_samples(data, af.DistState()),
         lambda data: StackDataset(data, Curriculum()),
         lambda data: StackDataset(a=data, b=Subset(Curriculum(), range(SIZE))),
     ],

@@ -37,7 +37,7 @@ def main():
     read = [ids(af.prefetch(loader, state)) for loader in loaders(state)]
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    trained, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
+    trained, step = af.build(af.compose(af.wrap_ddp(), af.clip(0.5))(plan), state)
     rows = DataLoader(samples(range(NUM_ROWS)), batch_size=BATCH_SIZE)
     for epoch in af.shard_loader(rows, state).epochs(2, since=state):
         for batch in epoch:

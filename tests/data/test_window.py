@@ -23,24 +23,24 @@ def ids(windows):
 
 
 def test_the_last_window_of_an_epoch_may_be_shorter():
-    loader = af.window(of(13), 3)
+    loader = af.group_batches(of(13), 3)
     assert ids(loader) == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]], [[12]]]
     assert len(loader) == 3
 
 
 def test_a_state_beyond_the_end_is_refused_in_windows():
     with pytest.raises(ValueError, match="at most at the end of 2 epochs, got 'step 7'"):
-        af.window(of(13), 3).epochs(2, since=af.DistState(step=7))
+        af.group_batches(of(13), 3).epochs(2, since=af.DistState(step=7))
 
 
 def test_indices_are_those_of_a_window():
     loaders = [of(15, 4, af.DistState(rank=r, world_size=2), shuffle=True) for r in range(2)]
     for loader in loaders:
-        windows = af.window(loader, 3)
+        windows = af.group_batches(loader, 3)
         for epoch in windows.epochs(2):
             for number, batches in enumerate(ids(epoch)):
                 assert windows.indices(epoch.index, number).tolist() == [*chain(*batches)]
-                both = [af.window(each, 3).indices(epoch.index, number) for each in loaders]
+                both = [af.group_batches(each, 3).indices(epoch.index, number) for each in loaders]
                 together = windows.global_indices(epoch.index, number)
                 assert sorted(together.tolist()) == sorted(torch.cat(both).tolist())
 
@@ -55,7 +55,7 @@ def test_indices_are_those_of_a_window():
     ids=["list", "DataLoader", "Epoch"],
 )
 def test_anything_that_is_iterated_has_windows(make):
-    windows = af.window(make(), 2)
+    windows = af.group_batches(make(), 2)
     for _ in range(2):
         assert [[int(each) for each in batches] for batches in windows] == [[0, 1], [2, 3], [4]]
     assert len(windows) == 3
@@ -63,7 +63,7 @@ def test_anything_that_is_iterated_has_windows(make):
 
 def test_the_rest_of_an_epoch_is_counted_from_where_it_starts():
     epoch = next(of(14).epochs(1, since=af.DistState(step=2)))
-    windows = af.window(epoch, 2)
+    windows = af.group_batches(epoch, 2)
     assert ids(windows) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13]]]
     assert len(windows) == 3
 
@@ -79,12 +79,12 @@ def test_an_iterator_that_begins_anew_at_each_iter_is_started_once():
                 raise StopIteration
             return self.left.pop(0)
 
-    windows = islice(af.window(Itself(), 2), 4)  # otherwise this might not end
+    windows = islice(af.group_batches(Itself(), 2), 4)  # otherwise this might not end
     assert list(windows) == [[0, 1], [2, 3], [4]]
 
 
 def test_an_iterator_has_windows_without_a_length():
-    windows = af.window(iter(range(3)), 2)
+    windows = af.group_batches(iter(range(3)), 2)
     with pytest.raises(TypeError, match="has no len"):
         len(windows)
     assert list(windows) == [[0, 1], [2]]
@@ -92,13 +92,13 @@ def test_an_iterator_has_windows_without_a_length():
 
 @pytest.mark.parametrize("k", [0, 1.5, None])
 def test_a_window_has_a_number_of_batches(k):
-    with pytest.raises(ValueError, match="window: k must be an integer >= 1, got"):
-        af.window([1], k)
+    with pytest.raises(ValueError, match="group_batches: k must be an integer >= 1, got"):
+        af.group_batches([1], k)
 
 
 def test_what_cannot_be_iterated_has_no_windows():
-    with pytest.raises(TypeError, match=r"window: loader must be a loader, .* got 'int'"):
-        af.window(3, 2)
+    with pytest.raises(TypeError, match=r"group_batches: loader must be a loader, .* got 'int'"):
+        af.group_batches(3, 2)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -118,7 +118,7 @@ class Stream(torch.utils.data.IterableDataset):
 def test_windows_of_a_stream_without_a_length_are_found_by_reading(position):
     def run(state):
         data = DataLoader(Stream(7, 3, 6), batch_size=2)
-        loader = af.window(af.shard_loader(data, state), 2)
+        loader = af.group_batches(af.shard_loader(data, state), 2)
         with pytest.raises(TypeError, match="must have a __len__"):
             len(loader)
         whole = [(e.index, b) for e in loader.epochs(3) for b in e]
@@ -131,7 +131,9 @@ def test_windows_of_a_stream_without_a_length_are_found_by_reading(position):
 
 
 def test_a_position_behind_an_empty_stream_is_refused():
-    loader = af.window(af.shard_loader(DataLoader(Stream(4, 0), batch_size=2), af.DistState()), 2)
+    loader = af.group_batches(
+        af.shard_loader(DataLoader(Stream(4, 0), batch_size=2), af.DistState()), 2
+    )
     with pytest.raises(ValueError, match="at the end of epoch 1, which is empty, got '2 steps"):
         loader.epochs(9, since=af.DistState(step=3))
 
@@ -139,7 +141,7 @@ def test_a_position_behind_an_empty_stream_is_refused():
 def built(state, num_microbatches=2, loss_fn=ours.mse):
     model = ours.regression_model()
     recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches, split=None))
-    return af.build(state, recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+    return af.build(recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))), state)
 
 
 ONE = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
@@ -182,7 +184,7 @@ def test_every_batch_of_a_window_is_placed_and_run_on_its_own():
         return ours.mse(model, batch)
 
     state, step = built(af.DistState(), loss_fn=loss_fn)
-    state, step = af.build(state, replace(step.plan, place_batch=(note,)), check_loss=False)
+    state, step = af.build(replace(step.plan, place_batch=(note,)), state, check_loss=False)
     other = tuple(2 * rows for rows in ONE)
     step(state, [ONE, other])
     assert [each is known for each, known in zip(placed, [ONE, other], strict=True)] == [True] * 2

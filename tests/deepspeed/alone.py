@@ -20,7 +20,7 @@ def main(folder: Path) -> None:
         model.register_buffer("unused", torch.ones(2))
         ours, losses, _, state, step = train(af.init(), recipe, "momentum", model=model)
         hand, losses_by_hand = by_hand("momentum", max_norm=0.5)
-        af.save(folder / str(stage), state, step)
+        af.save(step, state, folder / str(stage))
         af.save_model(step.plan.model, folder / f"weights{stage}")
         other = make_model()
         other.register_buffer("unused", torch.zeros(2))

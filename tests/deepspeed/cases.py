@@ -78,7 +78,7 @@ def train(state, transform, optimizer="sgd", cut=None, num=4, model=None):
     """Train; return the parameters, losses and norms, and the step."""
     model = make_model() if model is None else model
     plan = transform(af.Plan(loss_fn, model, OPTIMIZERS[optimizer](model.parameters()), count))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     losses, norms = [], []
     for batch in batches(num):
         part = batch if cut is None else rows_of(batch, state, PARTS[cut])

@@ -66,7 +66,7 @@ def built(state, strategy, optimizer, model=None):
     made = OPTIMIZERS[optimizer](model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
     recipe = af.compose(strategy, af.clip(0.5), af.accumulate(2), af.schedule(scheduler))
-    return *af.build(state, recipe(af.Plan(loss_fn, model, made, count))), model
+    return *af.build(recipe(af.Plan(loss_fn, model, made, count)), state), model
 
 
 def train(state, step, every):
@@ -86,13 +86,13 @@ def resumes(state, *, folder, stage, optimizer, offload=None):
     every = batches(5)
     whole_run, step, model = built(state, zero(stage, offload), optimizer)
     whole_run = train(whole_run, step, every[:3])
-    af.save(place, whole_run, step, wait=offload is None)
+    af.save(step, whole_run, place, wait=offload is None)
     train(whole_run, step, every[3:])
     uninterrupted = whole(model)
     if offload is not None:
-        af.load(place, whole_run, step)  # waits for what is written in the background
+        af.load(step, whole_run, place)  # waits for what is written in the background
     resumed, step, model = built(state, zero(stage, offload), optimizer)
-    resumed = af.load(place, resumed, step)
+    resumed = af.load(step, resumed, place)
     train(resumed, step, every[3:])
     pairs = zip(whole(model), uninterrupted, strict=True)
     return [resumed.step, all(torch.equal(one, other) for one, other in pairs)]
@@ -104,11 +104,11 @@ def moves(state, *, folder, first, second):
     every = batches(5)
     begun, step, model = built(state, STRATEGIES[first](), "adamw")
     begun = train(begun, step, every[:3])
-    af.save(place, begun, step)
+    af.save(step, begun, place)
     train(begun, step, every[3:])
     stayed = whole(model)
     moved, step, model = built(state, STRATEGIES[second](), "adamw")
-    moved = af.load(place, moved, step)
+    moved = af.load(step, moved, place)
     train(moved, step, every[3:])
     return distance(whole(model), stayed)
 
@@ -118,11 +118,11 @@ def to_one_process(state, *, folder, stage):
     every = batches(5)
     begun, step, model = built(state, zero(stage), "adamw")
     begun = train(begun, step, every[:3])
-    af.save(place, begun, step)
+    af.save(step, begun, place)
     train(begun, step, every[3:])
     stayed = whole(model)
     alone, step, model = built(af.DistState(), af.compose(), "adamw")
-    alone = af.load(place, alone, step)
+    alone = af.load(step, alone, place)
     train(alone, step, every[3:])
     af.barrier(state)
     return distance(whole(model), stayed)
@@ -141,7 +141,7 @@ def weights(state, *, folder, stage):
     af.load_model(other, place)
     here = whole(model)
     equal = all(map(torch.equal, other.parameters(), here))
-    gathered = af.whole_state_dict(model, state)
+    gathered = af.checkpoint.whole_state_dict(model, state)
     names = [name for name, _ in model.named_parameters()]
     if state.is_main:
         equal = equal and all(torch.equal(gathered[n], p) for n, p in zip(names, here, strict=True))
@@ -168,10 +168,10 @@ def counts(state, *, folder):
     begun = train(begun, step, batches(1))
     optimizer = step.plan.optimizer
     optimizer.state[model[0].bias]["step"] += 1
-    af.save(place, begun, step)
+    af.save(step, begun, place)
     resumed, step, _ = built(state, zero(2), "adamw")
     try:
-        af.load(place, resumed, step)
+        af.load(step, resumed, place)
     except RuntimeError as error:
         return str(error)
     return "nothing is refused"
@@ -182,7 +182,7 @@ def of_another_program(state, *, folder, stage):
     place = home(folder, f"other program {stage}")
     other = torch.nn.Linear(6, 3)
     plan = af.Plan(loss_fn, other, torch.optim.AdamW(other.parameters()), count)
-    af.save(place, *af.build(state, af.wrap_ddp()(plan)))
+    af.save(*reversed(af.build(af.wrap_ddp()(plan), state)), place)
     every = batches(5)
     ends = []
     for loads in (False, True):
@@ -190,7 +190,7 @@ def of_another_program(state, *, folder, stage):
         begun = train(begun, step, every[:2])
         if loads:
             try:
-                af.load(place, begun, step)
+                af.load(step, begun, place)
             except RuntimeError as error:
                 refusal = str(error).splitlines()[0]
         train(begun, step, every[2:])

@@ -61,7 +61,7 @@ def cases(folder):
             add(
                 "accelerate",
                 refused,
-                of=lambda state, step, part: af.load_accelerate(".", step, state),
+                of=lambda state, step, part: af.checkpoint.load_accelerate(step, state, "."),
             )
     for stage in range(3):
         found[f"average {stage}"] = lambda state, stage=stage: averages(state, stage)
@@ -75,7 +75,7 @@ def built(state, stage, *transforms, model=None):
     model = make_model() if model is None else model
     recipe = af.compose(zero(stage), *transforms)
     optimizer = OPTIMIZERS["sgd"]([each for each in model.parameters() if each.requires_grad])
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer, count)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer, count)), state)
     return state, step, model
 
 
@@ -94,7 +94,7 @@ def evaluates(state, *, stage):
     # Rank 1 has one batch less, which at stage 3 is one forward less.
     mine = [rows_of(each, state, 11) for each in every]
     mine[-1] = every[-1] if state.rank == 0 else None
-    found = af.evaluate(step, [each for each in mine if each is not None], state)
+    found = af.evaluate(step, state, [each for each in mine if each is not None])
     weights = [count(each) for each in every]
     losses = [loss_fn(make_model(), each).item() for each in every]
     mean = sum(w * each for w, each in zip(weights, losses, strict=True)) / sum(weights)
@@ -106,7 +106,7 @@ def predicts(state, *, stage):
     _, step, _ = built(state, stage)
     inputs = batches(1)[0][0][:7]
     loader = af.shard_loader(DataLoader(TensorDataset(inputs), batch_size=3), state)
-    found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
+    found = af.predict(step, state, loader, lambda model, batch: model(batch[0]))
     return distance([found], [make_model()(inputs).detach()])
 
 
@@ -203,7 +203,7 @@ def terms(state, *, stage):
     recipe = af.compose(zero(stage), af.accumulate(3))
     for transform, run, cut in ((recipe, state, 11), (af.compose(), af.DistState(), None)):
         model = make_model()
-        run, step = af.build(run, plan(transform, model))
+        run, step = af.build(plan(transform, model), run)
         values = []
         for batch in batches(3):
             batch[2][11:] = 0
@@ -226,7 +226,7 @@ def sums(state, *, stage):
         model = make_model()
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         plan = af.Plan(total, model, optimizer, count, reduction="sum")
-        run, step = af.build(run, transform(plan))
+        run, step = af.build(transform(plan), run)
         for batch in batches(3):
             run, _ = step(run, batch if run.world_size == 1 else rows_of(batch, run, 11))
         ends.append(whole(model))
@@ -241,7 +241,7 @@ def unreached(state, *, stage):
         return loss_fn(model["used"], batch)
 
     plan = af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()), count)
-    state, step = af.build(state, zero(stage)(plan))
+    state, step = af.build(zero(stage)(plan), state)
     for batch in batches(4):
         state, _ = step(state, rows_of(batch, state, 16))
     return distance(whole(model["used"]), by_hand("sgd")[0])
@@ -255,7 +255,7 @@ def reaches_nothing(state, *, stage):
         return loss_fn(other, batch)
 
     plan = af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()), count)
-    state, step = af.build(state, zero(stage)(plan), check_loss=False)
+    state, step = af.build(zero(stage)(plan), state, check_loss=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of tensors outside of the model
         try:
@@ -271,7 +271,7 @@ def same(state, stage, make, loss, optimizer="momentum"):
     for transform, run in ((zero(stage), state), (af.compose(), af.DistState())):
         model = make()
         made = OPTIMIZERS[optimizer](model.parameters())
-        run, step = af.build(run, transform(af.Plan(loss, model, made, count)))
+        run, step = af.build(transform(af.Plan(loss, model, made, count)), run)
         for batch in batches(3):
             run, _ = step(run, batch if run.world_size == 1 else rows_of(batch, run, 11))
         ends.append(whole(model))
@@ -323,14 +323,14 @@ def groups(state, *, stage, folder):
             {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.03},
         ]
         optimizer = torch.optim.AdamW(pairs, 0.01)
-        return *af.build(run, transform(af.Plan(loss_fn, model, optimizer, count))), model
+        return *af.build(transform(af.Plan(loss_fn, model, optimizer, count)), run), model
 
     run, step, _ = built(state, zero(stage))
     for batch in batches(3):
         run, _ = step(run, rows_of(batch, run, 11))
-    af.save(place, run, step)
+    af.save(step, run, place)
     run, step, model = built(state, zero(stage))
-    run = af.load(place, run, step)
+    run = af.load(step, run, place)
     alone, other, model_alone = built(af.DistState(), af.compose())
     for batch in batches(5):
         alone, _ = other(alone, batch)
@@ -366,7 +366,7 @@ def experts(state, *, stage):
         return loss_fn(model[state.rank], batch)
 
     plan = af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()), count)
-    built, step = af.build(state, zero(stage)(plan), check_loss=False)
+    built, step = af.build(zero(stage)(plan), state, check_loss=False)
     try:
         step(built, rows_of(batches(1)[0], built, 8))
     except ValueError as error:
@@ -389,8 +389,8 @@ def two_engines(state, *, stage):
         af.Plan(loss, model, OPTIMIZERS["sgd"](model.parameters()))
         for loss, model in ((judged, judge), (made, maker))
     ]
-    state, first = af.build(state, zero(stage)(plans[0]), check_loss=False)
-    state, second = af.build(state, zero(stage)(plans[1]), check_loss=False)
+    state, first = af.build(zero(stage)(plans[0]), state, check_loss=False)
+    state, second = af.build(zero(stage)(plans[1]), state, check_loss=False)
     state, _ = first(state, part)
     judge.requires_grad_(False)
     state, _ = second(state, part)
@@ -408,7 +408,7 @@ def in_use(state, *, stage):
     state, _, model = built(state, stage)
     plan = af.Plan(loss_fn, model, OPTIMIZERS["sgd"](model.parameters()), count)
     try:
-        af.build(state, af.wrap_ddp()(plan))
+        af.build(af.wrap_ddp()(plan), state)
     except ValueError as error:
         return str(error)
     return "nothing is refused"
@@ -445,12 +445,12 @@ def offloaded(state, *, stage):
 
 
 def averages(state, stage):
-    recipe = af.compose(af.average(0.9), zero(stage))
+    recipe = af.compose(af.ema(0.9), zero(stage))
     *_, state, step = train(state, recipe, "sgd", "uneven")
-    *_, alone = train(af.DistState(), af.average(0.9), "sgd")
+    *_, alone = train(af.DistState(), af.ema(0.9), "sgd")
     means = []
     for each in (step, alone):
-        with af.use_average(each):
+        with af.averaged(each):
             means.append([p.detach().clone() for p in each.plan.model.parameters()])
     # Steps go on after it, from the parameters as they were.
     for each, run in ((step, state), (alone, af.DistState())):
@@ -476,7 +476,7 @@ def replicas(state, stage):
 
 def launched(state):
     """wrap() of a launch with --wrap deepspeed."""
-    ours, _, _, state, step = train(state, af.wrap(), "momentum", "uneven")
+    ours, _, _, state, step = train(state, af.wrap_as_launched(), "momentum", "uneven")
     return [af.explain(step, state), distance(ours, by_hand("momentum")[0])]
 
 

@@ -52,7 +52,7 @@ def cases(folder):
 def built(run, transform, model, parameters=None, loss=loss_fn):
     optimizer = OPTIMIZERS["momentum"](model.parameters() if parameters is None else parameters)
     plan = transform(af.Plan(loss, model, optimizer, count))
-    return *af.build(run, plan, check_loss=False), optimizer
+    return *af.build(plan, run, check_loss=False), optimizer
 
 
 def same(state, stage, make, trained=None, others=()):
@@ -104,10 +104,10 @@ def scalar(state, *, stage, folder):
     run, step, _ = built(state, zero(stage), Scaled())
     for batch in every[:2]:
         run, _ = step(run, rows_of(batch, run, 11))
-    af.save(place, run, step)
+    af.save(step, run, place)
     model = Scaled()
     run, step, _ = built(state, zero(stage), model)
-    run = af.load(place, run, step)
+    run = af.load(step, run, place)
     for batch in every[2:]:
         run, _ = step(run, rows_of(batch, run, 11))
     hand = Scaled()

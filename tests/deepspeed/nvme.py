@@ -82,7 +82,7 @@ def refused(state, *, folder):
     )
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False):
         try:
-            af.build(state, plan)
+            af.build(plan, state)
         except ValueError as error:
             return str(error)
     return "nothing is refused"
@@ -98,11 +98,11 @@ def resumes(state, *, folder, parameters=False):
     place = folder / f"nvme {parameters}"
     run, step, model = checkpoints.built(state, begin, "amsgrad", wide())
     run = checkpoints.train(run, step, every[:3])
-    af.save(place, run, step)
+    af.save(step, run, place)
     checkpoints.train(run, step, every[3:])
     uninterrupted = whole(model)
     run, step, model = checkpoints.built(state, again, "amsgrad", wide())
-    run = af.load(place, run, step)
+    run = af.load(step, run, place)
     checkpoints.train(run, step, every[3:])
     return all(map(torch.equal, whole(model), uninterrupted))
 
@@ -112,10 +112,10 @@ def moves(state, *, folder):
     every = batches(5)
     run, step, model = checkpoints.built(state, to_files(folder / "third"), "adamw", wide())
     run = checkpoints.train(run, step, every[:3])
-    af.save(folder / "nvme moves", run, step)
+    af.save(step, run, folder / "nvme moves")
     checkpoints.train(run, step, every[3:])
     stayed = whole(model)
     run, step, model = checkpoints.built(state, af.wrap_fsdp(), "adamw", wide())
-    run = af.load(folder / "nvme moves", run, step)
+    run = af.load(step, run, folder / "nvme moves")
     checkpoints.train(run, step, every[3:])
     return distance(whole(model), stayed)

@@ -432,7 +432,7 @@ def test_a_missing_libaio_is_named(monkeypatch, tmp_path):
 def test_ranks_that_are_threads_are_refused():
     def rank(state):
         with pytest.raises(ValueError, match="wrap_deepspeed") as found:
-            af.build(state, plan_that_offloads())
+            af.build(plan_that_offloads(), state)
         return str(found.value)
 
     assert set(simulate(rank, world_size=2)) == {

@@ -30,7 +30,7 @@ def test_the_table_of_slots_is_that_of_a_plan():
 
 
 def test_the_table_of_the_strategy_names_its_methods():
-    public = {name for name in vars(af.Strategy) if not name.startswith("_")}
+    public = {name for name in vars(af.extend.Strategy) if not name.startswith("_")}
     assert set(first_column("The strategy")) <= public
 
 

@@ -67,7 +67,7 @@ def test_row_8_two_optimizers_under_one_moving_scale_update_as_without(interval)
             model = ours.regression_model(seed).float()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
             plan = precision(af.Plan(ours.mse, model, optimizer))
-            state, step = af.build(state, plan)
+            state, step = af.build(plan, state)
             models.append(model)
             steps.append(step)
         batch = (torch.ones(4, 3), torch.ones(4, 1))
@@ -109,7 +109,7 @@ def test_row_21_two_models_in_one_loop_each_accumulate_and_average_in_every_step
         for model in models:
             recipe = af.compose(af.wrap_ddp(), af.accumulate(2))
             state, step = af.build(
-                state, recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+                recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters()))), state
             )
             steps.append(step)
         for batch in batches:
@@ -129,10 +129,10 @@ def test_row_22_a_second_setup_leaves_the_first_alone():
     batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
     first_model, second_model = ours.regression_model(0), ours.regression_model(1)
     plan = af.accumulate(2)(af.Plan(ours.mse, first_model, ours.adamw(first_model.parameters())))
-    first_state, first = af.build(af.DistState(), plan)
+    first_state, first = af.build(plan, af.DistState())
     first_state, _ = first(first_state, batch)
     af.build(
-        af.DistState(seed=9), af.Plan(ours.mse, second_model, ours.sgd(second_model.parameters()))
+        af.Plan(ours.mse, second_model, ours.sgd(second_model.parameters())), af.DistState(seed=9)
     )
     first_state, _ = first(first_state, batch)
     _, expected = ours.trained_by_hand(ours.regression_model(0), [batch] * 2)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 LISTS = re.compile(r"api|architecture|benchmarks|differences|examples|from-\w+|mutants|next-steps")
 """Pages that list names, or compare them with those of other libraries, and explain none."""
 OBJECTS: dict[str, tuple[type, ...]] = {
-    "checkpoint": (af.Checkpoint,),
+    "checkpoint": (af.checkpoint.Checkpoint,),
     "epoch": (af.Epoch, internals.ShownEpoch),
     "grads": (af.Grads,),
     "loader": (af.ShardedLoader,),

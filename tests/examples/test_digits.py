@@ -127,7 +127,7 @@ def test_default_step_averages_accumulates_autocasts_and_clips(
         "one step on 2 ranks, cpu",
         "model place()",
         "split accumulate(2)",
-        "weigh num_samples, summed over 2 ranks",
+        "weigh count_samples, summed over 2 ranks",
         "place place()",
         "forward loss_fn(Sequential, batch) under with_amp('bf16')",
         "backward the mean over the global batch, by wrap_ddp()",

@@ -89,7 +89,7 @@ def test_step_is_the_algorithm_by_hand(rho: float) -> None:
     data = batches()
     model = linear(data[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    state, step = af.build(af.DistState(), af.Plan(mean_loss, model, optimizer))
+    state, step = af.build(af.Plan(mean_loss, model, optimizer), af.DistState())
     sharpness_aware_step = sam.sharpness_aware(step, rho)
     for batch in data:
         state, _ = sharpness_aware_step(state, batch)

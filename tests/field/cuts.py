@@ -45,13 +45,13 @@ def divided_by_itself(case: Case):
             replace(case, k=1),
             network(),
             loss_fn,
-            (af.part(batch, state) for _ in range(3)),
+            (af.shard_batch(batch, state) for _ in range(3)),
         )
 
     return (
         lambda: train_by_hand(network(), loss_fn, [batch] * 3),
         lambda state: train(
-            state, case, network(), loss_fn, (af.part(batch, state) for _ in range(3))
+            state, case, network(), loss_fn, (af.shard_batch(batch, state) for _ in range(3))
         ),
         over_ranks,
     )
@@ -82,7 +82,7 @@ def term_of_training_alone(case: Case):
         return mse(model, batch) + 0.1 * model.balance
 
     def run(state, case, model):
-        return train(state, case, model, loss_fn, (af.part((x, y), state) for _ in range(3)))
+        return train(state, case, model, loss_fn, (af.shard_batch((x, y), state) for _ in range(3)))
 
     return (
         lambda: train_by_hand(Mixture(), loss_fn, [(x, y)] * 3),
@@ -110,9 +110,9 @@ def counting(case: Case, counts: bool):
 
     def run(state):
         model = Counted(counts=counts)
-        batches = (af.part(batch, state) for _ in range(3))
+        batches = (af.shard_batch(batch, state) for _ in range(3))
         plan = recipe(case)(af.Plan(mse, model, sgd(model)))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         losses = []
         for each in batches:
             model.count += not counts
@@ -162,10 +162,10 @@ def teacher_in_the_forward(case: Case):
         model = Pair()
         optimizer = sgd(model.student)
         replicas = af.compose(af.wrap_ddp(), af.accumulate(case.k))
-        state, step = af.build(state, replicas(af.Plan(loss_fn, model, optimizer)))
+        state, step = af.build(replicas(af.Plan(loss_fn, model, optimizer)), state)
         for _ in range(3):
             before(model)
-            state, _ = step(state, af.part(x, state))
+            state, _ = step(state, af.shard_batch(x, state))
         return figures(model)
 
     def by_hand():
@@ -198,7 +198,9 @@ def rows_bounded_in_the_lookup(case: Case):
 
     return (
         lambda: train_by_hand(Table(), loss_fn, [ids] * 3),
-        lambda state: train(state, case, Table(), loss_fn, (af.part(ids, state) for _ in range(3))),
+        lambda state: train(
+            state, case, Table(), loss_fn, (af.shard_batch(ids, state) for _ in range(3))
+        ),
     )
 
 
@@ -219,7 +221,7 @@ def divided_by_a_count_over_ranks(case: Case):
         return loss_fn
 
     def run(state, loss_fn, **options):
-        batches = (af.part((x, y, mask), state) for _ in range(3))
+        batches = (af.shard_batch((x, y, mask), state) for _ in range(3))
         return train(state, case, network(), loss_fn, batches, **options)
 
     def mean(model, batch):
@@ -242,7 +244,7 @@ def sum_beside_noise(case: Case):
         return F.mse_loss(model(batch[0] + noise), batch[1], reduction="sum") / 24
 
     def run(state, **options):
-        batches = (af.part((x, y), state) for _ in range(3))
+        batches = (af.shard_batch((x, y), state) for _ in range(3))
         return train(state, case, network(), loss_fn, batches, **options)
 
     return (
@@ -352,8 +354,8 @@ def perplexity(case: Case):
 
     def run(state, loss_fn, figure):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
-        _, report = step(state, af.part(batch, state))
+        state, step = af.build(recipe(case)(af.Plan(loss_fn, model, sgd(model))), state)
+        _, report = step(state, af.shard_batch(batch, state))
         return {"perplexity": figure(report)}
 
     return (
@@ -382,10 +384,10 @@ def counts_that_the_loop_adds_up(case: Case):
 
     def run(state):
         model = Routed()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         loads = []
         for _ in range(3):
-            state, _ = step(state, af.part((x, y), state))
+            state, _ = step(state, af.shard_batch((x, y), state))
             loads.append(af.reduce_sum(model.load.clone(), state))
             model.load.zero_()
         return {**figures(model), "loads": torch.stack(loads)}
@@ -428,7 +430,7 @@ def what_hooks_keep(case: Case):
     return (
         lambda: train_by_hand(Watched(), loss_fn, [batch] * 3),
         lambda state: train(
-            state, case, Watched(), loss_fn, (af.part(batch, state) for _ in range(3))
+            state, case, Watched(), loss_fn, (af.shard_batch(batch, state) for _ in range(3))
         ),
     )
 
@@ -451,7 +453,7 @@ def buffer_that_takes_its_shape(case: Case):
 
     def run(state):
         model = Observed()
-        found = train(state, case, model, mse, (af.part(batch, state) for _ in range(3)))
+        found = train(state, case, model, mse, (af.shard_batch(batch, state) for _ in range(3)))
         return {**found, "trains": torch.tensor(float(model.training))}
 
     return (
@@ -483,8 +485,8 @@ def parameters_in_half_precision(case: Case):
     def run(state):
         model = network().bfloat16()
         plan = recipe(case)(af.Plan(mse, model, sgd(model)))
-        state, step = af.build(state, plan, check_loss=False)
-        _, grads, _ = step.grads(state, af.part((x, y), state))
+        state, step = af.build(plan, state, check_loss=False)
+        _, grads, _ = step.grads(state, af.shard_batch((x, y), state))
         values = grads.values()
         return figures_of(
             [each.full_tensor() if hasattr(each, "full_tensor") else each for each in values]

@@ -190,7 +190,7 @@ def packing(case: Case):
         return nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6)).double()
 
     loader = DataLoader(texts, batch_size=case.batch_size, collate_fn=packed)
-    counted = af.num_labels("labels")
+    counted = af.count_labels("labels")
     return two_loops(
         case,
         language_model,
@@ -344,7 +344,7 @@ def parts(case: Case):
     return (
         lambda: train_by_hand(network(), mse, batches),
         lambda state: train(
-            state, case, network(), mse, (af.part(batch, state) for batch in batches)
+            state, case, network(), mse, (af.shard_batch(batch, state) for batch in batches)
         ),
     )
 
@@ -399,7 +399,7 @@ def masked_labels(case: Case):
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    counted = af.num_labels(1)
+    counted = af.count_labels(1)
     return two_loops(case, lambda: network(3), loss_fn, loader, weight_fn=counted)
 
 
@@ -510,8 +510,8 @@ def drawn(case: Case):
         return F.mse_loss(model(rows + time * (noise - rows)), (noise - rows)[:, :1])
 
     def beside(rows, size, state):
-        noise = af.draw(state, lambda g: torch.randn(size, 4, generator=g).double(), "noise")
-        return rows, noise, af.draw(state, lambda g: torch.rand(size, 1, generator=g).double(), "t")
+        noise = af.draw(lambda g: torch.randn(size, 4, generator=g).double(), state, "noise")
+        return rows, noise, af.draw(lambda g: torch.rand(size, 1, generator=g).double(), state, "t")
 
     def by_hand():
         model = network()
@@ -532,8 +532,8 @@ def drawn(case: Case):
         def times(generator, num_rows):
             return torch.rand(num_rows, 1, generator=generator).double()
 
-        drawn = af.draw(state, noise, "noise", rows=batch)
-        return rows, drawn, af.draw(state, times, "t", rows=batch)
+        drawn = af.draw(noise, state, "noise", rows=batch)
+        return rows, drawn, af.draw(times, state, "t", rows=batch)
 
     def run(state, folder, stops_after):
         model = network()

@@ -46,9 +46,9 @@ def evaluated_by_another_loss(case: Case):
 
     def run(state):
         model = network(3)
-        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), weight_fn=af.num_labels(1)))
-        state, step = af.build(state, plan)
-        found = af.evaluate(step, af.shard_loader(loader, state), state, sharp)
+        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), weight_fn=af.count_labels(1)))
+        state, step = af.build(plan, state)
+        found = af.evaluate(step, state, af.shard_loader(loader, state), sharp)
         return {name: torch.tensor(found[name], dtype=torch.float64) for name in ("loss", "right")}
 
     return by_hand, run
@@ -63,8 +63,8 @@ def evaluated_parts(case: Case):
 
     def run(state):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
-        found = af.evaluate(step, (af.part(batch, state) for batch in batches), state)
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
+        found = af.evaluate(step, state, (af.shard_batch(batch, state) for batch in batches))
         return {"loss": torch.tensor(found["loss"], dtype=torch.float64)}
 
     return lambda: {"loss": mse(network(), (x, y)).detach()}, run
@@ -83,9 +83,9 @@ def evaluated_files(case: Case):
 
     def run(state):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         mine = files[state.rank :: state.world_size]
-        found = af.evaluate(step, mine, state, error)
+        found = af.evaluate(step, state, mine, error)
         return {"error": torch.tensor(found["error"], dtype=torch.float64)}
 
     return by_hand, run
@@ -104,11 +104,11 @@ def predicted(case: Case):
 
     def run(state):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         batches = af.shard_loader(loader, state)
         for batch in batches:
             state, _ = step(state, batch)
-        return rows_of(af.predict(step, batches, state, predictions))
+        return rows_of(af.predict(step, state, batches, predictions))
 
     return by_hand, run
 
@@ -122,9 +122,9 @@ def predicted_parts(case: Case):
 
     def run(state):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
-        mine = (af.part(batch, state) for batch in batches)
-        return rows_of(af.predict(step, mine, state, predictions))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
+        mine = (af.shard_batch(batch, state) for batch in batches)
+        return rows_of(af.predict(step, state, mine, predictions))
 
     return lambda: rows_of(predictions(network(), (x, y))), run
 
@@ -143,9 +143,9 @@ def predicted_without_some(case: Case):
 
     def run(state, read):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         batches = read(af.shard_loader(loader, state))
-        return rows_of(af.predict(step, batches, state, predictions))
+        return rows_of(af.predict(step, state, batches, predictions))
 
     kept = default_collate([each for each in rows if each[1] > y.min()])
     return (

@@ -142,12 +142,12 @@ def evaluation_in_between(case: Case):
 
     def run(state, validates):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         torch.manual_seed(case.seed)
         for batch in af.shard_loader(loader, state):
             state, _ = step(state, batch)
             if validates:
-                af.evaluate(step, af.shard_loader(loader, state), state)
+                af.evaluate(step, state, af.shard_loader(loader, state))
         return figures(model)
 
     return lambda: run(af.DistState(), False), lambda state: run(state, True)
@@ -171,7 +171,7 @@ def left_in_evaluation_mode(case: Case):
 
     def run(state, is_switched_back):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         batches = af.shard_loader(loader, state)
         for batch in batches:
             state, _ = step(state, batch)
@@ -196,7 +196,7 @@ def gan(case: Case):
 
     def noise(state):
         shape = case.num_samples, 4
-        return af.draw(state, lambda g: torch.randn(shape, generator=g, dtype=torch.float64))
+        return af.draw(lambda g: torch.randn(shape, generator=g, dtype=torch.float64), state)
 
     def models():
         torch.manual_seed(0)
@@ -230,11 +230,11 @@ def gan(case: Case):
         generator, critic = models()
         of_critic, of_generator = losses(generator, critic)
         wraps = recipe(case)
-        state, train_critic = af.build(state, wraps(af.Plan(of_critic, critic, sgd(critic))))
+        state, train_critic = af.build(wraps(af.Plan(of_critic, critic, sgd(critic))), state)
         plan = wraps(af.Plan(of_generator, generator, sgd(generator)))
-        state, train_generator = af.build(state, plan)
+        state, train_generator = af.build(plan, state)
         for _ in range(3):
-            batch = af.part(real, state), noise(state)
+            batch = af.shard_batch(real, state), noise(state)
             state, _ = train_critic(state, batch, advance=False)
             state, _ = train_generator(state, noise(state))
         return figures(nn.ModuleList([generator, critic]))
@@ -250,7 +250,7 @@ def several_steps_a_batch(case: Case):
     positions = [(step, call) for step in range(2 * len(loader)) for call in range(num_steps)]
 
     def noise(size, state):
-        return af.draw(state, lambda g: torch.randn(size, 4, generator=g, dtype=torch.float64))
+        return af.draw(lambda g: torch.randn(size, 4, generator=g, dtype=torch.float64), state)
 
     def by_hand():
         model = network()
@@ -264,16 +264,16 @@ def several_steps_a_batch(case: Case):
 
     def run(state, folder, stops_after):
         model = network()
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches})
+        state = af.resume(step, state, folder, extras={"data": batches})
         for x, y in chain.from_iterable(batches.epochs(2, since=state)):
             size = af.reduce_sum(len(x), state)
             for call in range(state.call, num_steps):
                 batch = x + noise(size, state), y
                 state, _ = step(state, batch, advance=call == num_steps - 1)
                 if (state.step, state.call) == (stops_after, num_steps // 2):
-                    af.save(folder, state, step, extras={"data": batches})
+                    af.save(step, state, folder, extras={"data": batches})
                     return None
         draws = {float(noise(2, af.DistState(step=n, call=call))[0, 0]) for n, call in positions}
         return {**figures(model), "draws": torch.tensor(float(len(draws)))}
@@ -411,13 +411,13 @@ def resumed_by_range(case: Case):
 
     def run(state, folder, stops_after):
         model, sharded = network(), af.shard_loader(loader, state)
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, sgd(model))))
-        state = af.resume(folder, state, step, {"loader": sharded})
+        state, step = af.build(recipe(case)(af.Plan(mse, model, sgd(model))), state)
+        state = af.resume(step, state, folder, {"loader": sharded})
         for _ in range(sharded.epoch, 3):
             for batch in sharded:
                 state, _ = step(state, batch)
                 if state.step == stops_after:
-                    af.save(folder, state, step, extras={"loader": sharded})
+                    af.save(step, state, folder, extras={"loader": sharded})
                     return None
         return figures(model)
 
@@ -438,9 +438,9 @@ def evaluated(case: Case):
 
     def run(state):
         model = network(3)
-        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), weight_fn=af.num_labels(1)))
-        state, step = af.build(state, plan)
-        found = af.evaluate(step, af.shard_loader(loader, state), state)
+        plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), weight_fn=af.count_labels(1)))
+        state, step = af.build(plan, state)
+        found = af.evaluate(step, state, af.shard_loader(loader, state))
         return {"loss": torch.tensor(found["loss"], dtype=torch.float64)}
 
     return lambda: {"loss": loss_fn(network(3), (x, y)).detach()}, run
@@ -489,13 +489,13 @@ def adapters_alone(case: Case):
 
     def run(state, folder, stops_after):
         model, optimizer = adapted(stops_after or 2)
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, optimizer)))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, optimizer)), state)
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches})
+        state = af.resume(step, state, folder, extras={"data": batches})
         for batch in batches:
             state, _ = step(state, batch)
         if stops_after:
-            af.save(folder, state, step, extras={"data": batches}, only="trained")
+            af.save(step, state, folder, extras={"data": batches}, only="trained")
         return figures(model)
 
     return by_hand, lambda state: stopped_and_resumed(state, run, 1)
@@ -535,7 +535,7 @@ def momentum_teacher(case: Case):
 
     def run(state):
         model, teacher, loss_fn = made()
-        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, sgd(model))))
+        state, step = af.build(recipe(case)(af.Plan(loss_fn, model, sgd(model))), state)
         batches = af.shard_loader(loader, state)
 
         def go_on(batch):
@@ -572,7 +572,7 @@ def rate_by_hand(case: Case):
     def run(state):
         model = network()
         both = optimizers(model)
-        state, step = af.build(state, recipe(case)(af.Plan(mse, model, both)))
+        state, step = af.build(recipe(case)(af.Plan(mse, model, both)), state)
         for batch in af.shard_loader(loader, state):
             state, _ = step(state, batch)
             both["body"].param_groups[0]["lr"] *= 0.5
@@ -593,7 +593,7 @@ def habits(case: Case):
         def loss_fn(_, batch):
             return mse(model, batch)
 
-        state, step = af.build(state, recipe(case)(af.Plan(loss_fn, model, optimizer)))
+        state, step = af.build(recipe(case)(af.Plan(loss_fn, model, optimizer)), state)
         losses = []
         for batch in af.shard_loader(loader, state):
             optimizer.zero_grad()
@@ -622,13 +622,13 @@ def averaged(case: Case):
 
     def run(state):
         model = network()
-        plan = af.average(0.9)(recipe(case)(af.Plan(mse, model, sgd(model))))
-        state, step = af.build(state, plan)
+        plan = af.ema(0.9)(recipe(case)(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(plan, state)
         batches = af.shard_loader(loader, state)
         for batch in batches:
             state, _ = step(state, batch)
-        with af.use_average(step):
-            loss = af.evaluate(step, batches, state)["loss"]
+        with af.averaged(step):
+            loss = af.evaluate(step, state, batches)["loss"]
             return {**figures(model), "loss": torch.tensor(loss, dtype=torch.float64)}
 
     return by_hand, run
@@ -654,9 +654,9 @@ def state_that_stays(case: Case):
         model = network()
         halves = af.schedule(lambda count: 0.5**count, every=2)
         plan = af.compose(recipe(case), halves)(af.Plan(mse, model, sgd(model)))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for each in batches:
-            after, _ = step(state, af.part(each, state))
+            after, _ = step(state, af.shard_batch(each, state))
             state = after if is_kept else state
         return figures(model)
 

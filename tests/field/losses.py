@@ -46,7 +46,7 @@ def class_weights(case: Case):
     return (
         lambda: train_by_hand(network(3), loss_fn, loader),
         run,
-        lambda state: run(state, weight_fn=af.num_labels(1, class_weight=weight)),
+        lambda state: run(state, weight_fn=af.count_labels(1, class_weight=weight)),
     )
 
 
@@ -72,7 +72,7 @@ def two_denominators(case: Case):
         batches = af.shard_loader(loader, state)
         return train(state, case, network(4), loss_fn, batches, weight_fn=weight_fn)
 
-    counted = {"cls": af.num_labels(1), "box": lambda batch: batch[3].sum()}
+    counted = {"cls": af.count_labels(1), "box": lambda batch: batch[3].sum()}
     return (
         lambda: train_by_hand(network(4), loss_fn, loader),
         lambda state: run(state, loss_fn, counted["cls"]),
@@ -165,7 +165,7 @@ def terms(case: Case):
         found = terms(model, batch)
         return found["cls"] + (found["box"] if batch[3].any() else 0)
 
-    counted = {"cls": af.num_labels(1), "box": lambda batch: batch[3].sum()}
+    counted = {"cls": af.count_labels(1), "box": lambda batch: batch[3].sum()}
     return (
         lambda: train_by_hand(network(4), by_hand, loader),
         lambda state: train(
@@ -306,8 +306,8 @@ def accuracy(case: Case):
 
     def run(state):
         model = network(3)
-        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=af.num_labels(1))
-        state, step = af.build(state, recipe(case)(plan))
+        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=af.count_labels(1))
+        state, step = af.build(recipe(case)(plan), state)
         found = {}
         for number, batch in enumerate(af.shard_loader(loader, state)):
             state, report = step(state, batch)
@@ -336,7 +336,7 @@ def policy_gradient(case: Case):
     advantage = (reward - reward.mean()) / (reward.std(correction=0) + 1e-8)
 
     def run(state, loss_fn, third):
-        batches = (af.part((x, third, old), state) for _ in range(4))
+        batches = (af.shard_batch((x, third, old), state) for _ in range(4))
         return train(state, case, network(), loss_fn, batches)
 
     return (
@@ -364,7 +364,7 @@ def state_by_row(case: Case):
         return loss_fn
 
     def run(state, **options):
-        given = (af.part(batch, state) for batch in batches)
+        given = (af.shard_batch(batch, state) for batch in batches)
         return train(state, case, network(4), stateful_loss(), given, **options)
 
     return (
@@ -420,7 +420,7 @@ def parameters_in_a_closure(case: Case):
             return F.cross_entropy(centres(net(batch[0])), batch[1])
 
         plan = recipe(case)(af.Plan(loss_fn, model["net"], sgd(model["net"])))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         losses = []
         for batch in af.shard_loader(loader, state):
             own.zero_grad()
@@ -456,7 +456,7 @@ def parameters_in_the_optimizer(case: Case):
             return loss_fn({"net": net, "scale": model["scale"]}, batch)
 
         plan = recipe(case)(af.Plan(closure, model["net"], sgd(model)))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for batch in af.shard_loader(loader, state):
             state, _ = step(state, batch)
         return figures(model)
@@ -507,7 +507,7 @@ def text_to_image(case: Case):
     def run(state):
         models, model = frozen(state.rank), network(4)
         plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), frozen=models))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         losses = []
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)
@@ -545,7 +545,7 @@ def reference_in_shards(case: Case):
         model = network(3)
         plan = af.Plan(loss_fn, model, sgd(model), frozen={"reference": network(3)})
         wraps = af.compose(af.wrap_fsdp(frozen=True), af.accumulate(case.k))
-        state, step = af.build(state, wraps(plan))
+        state, step = af.build(wraps(plan), state)
         losses = []
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)
@@ -584,7 +584,7 @@ def moving_teacher(case: Case):
             sgd(model),
             frozen={"teacher": teacher} if is_frozen else {},
         )
-        state, step = af.build(state, recipe(case)(plan), check_loss=False)
+        state, step = af.build(recipe(case)(plan), state, check_loss=False)
         losses = []
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)
@@ -625,7 +625,7 @@ def rule_by_parameter(case: Case):
     def run(state):
         model = network()
         plan = replace(af.Plan(mse, model, sgd(model)), gradients=(clipped,))
-        state, step = af.build(state, recipe(case)(plan))
+        state, step = af.build(recipe(case)(plan), state)
         losses = []
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)
@@ -671,7 +671,7 @@ def label_smoothing(case: Case):
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
 
-    counted = af.num_labels(1)
+    counted = af.count_labels(1)
     return two_loops(case, lambda: network(3), loss_fn, loader, weight_fn=counted)
 
 
@@ -722,7 +722,10 @@ def two_sources(case: Case):
     counted = {"labelled": lambda batch: len(batch[0]), "others": lambda batch: len(batch[2])}
 
     def run(state):
-        parts = ((*af.part((x, y), state), af.part(others, state)) for x, y, others in batches)
+        parts = (
+            (*af.shard_batch((x, y), state), af.shard_batch(others, state))
+            for x, y, others in batches
+        )
         return train(state, case, network(), terms, parts, weight_fn=counted)
 
     return lambda: train_by_hand(network(), by_hand, batches), run

@@ -45,12 +45,12 @@ def batch_norm(case: Case):
     def run(state, **options):
         model, losses = normed(), []
         wrap = getattr(af, case.strategy)(**options)
-        state, step = af.build(state, wrap(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(wrap(af.Plan(mse, model, sgd(model))), state)
         batches = af.shard_loader(loader, state)
         for batch in batches:
             state, report = step(state, batch)
             losses.append(report.loss)
-        loss = af.evaluate(step, batches, state)["loss"]
+        loss = af.evaluate(step, state, batches)["loss"]
         with tempfile.TemporaryDirectory() as folder:
             folder = af.broadcast([folder], state)[0]
             if state.is_main or case.strategy == "wrap_fsdp":
@@ -95,7 +95,7 @@ def one_row_of_batch_norm(case: Case):
     def run(state, **options):
         model, losses = normed(), []
         wrap = getattr(af, case.strategy)(**options)
-        state, step = af.build(state, wrap(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(wrap(af.Plan(mse, model, sgd(model))), state)
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)
             losses.append(report.loss)
@@ -141,7 +141,7 @@ def codebook(case: Case):
 
     def run(state, case, model):
         return {
-            **train(state, case, model, loss_fn, (af.part(x, state) for _ in range(3))),
+            **train(state, case, model, loss_fn, (af.shard_batch(x, state) for _ in range(3))),
             "codes": model.codes,
         }
 
@@ -175,9 +175,9 @@ def heads_in_turn(case: Case):
     def run(state, wrap):
         model = Tasks()
         plan = af.compose(wrap, af.accumulate(case.k))(af.Plan(loss_fn, model, sgd(model)))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for number in range(4):
-            state, _ = step(state, af.part((x, y, torch.tensor(number % 2)), state))
+            state, _ = step(state, af.shard_batch((x, y, torch.tensor(number % 2)), state))
         return figures(model)
 
     def by_hand():
@@ -268,7 +268,7 @@ def switched_adapters(case: Case):
         recipe = af.compose(getattr(af, case.strategy)(), af.accumulate(case.k))
         model = adapted()
         plan = af.compose(recipe, af.checkpoint_activations())(af.Plan(loss_fn, model, sgd(model)))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         losses = []
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)
@@ -311,7 +311,7 @@ def blocks_that_read_their_parent(case: Case):
         model = Model(**options)
         wrap = getattr(af, case.strategy)()
         recipe = af.compose(wrap, af.accumulate(case.k), af.checkpoint_activations())
-        state, step = af.build(state, recipe(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(recipe(af.Plan(mse, model, sgd(model))), state)
         losses = []
         for batch in af.shard_loader(loader, state):
             state, report = step(state, batch)

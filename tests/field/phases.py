@@ -60,14 +60,14 @@ def rate_by_tokens(case: Case):
         model = network()
         by_seen = af.schedule(lambda state: 1 / (1 + getattr(state, attribute) / 10))
         plan = af.Plan(mean_of_items, model, sgd(model), weight_fn=num_items)
-        state, step = af.build(state, af.compose(recipe(case), by_seen)(plan))
+        state, step = af.build(af.compose(recipe(case), by_seen)(plan), state)
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches})
+        state = af.resume(step, state, folder, extras={"data": batches})
         for epoch in batches.epochs(2, since=state):
             for batch in epoch:
                 state, _ = step(state, batch)
                 if state.step == stops_after:
-                    af.save(folder, state, step, extras={"data": batches})
+                    af.save(step, state, folder, extras={"data": batches})
                     return None
         return {**figures(model), "seen": torch.tensor(float(getattr(state, attribute)))}
 
@@ -98,16 +98,16 @@ def count_that_the_loop_keeps(case: Case):
         seen = {"tokens": 0}
         by_tokens = af.schedule(lambda update: 1 / (1 + seen["tokens"] / 10))
         plan = af.Plan(mean_of_items, model, sgd(model), weight_fn=num_items)
-        state, step = af.build(state, af.compose(recipe(case), by_tokens)(plan))
+        state, step = af.build(af.compose(recipe(case), by_tokens)(plan), state)
         batches = af.shard_loader(loader, state)
         extras = {"data": batches, "seen": seen}
-        state = af.resume(folder, state, step, extras=extras)
+        state = af.resume(step, state, folder, extras=extras)
         for epoch in batches.epochs(2, since=state):
             for batch in epoch:
                 state, report = step(state, batch)
                 seen["tokens"] += report.weight
                 if state.step == stops_after:
-                    af.save(folder, state, step, extras=extras)
+                    af.save(step, state, folder, extras=extras)
                     return None
         return figures(model)
 
@@ -150,7 +150,7 @@ def schedule_of(case: Case, optimizer: torch.optim.Optimizer) -> af.Transform:
 
 def in_phases(case: Case) -> af.Transform:
     scaled = af.with_amp("fp16", init_scale=4.0, growth_interval=2)
-    return af.compose(recipe(case), scaled, af.average(0.9), af.clip(0.5))
+    return af.compose(recipe(case), scaled, af.ema(0.9), af.clip(0.5))
 
 
 def two_phases_by_hand(loader: DataLoader, switch: int) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ def scale_of(value: float) -> Tensor:
 
 def phase_figures(state, step) -> dict[str, Tensor]:
     found = figures(step.plan.model)
-    with af.use_average(step):
+    with af.averaged(step):
         means = figures(step.plan.model)
     scale = scale_of(float(state.scaler.scale))
     return {**found, **{f"mean {name}": each for name, each in means.items()}, "scale": scale}
@@ -202,7 +202,7 @@ def unfreezing(case: Case):
         model = frozen_network()
         optimizer = head_alone(model)
         plan = af.compose(in_phases(case), schedule_of(case, optimizer))
-        state, step = af.build(state, plan(af.Plan(mse, model, optimizer)))
+        state, step = af.build(plan(af.Plan(mse, model, optimizer)), state)
         batches = af.shard_loader(loader, state)
         for epoch in batches.epochs(2, since=state):
             for batch in epoch:
@@ -220,7 +220,7 @@ def unfreezing(case: Case):
                         optimizer.add_param_group({"params": body, "lr": RATES[1]})
                     model[0].requires_grad_(True)
                     plan = af.compose(in_phases(case), schedule_of(case, optimizer))
-                    state, step = af.build(state, plan(af.Plan(mse, model, optimizer)), after=step)
+                    state, step = af.build(plan(af.Plan(mse, model, optimizer)), state, after=step)
                 state, _ = step(state, batch)
         return phase_figures(state, step)
 
@@ -239,14 +239,14 @@ def other_groups_at_resume(case: Case):
             model[0].requires_grad_(True)
         optimizer = (head_and_body if stops_after is None else head_alone)(model)
         plan = af.compose(in_phases(case), schedule_of(case, optimizer))
-        state, step = af.build(state, plan(af.Plan(mse, model, optimizer)))
+        state, step = af.build(plan(af.Plan(mse, model, optimizer)), state)
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches}, match=match)
+        state = af.resume(step, state, folder, extras={"data": batches}, match=match)
         for epoch in batches.epochs(2, since=state):
             for batch in epoch:
                 state, _ = step(state, batch)
                 if state.step == stops_after:
-                    af.save(folder, state, step, extras={"data": batches})
+                    af.save(step, state, folder, extras={"data": batches})
                     return None
         return phase_figures(state, step)
 

@@ -28,7 +28,7 @@ def drawn_loops(case: Case, make_model, loss_fn, loader, draw, lr=0.1, **options
         model, losses = make_model(), []
         optimizer = optimizer_of(model)
         for number, batch in enumerate(loader):
-            noise = af.draw(replace(af.DistState(), step=number), draw, rows=batch)
+            noise = af.draw(draw, replace(af.DistState(), step=number), rows=batch)
             loss = loss_fn(model, {**batch, "noise": noise})
             losses.append(update(model, loss, optimizer))
         return figures(model, losses)
@@ -36,9 +36,9 @@ def drawn_loops(case: Case, make_model, loss_fn, loader, draw, lr=0.1, **options
     def run(state):
         model, losses = make_model(), []
         plan = af.Plan(loss_fn, model, optimizer_of(model), **options)
-        state, step = af.build(state, recipe(case)(plan))
+        state, step = af.build(recipe(case)(plan), state)
         for batch in af.shard_loader(loader, state):
-            noise = af.draw(state, draw, rows=batch)
+            noise = af.draw(draw, state, rows=batch)
             state, report = step(state, {**batch, "noise": noise})
             losses.append(report.loss)
         return figures(model, losses)

@@ -87,7 +87,7 @@ def train(
     **options: Any,
 ) -> dict[str, Tensor]:
     plan = recipe(case)(af.Plan(loss_fn, model, sgd(model), **options))
-    state, step = af.build(state, plan, check_loss=check_loss)
+    state, step = af.build(plan, state, check_loss=check_loss)
     losses = []
     for batch in batches:
         state, report = step(state, batch)
@@ -122,11 +122,11 @@ def train_in_turn(
     """Train one model by a plan for each loss, in turn."""
     steps = []
     for loss_fn in losses:
-        state, step = af.build(state, wraps(af.Plan(loss_fn, model, optimizer)))
+        state, step = af.build(wraps(af.Plan(loss_fn, model, optimizer)), state)
         steps.append(step)
     for _ in range(3):
         for step in steps:
-            state, _ = step(state, af.part(batch, state))
+            state, _ = step(state, af.shard_batch(batch, state))
     return figures(model)
 
 
@@ -141,12 +141,12 @@ def train_on(
     make_batch: Callable[[Any, af.DistState], Any] = lambda batch, state: batch,
 ) -> dict[str, Tensor] | None:
     """Go on from the last checkpoint to the end, or stop with a checkpoint after so many batches."""
-    state, step = af.build(state, plan)
-    state = af.resume(folder, state, step, extras={"data": batches})
+    state, step = af.build(plan, state)
+    state = af.resume(step, state, folder, extras={"data": batches})
     for batch in chain.from_iterable(batches.epochs(num_epochs, since=state)):
         state, _ = step(state, make_batch(batch, state))
         if state.step == stops_after:
-            af.save(folder, state, step, extras={"data": batches})
+            af.save(step, state, folder, extras={"data": batches})
             return None
     return figures(plan.model)
 

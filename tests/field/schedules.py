@@ -87,13 +87,13 @@ def more_epochs(case: Case):
         optimizer = sgd(model)
         length = long if stops_after is None else short
         plan = af.compose(recipe(case), af.schedule(make(optimizer, length)))
-        state, step = af.build(state, plan(af.Plan(mse, model, optimizer)))
+        state, step = af.build(plan(af.Plan(mse, model, optimizer)), state)
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches}, schedule=choice)
+        state = af.resume(step, state, folder, extras={"data": batches}, schedule=choice)
         for epoch in batches.epochs(4 if stops_after is None else 2, since=state):
             for batch in epoch:
                 state, _ = step(state, batch)
-        af.save(folder, state, step, extras={"data": batches})
+        af.save(step, state, folder, extras={"data": batches})
         return figures(model)
 
     def twice(state, choice):
@@ -123,13 +123,13 @@ def longer_function(case: Case):
         length = long if stops_after is None else short
         linear = af.schedule(lambda num_updates: 1 - num_updates / length)
         plan = af.compose(recipe(case), linear)
-        state, step = af.build(state, plan(af.Plan(mse, model, sgd(model))))
+        state, step = af.build(plan(af.Plan(mse, model, sgd(model))), state)
         batches = af.shard_loader(loader, state)
-        state = af.resume(folder, state, step, extras={"data": batches})
+        state = af.resume(step, state, folder, extras={"data": batches})
         for epoch in batches.epochs(4 if stops_after is None else 2, since=state):
             for batch in epoch:
                 state, _ = step(state, batch)
-        af.save(folder, state, step, extras={"data": batches})
+        af.save(step, state, folder, extras={"data": batches})
         return figures(model)
 
     return by_hand, lambda state: stopped_and_resumed(state, run, short)
@@ -157,7 +157,7 @@ def scheduler_stepped_twice(case: Case):
         optimizer = sgd(model)
         scheduler = scheduler_of(optimizer)
         plan = af.compose(recipe(case), af.schedule(scheduler))(af.Plan(mse, model, optimizer))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         batches = af.shard_loader(loader, state)
         for epoch in batches.epochs(2, since=state):
             for batch in epoch:

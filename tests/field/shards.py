@@ -37,7 +37,7 @@ def trained_by(state, case, wraps, model, loss_fn, optimizer=None, after=None, *
     """Train a model by a plan, with a call of the loop's own after every step."""
     loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
     plan = af.Plan(loss_fn, model, optimizer or sgd(model), **options)
-    state, step = af.build(state, af.compose(wraps, af.accumulate(case.k))(plan))
+    state, step = af.build(af.compose(wraps, af.accumulate(case.k))(plan), state)
     losses = []
     for batch in af.shard_loader(loader, state):
         state, report = step(state, batch)
@@ -297,18 +297,18 @@ def averaged_model(case: Case):
     def run(state):
         model = Blocks()
         plan = af.Plan(mse, model, sgd(model))
-        af.build(state, af.wrap_fsdp()(plan))
+        af.build(af.wrap_fsdp()(plan), state)
         AveragedModel(model, avg_fn=average)
         raise AssertionError("the copy was not refused")
 
     def repaired(state):
         model = Blocks()
-        wraps = af.compose(af.wrap_fsdp(), af.accumulate(case.k), af.average(0.9))
-        state, step = af.build(state, wraps(af.Plan(mse, model, sgd(model))))
+        wraps = af.compose(af.wrap_fsdp(), af.accumulate(case.k), af.ema(0.9))
+        state, step = af.build(wraps(af.Plan(mse, model, sgd(model))), state)
         loader = DataLoader(TensorDataset(*samples(case)), batch_size=case.batch_size)
         for batch in af.shard_loader(loader, state):
             state, _ = step(state, batch)
-        with af.use_average(step):
+        with af.averaged(step):
             return figures(model)
 
     return by_hand, run, repaired

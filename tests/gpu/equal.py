@@ -43,7 +43,7 @@ def train(device, names, fused):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     recipe = af.compose(af.place(), *[EVERY[name]() for name in names])
     plan = recipe(af.Plan(mse_and_mae, model, optimizer))
-    state, step = af.build(af.init(device=device), plan)
+    state, step = af.build(plan, af.init(device=device))
     applied = []
     for number, (inputs, targets) in enumerate(batches(8)):
         if number == 4 and GUARDS & {*names}:

@@ -32,7 +32,7 @@ def run(recipe, fused):
         af.Plan(mse, model, optimizer)
     )
     plan = replace(plan, accept=(*plan.accept, accept_late))
-    state, step = af.build(af.init(device=DEVICE), plan)
+    state, step = af.build(plan, af.init(device=DEVICE))
     found = []
     for number, (inputs, targets) in enumerate(batches(12, size=16, width=256)):
         if number == 5:

@@ -29,7 +29,7 @@ TRANSFORMS: dict[str, Callable[[], af.Transform]] = {
     "skip_nonfinite": lambda: af.skip_nonfinite(),
     "skip_spikes": lambda: af.skip_spikes(),
     "schedule": lambda: af.schedule(lambda num_updates: 0.9**num_updates),
-    "average": lambda: af.average(0.9),
+    "average": lambda: af.ema(0.9),
     "checkpoint": lambda: af.checkpoint_activations(),
     "checkpoint(offload)": lambda: af.checkpoint_activations(offload=True),
     "fsdp": lambda: af.wrap_fsdp(param_dtype=torch.float32),
@@ -162,7 +162,7 @@ def by_hand(
 
 def stepping(plan: af.Plan, state: af.DistState, recipe: af.Transform) -> Callable[[Any], Tensor]:
     """Build a step; return a function from a batch to its loss."""
-    state, step = af.build(state, recipe(plan))
+    state, step = af.build(recipe(plan), state)
 
     def run(batch: Any) -> Tensor:
         nonlocal state

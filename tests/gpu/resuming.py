@@ -25,7 +25,7 @@ def built(*transforms):
         *transforms,
     )
     plan = recipe(af.Plan(lm_loss, model, optimizer, num_targets))
-    return *af.build(af.init(device=DEVICE), plan), model
+    return *af.build(plan, af.init(device=DEVICE)), model
 
 
 def rows(number, size=8):
@@ -39,13 +39,13 @@ def resume(folder, wait):
     for number in range(4):
         state, _ = step(state, rows(number))
     start = time.perf_counter()
-    af.save(folder, state, step, wait=wait)
+    af.save(step, state, folder, wait=wait)
     save_s = time.perf_counter() - start
     for number in range(4, 7):
         state, _ = step(state, rows(number))
     expected = [each.detach().clone() for each in model.parameters()]
     state, step, model = built()
-    state = af.load(folder, state, step)
+    state = af.load(step, state, folder)
     for number in range(4, 7):
         state, _ = step(state, rows(number))
     same = all(map(torch.equal, expected, model.parameters()))

@@ -57,7 +57,7 @@ def ours(*transforms):
 
 def guarded():
     falling = af.schedule(lambda num_updates: 0.99**num_updates)
-    return ours(af.skip_nonfinite(), falling, af.average(0.999))
+    return ours(af.skip_nonfinite(), falling, af.ema(0.999))
 
 
 RUNS = {

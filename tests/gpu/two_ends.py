@@ -53,7 +53,7 @@ def main():
     case, state = sys.argv[1], af.init()
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(bucket_cap_mb=1))(plan))
+    state, step = af.build(af.compose(af.place(), af.wrap_ddp(bucket_cap_mb=1))(plan), state)
     generator = torch.Generator().manual_seed(state.rank)
     for number in range(6):
         batch = tuple(torch.randn(8, 512, generator=generator) for _ in range(2))

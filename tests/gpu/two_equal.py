@@ -62,7 +62,7 @@ RECIPES = {
 def train(state, loss, recipe, sizes=(17, 30, 2, 16), make=adamw, **options):
     model = Words(**options)
     plan = af.compose(af.place(), recipe)(af.Plan(loss, model, make(model.parameters())))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     generator = torch.Generator().manual_seed(1)
     for size in sizes * 3:
         words = torch.randint(64, (size,), generator=generator)

@@ -40,7 +40,7 @@ def counted(waits):
 
 
 def waits_of(plan, recipe, data):
-    state, step = af.build(af.init(), af.compose(af.place(), recipe)(plan), check_loss=False)
+    state, step = af.build(af.compose(af.place(), recipe)(plan), af.init(), check_loss=False)
     waits, data = Counter(), iter(data)
     for _ in range(_WARM_UP):
         state, _ = step(state, next(data))
@@ -68,7 +68,7 @@ RECIPES = {
     "clip_value": lambda: af.clip_value(0.1),
     "fp16 + schedule": lambda: af.compose(af.with_amp("fp16"), falling()),
     "skip_nonfinite + skip_spikes + 2 schedules + average": lambda: af.compose(
-        af.skip_nonfinite(), af.skip_spikes(), by_scheduler, by_scheduler, af.average(0.9)
+        af.skip_nonfinite(), af.skip_spikes(), by_scheduler, by_scheduler, af.ema(0.9)
     ),
     "accumulate(4)": lambda: af.accumulate(4),
     "checkpoint": lambda: af.checkpoint_activations(blocks="blocks"),
@@ -104,7 +104,7 @@ def cross_entropy(model, batch):
 def waits_of_labels(prefetched):
     model = Tokens()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    plan = af.Plan(cross_entropy, model, optimizer, af.num_labels("y"))
+    plan = af.Plan(cross_entropy, model, optimizer, af.count_labels("y"))
     data = [
         {name: pinned(torch.randint(512, (8, 32))) for name in ("x", "y")}
         for _ in range(_NUM_STEPS)

@@ -68,10 +68,10 @@ def test_the_balance_loss_is_over_the_rows_of_all_ranks(wrap):
         model = mixtral()
         loss_fn = loss_by(lambda rows, name: af.batch_mean(rows, state, name))
         plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state, step = af.build(state, wrap(plan))
+        state, step = af.build(wrap(plan), state)
         found = []
         for _ in range(3):
-            state, report = step(state, af.part(IDS, state))
+            state, report = step(state, af.shard_batch(IDS, state))
             found.append(report.loss.item())
         return found, ours.whole(model.state_dict())
 

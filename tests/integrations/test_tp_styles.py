@@ -67,10 +67,10 @@ def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def trained(state: af.DistState, model: nn.Module, recipe: Any) -> tuple[list[float], Any]:
     """Train a few steps; return losses and norms, and whole parameters."""
     plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    state, step = af.build(state, recipe(af.clip(0.5)(plan)))
+    state, step = af.build(recipe(af.clip(0.5)(plan)), state)
     found = []
     for _ in range(3):
-        state, report = step(state, af.part(TOKENS, state))
+        state, report = step(state, af.shard_batch(TOKENS, state))
         found += [float(report.loss), float(report.grad_norm)]
     return found, ours.whole(model.state_dict())
 

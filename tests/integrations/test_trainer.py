@@ -172,7 +172,7 @@ def test_metrics_by_batch_and_inputs_reach_the_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [af.compose(), af.average(0.9)], ids=["plain", "average"])
+@pytest.mark.parametrize("recipe", [af.compose(), af.ema(0.9)], ids=["plain", "average"])
 def test_a_run_resumed_at_any_step_ends_at_the_same_bits(recipe: Any, tmp_path: Path) -> None:
     given: dict[str, Any] = {"dropout": 0.1, "save_strategy": "steps", "save_steps": 5}
     whole, weights = tiny.trained(Trainer, tmp_path, recipe=recipe, **given)

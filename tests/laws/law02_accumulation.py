@@ -24,7 +24,7 @@ def test_accumulation_is_the_identity(optimizer, batches, num_microbatches):
 def test_a_loss_that_is_a_view_of_a_parameter_has_a_gradient_of_one(num_microbatches):
     model = torch.nn.Linear(1, 1).double()
     plan = af.Plan(lambda model, batch: model.bias.view(()), model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate(num_microbatches)(plan))
+    state, step = af.build(af.accumulate(num_microbatches)(plan), af.DistState())
     _, grads, _ = step.grads(state, torch.ones(12, 1).double())
     [gradient] = [each for each in grads.values() if each is not None]
     torch.testing.assert_close(gradient, torch.ones(1).double(), rtol=1e-12, atol=0.0)
@@ -39,7 +39,7 @@ def test_a_loss_that_is_a_view_of_a_parameter_has_a_gradient_of_one(num_microbat
 )
 def test_accumulation_is_the_identity_for_masked_tokens(batches, num_microbatches):
     model, options = ours.token_model(), {"loss_fn": ours.token_loss}
-    recipe, weight_fn = af.accumulate(num_microbatches), af.num_labels("labels")
+    recipe, weight_fn = af.accumulate(num_microbatches), af.count_labels("labels")
     found = ours.trained(model, [batches], recipe, weight_fn=weight_fn, **options)
     ours.assert_trained(found, ours.trained_by_hand(model, batches, **options))
 

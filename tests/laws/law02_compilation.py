@@ -29,7 +29,7 @@ class Twins:
         for name, recipe in recipes.items():
             model = ours.regression_model()
             plan = recipe(af.Plan(ours.mse, model, optimizer(model.parameters())))
-            self.runs[name] = plan, *af.build(af.DistState(), plan)
+            self.runs[name] = plan, *af.build(plan, af.DistState())
 
     def train(self, batch, rate):
         """Train both on a batch; return the reports and the state of both."""

@@ -31,8 +31,8 @@ def gradients(recipe, world_size, batch, dtype):
     def run(state):
         model = ours.regression_model().to(dtype)
         plan = recipe(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
-        state, step = af.build(state, plan, check_loss=False)
-        _, grads, _ = step.grads(state, af.part(batch, state))
+        state, step = af.build(plan, state, check_loss=False)
+        _, grads, _ = step.grads(state, af.shard_batch(batch, state))
         assert {each.dtype for each in grads.values()} == {dtype}
         found = {str(index): each for index, each in enumerate(grads.values())}
         return torch.cat([each.double().flatten() for each in ours.whole(found).values()])

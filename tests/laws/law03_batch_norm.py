@@ -75,7 +75,7 @@ def over_ranks(model, parts, recipe, *, world_size):
     def run(state):
         mine = copy.deepcopy(model)
         plan = af.Plan(loss_fn, mine, sgd(mine), weight_fn=weight_fn)
-        state, step = af.build(state, recipe(plan), check_loss=False)
+        state, step = af.build(recipe(plan), state, check_loss=False)
         losses = []
         for ranks in parts:
             state, report = step(state, ranks[state.rank])
@@ -160,8 +160,8 @@ def test_values_far_from_zero_have_their_variance_in_single_precision(wrap):
     def normalised(state, recipe):
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
         plan = af.Plan(lambda model, x: model(x).square().mean(), model, sgd(model))
-        state, step = af.build(state, recipe(plan))
-        step(state, af.part(x, state))
+        state, step = af.build(recipe(plan), state)
+        step(state, af.shard_batch(x, state))
         return model[0].running_var
 
     expected = 0.9 + 0.1 * x.double().var(0)
@@ -180,7 +180,7 @@ def trained(recipe, terms, parts, loss_fn):
             for name, column in terms.items()
         }
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fns)
-        state, step = af.build(state, recipe(plan), check_loss=False)
+        state, step = af.build(recipe(plan), state, check_loss=False)
         for _ in range(2):
             state, _ = step(state, parts[state.rank])
         return ours.whole(model.state_dict())

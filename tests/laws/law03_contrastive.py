@@ -60,7 +60,7 @@ def put_back_by_hand(state):
 def trained(state, loss_of, parts, wrap):
     model = ours.regression_model()
     plan = af.Plan(loss_of(state), model, ours.sgd(model.parameters()))
-    state, step = af.build(state, af.compose(af.place(), wrap)(plan))
+    state, step = af.build(af.compose(af.place(), wrap)(plan), state)
     losses = []
     for batch in parts[state.rank]:
         state, report = step(state, batch)
@@ -72,9 +72,9 @@ def trained(state, loss_of, parts, wrap):
 def dealt(draw):
     """Draw global batches, with at least one row for every rank."""
     batches = draw(strategies.batches(num_batches=2))
-    world_size = draw(strategies.world_sizes(min(4, *map(af.num_samples, batches))))
+    world_size = draw(strategies.world_sizes(min(4, *map(af.count_samples, batches))))
     extra = [
-        draw(strategies.uneven_parts(af.num_samples(batch) - world_size, world_size))
+        draw(strategies.uneven_parts(af.count_samples(batch) - world_size, world_size))
         for batch in batches
     ]
     return batches, [[1 + size for size in sizes] for sizes in extra]

@@ -33,9 +33,9 @@ def test_the_draws_of_the_ranks_joined_are_the_draw_of_one_rank(state, num_rows,
         times = torch.randint(1000, (num_rows,), generator=generator)
         return {"noise": torch.randn(num_rows, 3, generator=generator), "times": times}
 
-    whole = af.draw(state, fn, name)
+    whole = af.draw(fn, state, name)
     ranks = [replace(state, rank=rank, world_size=world_size) for rank in range(world_size)]
-    parts = [af.draw(each, fn, name) for each in ranks]
+    parts = [af.draw(fn, each, name) for each in ranks]
     for key, rows in whole.items():
         assert torch.equal(torch.cat([part[key] for part in parts]), rows)
     sizes = [len(part["noise"]) for part in parts]
@@ -48,9 +48,7 @@ def test_two_draws_are_equal_where_all_of_their_keys_are(positions, names):
         return state.seed, state.step, state.call, name
 
     one, other = zip(positions, names, strict=True)
-    drawn = [
-        af.draw(*each[:1], lambda g: torch.rand(2, generator=g), each[1]) for each in (one, other)
-    ]
+    drawn = [af.draw(lambda g: torch.rand(2, generator=g), *each) for each in (one, other)]
     assert torch.equal(*drawn) == (key(*one) == key(*other))
 
 
@@ -77,7 +75,7 @@ class Gan:
 
     def noise(self, state):
         size = self.sizes[state.step]
-        return af.draw(state, lambda g: torch.randn(size, 2, generator=g, dtype=torch.float64))
+        return af.draw(lambda g: torch.randn(size, 2, generator=g, dtype=torch.float64), state)
 
     def weights(self):
         models = {"g": self.generator, "d": self.critic}
@@ -89,7 +87,7 @@ class Gan:
         steps = {}
         for name, (loss_fn, model) in losses.items():
             plan = af.Plan(loss_fn, model, self.optimizers[name])
-            state, steps[name] = af.build(state, recipe(plan))
+            state, steps[name] = af.build(recipe(plan), state)
         return state, steps
 
 
@@ -112,7 +110,7 @@ def train(gan, state, steps, stop=None):
     """Train to the end, or to a position `(step, call)`."""
     while state.step < len(gan.real) and (state.step, state.call) != stop:
         if state.call < gan.num_critic:
-            real = af.part(gan.real[state.step], state)
+            real = af.shard_batch(gan.real[state.step], state)
             state, _ = steps["d"](state, (real, gan.noise(state)), advance=False)
         else:
             state, _ = steps["g"](state, gan.noise(state))
@@ -163,11 +161,11 @@ def test_a_run_resumes_between_two_steps_of_a_batch(worlds, stop, recipe, tmp_pa
     def leg(state, stop=None):
         own = copy.deepcopy(gan)
         state, steps = own.built(replace(state, seed=5), recipe)
-        state = af.resume(tmp_path, state, steps)
+        state = af.resume(steps, state, tmp_path)
         start = state.step, state.call
         state = train(own, state, steps, stop)
         if stop:
-            af.save(tmp_path, state, steps)
+            af.save(steps, state, tmp_path)
         return start, own.weights()
 
     (_, expected), *_ = simulate(leg, world_size=worlds[1])

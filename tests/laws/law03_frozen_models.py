@@ -50,7 +50,7 @@ def trained(state, parts, recipe):
     model = ours.regression_model()
     frozen = {"encoder": encoder(state.rank)}
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), frozen=frozen)
-    state, step = af.build(state, recipe(plan))
+    state, step = af.build(recipe(plan), state)
     losses = []
     for batch in parts[state.rank]:
         state, report = step(state, batch)

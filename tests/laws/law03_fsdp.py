@@ -61,7 +61,7 @@ def test_ranks_that_count_nothing_have_no_part_in_the_mean(weights, world_size, 
         model = ours.regression_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
         plan = af.Plan(loss_fn, model, optimizer, weight_fn=lambda rows: rows[:, 3].sum())
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         part = batch.tensor_split(state.world_size)[state.rank]
         state, report = step(state, part)
         return [report.loss, step.forward(state, part)], ours.whole(model.state_dict())
@@ -91,11 +91,11 @@ def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_
     def run(state, recipe):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=1.0))
-        state, step = af.build(state, af.compose(recipe, af.clip(max_norm))(plan))
+        state, step = af.build(af.compose(recipe, af.clip(max_norm))(plan), state)
         found = []
         for batch in batches:
             before = {name: each.clone() for name, each in ours.whole(model.state_dict()).items()}
-            state, report = step(state, af.part(batch, state))
+            state, report = step(state, af.shard_batch(batch, state))
             after = ours.whole(model.state_dict())
             moved = torch.cat([(after[name] - before[name]).flatten() for name in after])
             found.append([float(report.grad_norm), float(moved.norm())])

@@ -33,7 +33,7 @@ def trained_apart(parts, recipe):
     def run(state):
         model = ours.regression_model(seed=state.rank)  # `build` replaces it by rank 0's
         made = ours.adamw(model.parameters())
-        state, step = af.build(state, recipe(af.Plan(ours.mse, model, made)))
+        state, step = af.build(recipe(af.Plan(ours.mse, model, made)), state)
         trace, reports = [], []
         for batch in parts[state.rank]:
             state, report = step(state, batch)
@@ -80,7 +80,7 @@ def test_ranks_averaged_after_every_update_are_one_rank_for_any_weights(dealt, n
     """The weights count labels, and a rank may have none."""
     model, options = ours.token_model(), {"loss_fn": ours.token_loss, "optimizer": ours.sgd}
     recipe = af.compose(af.accumulate(num_microbatches), af.local_sgd(1))
-    weight_fn = af.num_labels("labels")
+    weight_fn = af.count_labels("labels")
     ranks = ours.trained(model, ours.dealt(*dealt), recipe, weight_fn=weight_fn, **options)
     ours.assert_trained(ranks, ours.trained_by_hand(model, dealt[0], **options))
 

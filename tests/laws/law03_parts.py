@@ -69,7 +69,7 @@ KINDS = {
 def test_a_step_over_parts_is_a_step_over_the_batch(kind, batches, world_size, num_microbatches):
     expected = ours.trained_by_hand(ours.regression_model(), batches)
     states = [af.DistState(rank=rank, world_size=world_size) for rank in range(world_size)]
-    parts = [[af.part(kind(batch), state) for batch in batches] for state in states]
+    parts = [[af.shard_batch(kind(batch), state) for batch in batches] for state in states]
     recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(num_microbatches))
     ranks = ours.trained(ours.regression_model(), parts, recipe, loss_fn=loss_of)
     ours.assert_trained(ranks, expected)
@@ -79,7 +79,7 @@ def test_a_step_over_parts_is_a_step_over_the_batch(kind, batches, world_size, n
 def test_the_parts_of_the_ranks_joined_are_the_batch(num_rows, world_size):
     batch = encoded((torch.arange(num_rows), [f"row {i}" for i in range(num_rows)]))
     states = [af.DistState(rank=rank, world_size=world_size) for rank in range(world_size)]
-    parts = [af.part(batch, state) for state in states]
+    parts = [af.shard_batch(batch, state) for state in states]
     assert torch.cat([part["x"] for part in parts]).tolist() == batch["x"].tolist()
     assert {type(part) for part in parts} == {Encoding}
     assert max(map(len, (part["x"] for part in parts))) <= min(len(p["x"]) for p in parts) + 1

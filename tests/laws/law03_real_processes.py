@@ -19,7 +19,7 @@ from tests.laws.law07_scaling import scaled
 state = af.init(device="cpu", timeout_s=60)
 model = ours.{model}()
 plan = af.Plan(ours.{loss}, model, ours.adamw(model.parameters()), {weight_fn})
-state, step = af.build(state, af.compose(af.place(), {wrap}, {transforms})(plan))
+state, step = af.build(af.compose(af.place(), {wrap}, {transforms})(plan), state)
 built = counters["stats"]["unique_graphs"]
 losses, applied = [], []
 for index, batch in enumerate(batches("{loss}")):
@@ -65,13 +65,13 @@ def batches(kind):
 
 def shard(batch, state, index):
     """Split unevenly: every other batch leaves rank 0 without samples."""
-    from accel_fn import num_samples
+    from accel_fn import count_samples
 
     if index % 2:
-        size = num_samples(batch)
+        size = count_samples(batch)
         cuts = [0, *[size * rank // (state.world_size - 1) for rank in range(state.world_size)]]
     else:
-        size = num_samples(batch)
+        size = count_samples(batch)
         cuts = [size * rank // state.world_size for rank in range(state.world_size + 1)]
     return ours.rows(batch, cuts[state.rank], cuts[state.rank + 1])
 
@@ -130,7 +130,7 @@ def test_processes_are_one_process_by_tokens(num_processes, wrap):
         num_processes,
         model="token_model",
         loss="token_loss",
-        weight_fn='af.num_labels("labels")',
+        weight_fn='af.count_labels("labels")',
         wrap=wrap,
         transforms="af.accumulate(3)",
     )

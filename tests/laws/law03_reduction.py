@@ -22,7 +22,7 @@ def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
-        state, step = af.build(state, recipe(plan), check_loss=check_loss)
+        state, step = af.build(recipe(plan), state, check_loss=check_loss)
         losses = []
         for batch in parts[state.rank]:
             state, report = step(state, batch)

@@ -60,7 +60,7 @@ def test_it_is_the_mean_over_the_global_batch(data, num_virtual_ranks, k):
     _, expected = ours.trained_by_hand(
         ours.token_model(), data, loss_fn=ours.token_loss, max_norm=0.5
     )
-    sizes = [[af.num_samples(batch) // num_virtual_ranks] * num_virtual_ranks for batch in data]
+    sizes = [[af.count_samples(batch) // num_virtual_ranks] * num_virtual_ranks for batch in data]
     recipe = af.compose(
         af.reproducible(num_virtual_ranks), af.accumulate(k), af.clip(0.5), scaled(8.0)
     )
@@ -69,6 +69,6 @@ def test_it_is_the_mean_over_the_global_batch(data, num_virtual_ranks, k):
         ours.dealt(data, sizes),
         recipe,
         loss_fn=ours.token_loss,
-        weight_fn=af.num_labels("labels"),
+        weight_fn=af.count_labels("labels"),
     ):
         ours.assert_close(parameters, expected)

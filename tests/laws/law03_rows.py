@@ -70,7 +70,7 @@ def test_rows_are_samples_or_the_step_says_so(program):
         model = ours.regression_model()
         recipe = af.compose(af.wrap_ddp(), af.accumulate(k))
         plan = recipe(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
-        state, step = af.build(state, plan, check_loss=False)
+        state, step = af.build(plan, state, check_loss=False)
         collate = {**RIGHT, **WRONG}[layout]
         try:
             for batch in af.shard_loader(DataLoader(rows, batch_size, collate_fn=collate), state):

@@ -115,7 +115,7 @@ def by_hand(lost=()):
 
 def built(state, recipe, loss_fn=detection_loss, **given):
     model = detector()
-    return af.build(state, recipe(af.Plan(loss_fn, model, sgd(model.parameters()), **given)))
+    return af.build(recipe(af.Plan(loss_fn, model, sgd(model.parameters()), **given)), state)
 
 
 def trained(state, collate, recipe, lost=(), read=lambda loader, state: loader, **options):
@@ -180,7 +180,7 @@ def test_a_window_of_batches_takes_those_that_are_none_for_nothing():
     )
     for _, actual in simulate(
         lambda state: trained(
-            state, columns, recipe, LOST, read=lambda loader, state: af.window(loader, 2)
+            state, columns, recipe, LOST, read=lambda loader, state: af.group_batches(loader, 2)
         ),
         world_size=2,
     ):
@@ -270,13 +270,13 @@ def test_evaluation_counts_each_image_once(lost, collate, wrap):
         state, step = built(state, af.compose(wrap(), af.accumulate(3)))
         loader = DataLoader(Images(lost), batch_size=BATCH_SIZE, collate_fn=collate)
         loader = af.shard_loader(loader, state)
-        assert af.evaluate(step, loader, state) == {"loss": expected}
+        assert af.evaluate(step, state, loader) == {"loss": expected}
 
         def metric_fn(model, batch):
             return {"error": errors(model, batch)}
 
         name = "error" if kept else "loss"  # no call has named another
-        assert af.evaluate(step, loader, state, metric_fn) == {name: expected}
+        assert af.evaluate(step, state, loader, metric_fn) == {name: expected}
 
     for world_size in (1, 2):
         simulate(run, world_size=world_size)

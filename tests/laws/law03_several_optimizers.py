@@ -41,7 +41,7 @@ def trained(parts, recipe, **options):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, split(model, **options))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         for batch in parts[state.rank]:
             state, _ = step(state, batch)
         return ours.whole(model.state_dict())

@@ -36,7 +36,7 @@ def test_training_over_windows_is_training_over_joined_batches(
         recipe = af.compose(af.wrap_ddp(), af.accumulate(k, split=None), af.clip(0.5))
         state, step = ours.built(recipe, state, optimizer=ours.adamw)
         loader = af.shard_loader(DataLoader(samples, batch_size=batch_size, shuffle=True), state)
-        loader = af.window(loader, k)
+        loader = af.group_batches(loader, k)
         joined = []
         for epoch in (af.prefetch(loader, state) if prefetched else loader).epochs(2, since=state):
             for number, batch in enumerate(epoch):

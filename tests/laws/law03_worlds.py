@@ -12,7 +12,7 @@ from accel_fn.testing import simulate, strategies
 from tests.support import strategies as ours
 
 
-class AveragedByHand(af.Strategy):
+class AveragedByHand(af.extend.Strategy):
     """A user's strategy: it averages the gradients after the last backward."""
 
     def __init__(self, state, module, plan, inner=None):
@@ -40,7 +40,7 @@ def dealt_batches(draw, batches, max_world=5):
     """Draw global batches, and any split over the ranks, also empty parts."""
     found = draw(batches)
     world_size = draw(strategies.world_sizes(max_world))
-    sizes = [draw(strategies.uneven_parts(af.num_samples(batch), world_size)) for batch in found]
+    sizes = [draw(strategies.uneven_parts(af.count_samples(batch), world_size)) for batch in found]
     return found, sizes
 
 
@@ -69,7 +69,7 @@ def test_any_ranks_are_one_rank(wrap, dealt, num_microbatches):
 def test_any_ranks_are_one_rank_by_tokens(wrap, dealt, num_microbatches):
     batches, sizes = dealt
     model, options = ours.token_model(), {"loss_fn": ours.token_loss}
-    recipe, weight_fn = af.compose(af.accumulate(num_microbatches), wrap), af.num_labels("labels")
+    recipe, weight_fn = af.compose(af.accumulate(num_microbatches), wrap), af.count_labels("labels")
     ranks = ours.trained(model, ours.dealt(batches, sizes), recipe, weight_fn=weight_fn, **options)
     ours.assert_trained(ranks, ours.trained_by_hand(model, batches, **options))
 

@@ -19,7 +19,7 @@ TRANSFORMS = {
     "skip_spikes": af.skip_spikes(),
     "freeze": af.freeze("0.weight", until=2),
     "check_replicas": af.check_replicas(2),
-    "average": af.average(0.9),
+    "average": af.ema(0.9),
     "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
     "checkpoint_activations": af.checkpoint_activations(blocks="0"),
     "Preemption": af.Preemption(signals=()),
@@ -31,7 +31,7 @@ MORE = {
     "local_sgd": af.local_sgd(2),
     "reproducible": af.reproducible(2),
     "accumulate auto": af.accumulate("auto"),
-    "average.uniform": af.average.uniform(),
+    "average.uniform": af.swa(),
     "compiled": af.compiled(),
 }
 """Transforms that are refused beside some of those."""

@@ -46,6 +46,6 @@ def test_a_transform_does_not_change_its_argument(transform):
 def test_transforms_before_build_touch_no_object_of_the_users():
     plan = ours.plan()
     keys, kind, forward = list(plan.model.state_dict()), type(plan.model), plan.model.forward
-    af.build(af.DistState(), af.compose(*TRANSFORMS.values())(plan))
+    af.build(af.compose(*TRANSFORMS.values())(plan), af.DistState())
     assert (list(plan.model.state_dict()), type(plan.model)) == (keys, kind)
     assert plan.model.forward == forward

@@ -27,7 +27,7 @@ def scaled(init_scale, growth_interval=2000):
     def start(state):
         if state.scaler is not None:
             return state
-        scaler = af.LossScale.start(init_scale, growth_interval=growth_interval)
+        scaler = af.extend.LossScale.start(init_scale, growth_interval=growth_interval)
         return replace(state, scaler=scaler)
 
     return lambda plan: replace(plan, init_state=(*plan.init_state, start))
@@ -100,7 +100,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(
 
 @given(outcomes=st.lists(st.booleans(), max_size=12), interval=st.integers(1, 4))
 def test_the_scale_moves_by_its_rule(outcomes, interval):
-    scaler = af.LossScale.start(2.0**10, growth_interval=interval)
+    scaler = af.extend.LossScale.start(2.0**10, growth_interval=interval)
     scale, good = 2.0**10, 0
     for ok in outcomes:
         scaler = scaler.adjust(torch.tensor(ok))
@@ -114,7 +114,7 @@ def test_the_scale_moves_by_its_rule(outcomes, interval):
 
 
 def test_the_scale_stays_finite_and_above_zero():
-    grown = shrunk = af.LossScale.start(1.0, growth_interval=1)
+    grown = shrunk = af.extend.LossScale.start(1.0, growth_interval=1)
     for _ in range(400):
         grown, shrunk = grown.adjust(torch.tensor(True)), shrunk.adjust(torch.tensor(False))
     assert torch.isfinite(grown.scale)
@@ -127,7 +127,7 @@ def test_float16_autocast_skips_halves_and_continues(fused, world_size):
         model = ours.regression_model().float()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
         recipe = af.compose(af.place(), af.wrap_ddp(), af.with_amp("fp16", init_scale=2.0**14))
-        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        state, step = af.build(recipe(af.Plan(ours.mse, model, optimizer)), state)
         before = [p.detach().clone() for p in model.parameters()]
         batch = (torch.ones(2, 3), torch.ones(2, 1))
         state, report = step(state, (batch[0] * 1e6 if state.is_main else batch[0], batch[1]))
@@ -153,7 +153,7 @@ def test_two_float16_steps_share_one_scale():
     def built(state):
         model = ours.regression_model().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return *af.build(state, amp(af.Plan(ours.mse, model, optimizer))), model
+        return *af.build(amp(af.Plan(ours.mse, model, optimizer)), state), model
 
     state, first, _ = built(af.DistState())
     state, second, model = built(state)

@@ -28,7 +28,7 @@ def trained_in_a_world(
     def run(state):
         model = make_model()
         plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
-        state, step = af.build(state, af.compose(wrap, recipe)(plan))
+        state, step = af.build(af.compose(wrap, recipe)(plan), state)
         applied = []
         for part in parts[state.rank]:
             state, report = step(state, part)
@@ -96,7 +96,7 @@ def outcomes_of(gains, recipe, world_size=1):
     def run(state):
         model = linear_model()
         plan = af.Plan(ours.mse, model, tiny_sgd([model.weight]))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), recipe)(plan), state)
         found = []
         for part in parts[state.rank]:
             state, report = step(state, part)

@@ -32,7 +32,7 @@ def drawn(num_samples, seed, world_size, **options):
     """Return the draws of every sample, by epoch and number, of all ranks together."""
 
     def run(state):
-        samples = af.seed_samples(Augmented(num_samples), state)
+        samples = af.data.seed_samples(Augmented(num_samples), state)
         loader = af.shard_loader(DataLoader(samples, **options), state)
         return {
             (epoch.index, int(row[0])): tuple(row[1:].tolist())

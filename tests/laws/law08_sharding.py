@@ -191,7 +191,7 @@ def test_training_on_any_world_is_training_on_one_rank(
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
         transforms = af.compose(af.wrap_ddp(), af.clip(0.5), af.accumulate(k))
-        state, step = af.build(state, transforms(plan))
+        state, step = af.build(transforms(plan), state)
         loader = af.shard_loader(DataLoader(**KINDS[kind](*columns), batch_size=batch_size), state)
         loader = af.prefetch(loader, state) if prefetches else loader
         for epoch in loader.epochs(2, since=state):
@@ -218,13 +218,13 @@ def test_a_run_saved_on_two_ranks_resumes_on_three(tmp_path):
     def run(state, folder, last_step):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         loader = af.shard_loader(DataLoader(data, batch_size=16, shuffle=True), state)
-        state = af.resume(folder, state, step, {"loader": loader})
+        state = af.resume(step, state, folder, {"loader": loader})
         for epoch in loader.epochs(None, max_steps=last_step, since=state):
             for inputs, targets in epoch:
                 state, _ = step(state, (inputs, targets))
-        af.save(folder, state, step, extras={"loader": loader})
+        af.save(step, state, folder, extras={"loader": loader})
         return state.step, model.state_dict()
 
     def leg(folder, last_step, world_size):

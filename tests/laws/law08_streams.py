@@ -176,7 +176,7 @@ def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, w
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.clip(0.5))(plan), state)
         loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
         for epoch in loader.epochs(2, since=state):
             for batch in epoch:
@@ -207,7 +207,7 @@ def test_rows_2_and_3_uneven_shards_train_what_one_process_trains(lengths):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.clip(0.5))(plan), state)
         for part in af.shard_loader(DataLoader(data, batch_size=4), state):
             whole = af.gather(part, state).tolist()
             seen.extend([whole] if state.is_main else [])

@@ -34,7 +34,7 @@ def recipe(case, optimizer):
         getattr(af, case["wrap"])(),
         af.accumulate(case["k"]),
         af.with_amp("fp16", init_scale=2.0, growth_interval=2),
-        af.average(0.9, num_warmup=1),
+        af.ema(0.9, num_warmup=1),
         af.schedule(SCHEDULES[case["schedule"]](optimizer)),
     )
 
@@ -46,7 +46,7 @@ def copied(model):
 def ending(state, step):
     model, scaler = step.plan.model, state.scaler
     found = copied(model)
-    with af.use_average(step):
+    with af.averaged(step):
         means = copied(model)
     counts = [state.samples, state.items, float(scaler.scale), int(scaler.good_steps)]
     found["counts"] = torch.tensor([*map(float, counts)], dtype=torch.float64)
@@ -55,7 +55,7 @@ def ending(state, step):
 
 def go_on(state, step, batches):
     for batch in batches:
-        state, _ = step(state, af.part(batch, state))
+        state, _ = step(state, af.shard_batch(batch, state))
     return state
 
 
@@ -63,7 +63,7 @@ def begun(state, case, places, model=None, **given):
     model = ours.regression_model() if model is None else model
     optimizer = grouped(model, places)
     plan = recipe(case, optimizer)(af.Plan(ours.mse, model, optimizer))
-    return af.build(state, plan, check_loss=False, **given)
+    return af.build(plan, state, check_loss=False, **given)
 
 
 def unbroken(case, batches):
@@ -115,12 +115,12 @@ def test_a_run_that_is_loaded_by_names_goes_on(tmp_path_factory, case, worlds):
     def first(state):
         state, step = begun(state, case, case["places"][0])
         state = go_on(state, step, batches[: case["stop"]])
-        af.save(folder, state, step)
+        af.save(step, state, folder)
 
     def second(state):
         model = ours.regression_model(seed=7)
         state, step = begun(state, case, case["places"][1], model)
-        state = af.load(folder, state, step, match="names")
+        state = af.load(step, state, folder, match="names")
         return ending(go_on(state, step, batches[case["stop"] :]), step)
 
     simulate(first, world_size=worlds[0])

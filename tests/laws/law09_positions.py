@@ -34,7 +34,7 @@ class Run:
         return af.shard_loader(DataLoader(**options), state)
 
     def view(self, loader, state):
-        loader = af.window(loader, self.k) if self.k > 1 else loader
+        loader = af.group_batches(loader, self.k) if self.k > 1 else loader
         return af.prefetch(loader, state) if self.prefetches else loader
 
     def rows(self, batch, state):

@@ -33,7 +33,7 @@ def train(state, recipe, asked):
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
     listening = preemption if asked is not None else af.compose()
-    state, step = af.build(state, af.compose(recipe, listening)(plan))
+    state, step = af.build(af.compose(recipe, listening)(plan), state)
     stops, counts = [], []
     for number in range(4):
         if (number, state.rank) in (asked or ()):

@@ -19,15 +19,15 @@ from tests.laws.law03_real_processes import batches
 state = af.init(device="cpu", timeout_s=60)
 model = ours.regression_model(seed=9)
 plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-state, step = af.build(state, af.compose({wrap}, af.accumulate(2), af.clip(0.5))(plan))
+state, step = af.build(af.compose({wrap}, af.accumulate(2), af.clip(0.5))(plan), state)
 if af.latest({folder!r}):
-    state = af.load({folder!r}, state, step)
+    state = af.load(step, state, {folder!r})
 else:
     af.load_model(model, {start!r})
 for inputs, targets in batches("mse")[state.step : state.step + {steps}]:
     mine = [each.tensor_split(state.world_size)[state.rank] for each in (inputs, targets)]
     state, _ = step(state, tuple(mine))
-af.save({folder!r}, state, step)
+af.save(step, state, {folder!r})
 whole = ours.whole(model.state_dict())
 say(json.dumps({{name: value.tolist() for name, value in whole.items()}}))
 """

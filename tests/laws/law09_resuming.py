@@ -54,13 +54,13 @@ class Rank:
     def __init__(self, state, wrap, *, seed):
         plan = ours.plan(model=ours.regression_model(seed), optimizer=ours.adamw)
         recipe = af.compose(wrap, scaled(2.0**8), af.accumulate(2), af.clip(0.5))
-        self.state, self.step = af.build(state, recipe(plan))
+        self.state, self.step = af.build(recipe(plan), state)
 
     def load(self, folder):
-        self.state = af.load(folder, self.state, self.step)
+        self.state = af.load(self.step, self.state, folder)
 
     def save(self, folder, *, wait):
-        af.save(folder, self.state, self.step, keep=2, wait=wait)
+        af.save(self.step, self.state, folder, keep=2, wait=wait)
 
     def finish(self):
         internals.finish_saving(self.state, self.step)
@@ -271,7 +271,7 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
         af.accumulate(2),
         af.clip(0.5),
         af.schedule(lambda num_updates: 1.0 / (1 + num_updates)),
-        af.average(0.9),
+        af.ema(0.9),
         af.freeze("0", until=4),
         af.skip_nonfinite(),
         af.skip_spikes(),
@@ -281,16 +281,16 @@ def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
         goes_on = af.latest(folder) is not None
         model = ours.regression_model(seed=5 if goes_on else 0)  # other values than the saved ones
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(wrap, recipe)(plan))
+        state, step = af.build(af.compose(wrap, recipe)(plan), state)
         if goes_on:
-            state = af.load(folder, state, step)
+            state = af.load(step, state, folder)
         applied = []
         while state.step < stop:
             state, report = step(state, part(data[state.step], state))
             applied.append(bool(report.applied))
-        af.save(folder, state, step)
+        af.save(step, state, folder)
         found = copied(ours.whole(model.state_dict()))
-        with af.use_average(step):
+        with af.averaged(step):
             for name, each in ours.whole(model.state_dict()).items():
                 found[f"average of {name}"] = each.clone()
         return found, applied, plan.optimizer.param_groups[0]["lr"]

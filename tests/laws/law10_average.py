@@ -57,9 +57,9 @@ def test_it_is_torchs_over_the_updates_that_are_made(
 @pytest.mark.parametrize(
     ("make_rule", "theirs"),
     [
-        (partial(af.average, growing), growing_mean),
-        (partial(af.average, 0.9), swa_utils.get_ema_multi_avg_fn(0.9)),
-        (af.average.uniform, mean_so_far),
+        (partial(af.ema, growing), growing_mean),
+        (partial(af.ema, 0.9), swa_utils.get_ema_multi_avg_fn(0.9)),
+        (af.swa, mean_so_far),
     ],
     ids=RULES,
 )
@@ -100,9 +100,9 @@ def test_updates_of_the_warm_up_and_skipped_ones_count_for_nothing(
     made = []
     for index, (inputs, targets) in enumerate(batches):
         if index == saved_after:
-            af.save(folder, state, step)
+            af.save(step, state, folder)
             state, step = built()
-            state = af.load(folder, state, step)
+            state = af.load(step, state, folder)
         bad = float("inf") if index in skipped else 1.0
         state, _ = step(state, (inputs * bad, targets))
         made += [] if index in skipped else [batches[index]]
@@ -113,5 +113,5 @@ def test_updates_of_the_warm_up_and_skipped_ones_count_for_nothing(
 @given(batches=strategies.batches(num_batches=3))
 def test_training_is_what_it_is_without(batches):
     _, expected = ours.trained(ours.regression_model(), [batches], af.compose())[0]
-    _, actual = ours.trained(ours.regression_model(), [batches], af.average(0.5))[0]
+    _, actual = ours.trained(ours.regression_model(), [batches], af.ema(0.5))[0]
     ours.assert_identical(actual, expected)

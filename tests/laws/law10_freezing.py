@@ -118,9 +118,9 @@ def test_it_thaws_at_the_given_update(tmp_path_factory, until, skipped, saved_af
     made = 0
     for number, batch in enumerate(spoilt(BATCHES, skipped), start=1):
         if number - 1 == saved_after:
-            af.save(folder, state, step)
+            af.save(step, state, folder)
             state, step = built(recipe, late=late)
-            state = af.load(folder, state, step)
+            state = af.load(step, state, folder)
         parameters = dict(step.plan.model.named_parameters())
         before = {name: parameters[name].detach().clone() for name in first}
         state, report = step(state, batch)

@@ -52,12 +52,12 @@ def stopped_and_lengthened(folder, make, wrap, k, worlds, batches, stop, choice)
     def first(state):
         state, step = built(state, make, wrap, k, SHORT)
         state, rates = go_on(state, step, batches[:stop])
-        af.save(folder, state, step)
+        af.save(step, state, folder)
         return rates
 
     def second(state):
         state, step = built(state, make, wrap, k, LONG)
-        state = af.resume(folder, state, step, schedule=choice)
+        state = af.resume(step, state, folder, schedule=choice)
         _, rates = go_on(state, step, batches[stop:])
         return rates, parameters_of(step)
 

@@ -58,7 +58,9 @@ def reading_late(transform):
 
     def add(plan):
         *others, added = transform(plan).after_update
-        return replace(plan, after_update=(*others, af.Stateful(partial(begin, added=added))))
+        return replace(
+            plan, after_update=(*others, af.extend.Stateful(partial(begin, added=added)))
+        )
 
     return add
 
@@ -89,7 +91,7 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_also_where_a_run_res
         recipe = af.compose(
             af.wrap_ddp(), af.accumulate(num_microbatches), af.skip_nonfinite(), make(optimizer)
         )
-        return af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        return af.build(recipe(af.Plan(ours.mse, model, optimizer)), state)
 
     def go_on(state, step, batches):
         rates = []
@@ -103,10 +105,10 @@ def test_a_plateau_is_seen_in_the_updates_made_on_any_ranks_also_where_a_run_res
     def run(state):
         state, step = built(state)
         state, rates = go_on(state, step, batches[:saved_after])
-        af.save(folder, state, step)
+        af.save(step, state, folder)
         state, _ = go_on(state, step, batches[:2])
         state, step = built(state) if is_anew else (state, step)
-        state = af.load(folder, state, step)
+        state = af.load(step, state, folder)
         return rates + go_on(state, step, batches[saved_after:])[1]
 
     expected = list(plateau_by_hand(batches, is_late=make is not on_the_host))

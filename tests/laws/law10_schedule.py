@@ -146,7 +146,7 @@ def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, sk
         optimizer = fused(model.parameters())
         both = [make(each, optimizer) for each in (exponential, SCHEDULERS["cosine"])]
         recipe = af.compose(scaled(8.0), *both)
-        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+        return *af.build(recipe(af.Plan(ours.mse, model, optimizer)), af.DistState()), optimizer
 
     def by_hand():
         optimizer = fused(ours.regression_model().parameters())
@@ -161,9 +161,9 @@ def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, sk
     rates = []
     for index in range(5):
         if index == saved_after:
-            af.save(folder, state, step)
+            af.save(step, state, folder)
             state, step, optimizer = built()
-            state = af.load(folder, state, step)
+            state = af.load(step, state, folder)
         rates.append(float(optimizer.param_groups[0]["lr"]))
         bad = float("inf") if index in skipped else 1.0
         state, _ = step(state, (torch.full((2, 3), bad).double(), torch.ones(2, 1).double()))
@@ -195,7 +195,7 @@ def test_a_resumed_run_resumes_with_its_schedule(
         model = ours.regression_model()
         optimizer = fused(model.parameters())
         recipe = af.compose(scaled(8.0), make(make_scheduler, optimizer))
-        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+        return *af.build(recipe(af.Plan(ours.mse, model, optimizer)), af.DistState()), optimizer
 
     def go_on(state, step, optimizer, batches):
         rates = []
@@ -208,9 +208,9 @@ def test_a_resumed_run_resumes_with_its_schedule(
     _, expected = go_on(*whole, batches)
     state, step, optimizer = built()
     state, _ = go_on(state, step, optimizer, batches[:saved_after])
-    af.save(folder, state, step)
+    af.save(step, state, folder)
     state, step, optimizer = built()
-    state = af.load(folder, state, step)
+    state = af.load(step, state, folder)
     _, rates = go_on(state, step, optimizer, batches[saved_after:])
     assert rates == expected[saved_after:]
     ours.assert_identical(step.plan.model.state_dict(), whole[1].plan.model.state_dict())

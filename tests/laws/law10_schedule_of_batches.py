@@ -70,19 +70,19 @@ def built(state, make, wrap, k, loader, every):
     recipe = af.compose(
         WRAPS[wrap](), af.accumulate(k), skip, af.schedule(make(optimizer), every=every or loader)
     )
-    return af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+    return af.build(recipe(af.Plan(ours.mse, model, optimizer)), state)
 
 
 def leg(state, loader, make, wrap, k, every, folder, stop):
     """Train from the newest checkpoint to `stop`, or to the end."""
     loader = af.shard_loader(loader, state)
     state, step = built(state, make, wrap, k, loader, every)
-    state = af.resume(folder, state, step, extras={"data": loader})
+    state = af.resume(step, state, folder, extras={"data": loader})
     for epoch in loader.epochs(NUM_EPOCHS, since=state):
         for batch in epoch:
             state, _ = step(state, batch)
             if state.step == stop:
-                af.save(folder, state, step, extras={"data": loader})
+                af.save(step, state, folder, extras={"data": loader})
                 return None
     return {name: each.clone() for name, each in ours.whole(step.plan.model.state_dict()).items()}
 

@@ -35,7 +35,7 @@ def rates(batches, world_size, num_microbatches, poisoned):
             af.with_amp("fp16", init_scale=4.0),
             scheduled(scheduler),
         )
-        state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+        state, step = af.build(recipe(af.Plan(ours.mse, model, optimizer)), state)
         trace = []
         for batch, is_bad in zip(batches, poisoned, strict=False):
             inputs, targets = (

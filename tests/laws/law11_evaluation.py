@@ -47,8 +47,8 @@ def evaluated(state, data, batch_size, num_microbatches, **options):
     state, step = ours.built(recipe, state)
     loader = af.shard_loader(DataLoader(data, batch_size=batch_size, **options), state)
     return {
-        **af.evaluate(step, loader, state, metric_fn),
-        **af.evaluate(step, af.prefetch(loader, state), state),
+        **af.evaluate(step, state, loader, metric_fn),
+        **af.evaluate(step, state, af.prefetch(loader, state)),
     }
 
 
@@ -106,12 +106,12 @@ def test_a_loss_over_tokens_is_the_mean_over_all_tokens(num_samples, batch_size,
             state,
             model=ours.token_model(),
             loss_fn=ours.token_loss,
-            weight_fn=af.num_labels("labels"),
+            weight_fn=af.count_labels("labels"),
         )
         loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
-        by_another = af.evaluate(step, loader, state, doubled)
+        by_another = af.evaluate(step, state, loader, doubled)
         assert by_another["length"] == 6
-        return [af.evaluate(step, loader, state)["loss"], by_another["loss"] / 2]
+        return [af.evaluate(step, state, loader)["loss"], by_another["loss"] / 2]
 
     for found in simulate(run, world_size=world_size):
         assert found == pytest.approx([expected] * 2, rel=1e-12)
@@ -136,7 +136,7 @@ def test_row_14_a_metric_of_objects_counts_every_sample_once_and_raises_its_own_
             return {"boxes": (sum(len(each["boxes"]) for each in batch), len(batch))}
 
         with pytest.raises((KeyError, RuntimeError), match="absent"):
-            af.evaluate(step, loader, state, lambda model, batch: {"x": batch[0]["absent"]})
-        return af.evaluate(step, loader, state, count_boxes)
+            af.evaluate(step, state, loader, lambda model, batch: {"x": batch[0]["absent"]})
+        return af.evaluate(step, state, loader, count_boxes)
 
     assert simulate(run, world_size=2) == [{"boxes": 6 / 7}] * 2

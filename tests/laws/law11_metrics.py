@@ -49,7 +49,7 @@ def run_measured(parts, recipe, loss_fn=measured, **options):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()), **options)
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         reports = []
         for batch in parts[state.rank]:
             state, report = step(state, batch)
@@ -97,9 +97,9 @@ def test_means_are_weighted_as_the_loss_is(dealt, num_microbatches):
 
     def run(state):
         model = ours.token_model()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), af.num_labels("labels"))
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), af.count_labels("labels"))
         recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         state, report = step(state, ours.dealt(batches, sizes)[state.rank][0])
         return float(report.loss), {name: float(each) for name, each in report.metrics.items()}
 
@@ -120,9 +120,9 @@ def test_evaluate_gives_the_metrics_of_the_loss(dealt):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(measured, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.accumulate(2))(plan), state)
         loader = torch.utils.data.DataLoader(data, batch_size=3)
-        return af.evaluate(step, af.shard_loader(loader, state), state)
+        return af.evaluate(step, state, af.shard_loader(loader, state))
 
     model = ours.regression_model()
     wanted = {"loss": measured(model, batch)[0].item(), **expected_metrics(model, batch)}

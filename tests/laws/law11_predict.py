@@ -90,7 +90,7 @@ def test_rows_are_those_of_one_process_in_the_order_of_the_data_set(
             loader = af.prefetch(loader, state)
         if read == "epoch":
             _, loader = loader.epochs(2)
-        return af.predict(step, loader, state, fn)
+        return af.predict(step, state, loader, fn)
 
     for found in simulate(run, world_size=world_size):
         assert_rows(found, by_hand(data))
@@ -114,9 +114,9 @@ def test_batches_that_part_cuts_give_the_rows_and_the_figures_of_one_process(
     def run(state):
         recipe = af.compose(RECIPES[strategy], af.accumulate(num_microbatches))
         state, step = ours.built(recipe, state)
-        mine = [af.part(batch, state) for batch in batches]
-        figures = {**af.evaluate(step, mine, state, metric_fn), **af.evaluate(step, mine, state)}
-        return af.predict(step, iter(mine), state, fn), figures
+        mine = [af.shard_batch(batch, state) for batch in batches]
+        figures = {**af.evaluate(step, state, mine, metric_fn), **af.evaluate(step, state, mine)}
+        return af.predict(step, state, iter(mine), fn), figures
 
     ((_, figures),) = simulate(run, world_size=1)
     for rows, found in simulate(run, world_size=world_size):
@@ -140,14 +140,14 @@ def test_ranks_may_have_as_many_batches_as_they_like(strategy, counts):
     def run(state):
         state, step = ours.built(af.compose(RECIPES[strategy], af.accumulate(2)), state)
         mine = lists[state.rank]
-        figures = {**af.evaluate(step, mine, state, metric_fn), **af.evaluate(step, mine, state)}
-        return af.predict(step, mine, state, fn), figures
+        figures = {**af.evaluate(step, state, mine, metric_fn), **af.evaluate(step, state, mine)}
+        return af.predict(step, state, mine, fn), figures
 
     def alone(state):
         state, step = ours.built(af.compose(), state)
         return {
-            **af.evaluate(step, in_order, state, metric_fn),
-            **af.evaluate(step, in_order, state),
+            **af.evaluate(step, state, in_order, metric_fn),
+            **af.evaluate(step, state, in_order),
         }
 
     expected = by_hand(TensorDataset(*[torch.cat(each) for each in zip(*in_order, strict=True)]))

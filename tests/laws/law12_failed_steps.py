@@ -127,7 +127,7 @@ class Setting:
         listed = [STRATEGIES[self.strategy], SKIPS[self.skip]]
         listed += [scaled(1024.0, growth_interval=2)] if self.is_scaled else []
         listed += [af.clip(0.5)] if self.clips else []
-        listed += [af.average(0.9)] if self.averages else []
+        listed += [af.ema(0.9)] if self.averages else []
         listed += [af.schedule(lambda number: 0.5**number)] if self.schedules else []
         if self.frozen_until is not None:
             listed.append(af.freeze("0", until=self.frozen_until))
@@ -183,7 +183,7 @@ def failing_plan(setting, fault, model):
 
     def weight_fn(batch):
         reach("weight_fn")
-        return af.num_samples(batch)
+        return af.count_samples(batch)
 
     def loss_fn(model, batch):
         reach("loss_fn")
@@ -297,7 +297,7 @@ def train(state, setting, fails):
     """Return what is kept before the failing step, after it and at the end, and all reports."""
     fault = Fault()
     plan = failing_plan(setting, fault, ours.regression_model())
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     if setting.is_late:
         read_late(*step.plan.accept, *step.plan.after_update)
     *good, bad = batches_of(setting, state)

@@ -22,7 +22,7 @@ def test_stepping_twice_from_a_copy_of_everything_gives_the_same_twice(batches, 
         recipe = af.compose(
             af.wrap_ddp(), af.accumulate(2), af.clip(0.5), af.with_amp("fp16", init_scale=8.0)
         )
-        state, step = af.build(state, recipe(af.Plan(ours.mse, model.float(), optimizer)))
+        state, step = af.build(recipe(af.Plan(ours.mse, model.float(), optimizer)), state)
         parts = [
             tuple(value.float().tensor_split(world_size)[state.rank] for value in batch)
             for batch in batches
@@ -78,7 +78,7 @@ def test_a_gradient_function_may_ask_for_gradients_twice():
     def run(state):
         plan = ours.plan()
         plan = replace(af.wrap_ddp()(plan), wrap_grad_fn=(twice,))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         step(state, (torch.ones(2, 3).double(), torch.ones(2, 1).double()))
 
     simulate(run, world_size=2)

@@ -34,10 +34,10 @@ def test_a_model_with_dropout_on_a_mesh_is_that_of_its_data_axis_alone():
                 return ours.mse(model, batch)
 
         plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-        now, step = af.build(state, af.wrap_ddp()(plan), check_loss=False)
+        now, step = af.build(af.wrap_ddp()(plan), state, check_loss=False)
         losses = []
         for batch in four_batches():
-            now, report = step(now, af.part(batch, now))
+            now, report = step(now, af.shard_batch(batch, now))
             losses.append(float(report.loss))
         return losses, model.state_dict()
 
@@ -87,12 +87,12 @@ class Place:
 def test_a_rank_goes_on_as_one_of_its_place_on_dp(mesh, expected, tmp_path, capsys):
     def save(state):
         state, step = ours.built(af.wrap_ddp(), state)
-        af.save(tmp_path, state, step, extras={"place": Place(state.rank)})
+        af.save(step, state, tmp_path, extras={"place": Place(state.rank)})
 
     def load(state):
         state, step = ours.built(af.wrap_ddp(), state)
         place = Place(None)
-        af.load(tmp_path, state, step, extras={"place": place})
+        af.load(step, state, tmp_path, extras={"place": place})
         return place.rank
 
     simulate(save, mesh=SQUARE)
@@ -111,13 +111,13 @@ for folder, mesh, start, stop in {runs!r}:
     with af.distributed(device="cpu", timeout_s=60, mesh=mesh, seed=5) as state:
         model = dropout_model()
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         af.seed_all(state)
-        state = af.resume(folder, state, step)
+        state = af.resume(step, state, folder)
         assert state.step == start
         for batch in four_batches()[start:stop]:
-            state, _ = step(state, af.part(batch, state))
-        af.save(folder, state, step)
+            state, _ = step(state, af.shard_batch(batch, state))
+        af.save(step, state, folder)
         if stop == 4:
             say(json.dumps({{name: each.tolist() for name, each in model.state_dict().items()}}))
 """

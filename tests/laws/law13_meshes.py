@@ -34,12 +34,12 @@ def dealt_over_meshes(draw, batches):
     """Draw global batches, a mesh, and any split over its data axis, also empty parts."""
     found, mesh = draw(batches), draw(meshes())
     num_parts = mesh.get("dp", 1)
-    sizes = [draw(strategies.uneven_parts(af.num_samples(batch), num_parts)) for batch in found]
+    sizes = [draw(strategies.uneven_parts(af.count_samples(batch), num_parts)) for batch in found]
     return found, mesh, sizes
 
 
 def trained(
-    model, mesh, parts, recipe, loss_fn=ours.mse, weight_fn=af.num_samples, optimizer=ours.adamw
+    model, mesh, parts, recipe, loss_fn=ours.mse, weight_fn=af.count_samples, optimizer=ours.adamw
 ):
     """Train on a mesh; `parts` are those of the ranks along its data axis."""
 
@@ -53,7 +53,7 @@ def trained(
         if loss_fn is contrastive.all_ranks:
             own_loss = loss_fn(state.along("dp"))
         plan = af.Plan(own_loss, mine, optimizer(mine.parameters()), weight_fn)
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         reports = []
         for part in parts[state.data.rank]:
             state, report = step(state, part)
@@ -82,7 +82,7 @@ def test_any_mesh_is_one_rank(wrap, dealt, num_microbatches):
     for reports, actual in trained(ours.regression_model(), mesh, parts, recipe):
         ours.assert_close(actual, expected)
         assert [loss for loss, _ in reports] == pytest.approx(losses, rel=1e-6)
-        assert [weight for _, weight in reports] == [*map(af.num_samples, batches)]
+        assert [weight for _, weight in reports] == [*map(af.count_samples, batches)]
 
 
 @ours.share(0.5)
@@ -92,10 +92,13 @@ def test_masked_tokens_weigh_as_in_one_process(mesh):
     labels[torch.rand(7, 3) < 0.4] = -100
     labels[0, 0] = 1
     batch = {"inputs": inputs, "labels": labels}
-    model, weight_fn = ours.token_model(), af.num_labels("labels")
+    model, weight_fn = ours.token_model(), af.count_labels("labels")
     _, expected = ours.trained_by_hand(model, [batch], loss_fn=ours.token_loss)
     places = mesh.get("dp", 1)
-    parts = [[af.part(batch, af.DistState(rank=rank, world_size=places))] for rank in range(places)]
+    parts = [
+        [af.shard_batch(batch, af.DistState(rank=rank, world_size=places))]
+        for rank in range(places)
+    ]
     recipe = af.compose(af.wrap_ddp(), af.accumulate(2))
     for reports, actual in trained(model, mesh, parts, recipe, ours.token_loss, weight_fn):
         ours.assert_close(actual, expected)
@@ -119,15 +122,15 @@ def test_a_loop_over_a_loader_evaluates_and_predicts_as_in_one_process():
     def run(state):
         mine = copy.deepcopy(model)
         plan = af.Plan(ours.mse, mine, ours.adamw(mine.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         loader = af.shard_loader(DataLoader(data, batch_size=4, shuffle=True), state)
         weights = []
         for epoch in loader.epochs(2, since=state):
             for batch in epoch:
                 state, report = step(state, batch)
                 weights.append(report.weight)
-        found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
-        return weights, af.evaluate(step, loader, state)["loss"], found, step.forward(state, batch)
+        found = af.predict(step, state, loader, lambda model, batch: model(batch[0]))
+        return weights, af.evaluate(step, state, loader)["loss"], found, step.forward(state, batch)
 
     ((weights, loss, rows, last),) = simulate(run, world_size=1)
     for found in simulate(run, mesh=SQUARE):
@@ -143,7 +146,7 @@ def test_predictions_of_a_rank_without_rows_are_those_of_the_others():
     def run(state):
         state, step = ours.built(af.wrap_ddp(), state)
         mine = [batch] if state.data.rank else []
-        return af.predict(step, mine, state, lambda model, batch: batch[0])
+        return af.predict(step, state, mine, lambda model, batch: batch[0])
 
     for rows in simulate(run, mesh=SQUARE):
         assert torch.equal(rows, batch[0])
@@ -155,8 +158,8 @@ def test_a_sum_that_is_taken_for_a_mean_is_refused_where_each_rank_has_one_row()
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(lambda m, b: (m(b[0]) - b[1]).sum(), model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        step(state, af.part(batch, state))
+        state, step = af.build(af.wrap_ddp()(plan), state)
+        step(state, af.shard_batch(batch, state))
 
     with pytest.raises(
         ValueError, match="loss_fn must return the mean over the batch's items, got a sum"
@@ -171,8 +174,8 @@ def test_a_row_that_several_ranks_hold_is_no_batch_to_be_cut(mesh):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        step(state, af.part(batch, state))
+        state, step = af.build(af.wrap_ddp()(plan), state)
+        step(state, af.shard_batch(batch, state))
         return step.checks.comparison.verdict
 
     text = "could not be compared with those of its parts: no batch has had two samples"
@@ -189,10 +192,10 @@ def test_a_run_is_saved_and_resumed_on_other_meshes(tmp_path):
     def run(state):
         mine = copy.deepcopy(model)
         plan = af.Plan(ours.mse, mine, ours.adamw(mine.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
-        state = af.resume(tmp_path, state, step)
-        state, _ = step(state, af.part(batches[state.step], state))
-        af.save(tmp_path, state, step)
+        state, step = af.build(af.wrap_ddp()(plan), state)
+        state = af.resume(step, state, tmp_path)
+        state, _ = step(state, af.shard_batch(batches[state.step], state))
+        af.save(step, state, tmp_path)
         return mine.state_dict()
 
     for where in places:
@@ -214,7 +217,7 @@ def test_ranks_that_share_no_data_axis_must_have_the_same_rows():
 
     def run(state):
         state, step = ours.built(af.wrap_ddp(), state)
-        step(state, af.part(batch, af.DistState(rank=state.rank, world_size=4)))
+        step(state, af.shard_batch(batch, af.DistState(rank=state.rank, world_size=4)))
 
     text = (
         "step: batch must be the same on ranks that differ in other axes than dp, got other rows "
@@ -262,7 +265,7 @@ for mesh in ({"dp": -1, "tp": 2}, {"tp": 2, "dp": 2}):  # the second is of other
         assert rows == [2 * state.data.rank, 2 * state.data.rank + 1]
         state, step = ours.built(af.wrap_ddp(), state, optimizer=ours.adamw)
         for batch in four_batches():
-            state, report = step(state, af.part(batch, state))
+            state, report = step(state, af.shard_batch(batch, state))
         parameters = step.plan.model.state_dict()
         say(json.dumps({name: value.tolist() for name, value in parameters.items()}))
 """

@@ -39,18 +39,18 @@ def model_of(seed):
 
 def built(state, recipe, seed):
     model = model_of(seed)
-    plan = af.Plan(lm.token_loss, model, ours.adamw(model.parameters()), af.num_labels("labels"))
-    return af.build(state, af.compose(recipe, af.accumulate(2), af.clip(0.5))(plan))
+    plan = af.Plan(lm.token_loss, model, ours.adamw(model.parameters()), af.count_labels("labels"))
+    return af.build(af.compose(recipe, af.accumulate(2), af.clip(0.5))(plan), state)
 
 
 def live(state, folder, place, *, num_steps=1, seed=0):
     """Go on with the run in a folder for some steps, and save it; return what it holds before and after."""
     state, step = built(state, PLACES[place][1], seed)
-    state = af.resume(folder, state, step)
+    state = af.resume(step, state, folder)
     before = held(step)
     for batch in BATCHES[state.step : state.step + num_steps]:
-        state, _ = step(state, af.part(batch, state))
-    af.save(folder, state, step)
+        state, _ = step(state, af.shard_batch(batch, state))
+    af.save(step, state, folder)
     return before, held(step)
 
 
@@ -96,12 +96,12 @@ def test_a_run_that_is_resumed_on_its_mesh_is_one_that_never_stopped_to_the_bit(
 
     def run(state):
         first, step = built(state, recipe, seed=0)
-        first, _ = step(first, af.part(BATCHES[0], first))
-        af.save(tmp_path, first, step)
-        step(first, af.part(BATCHES[1], first))
+        first, _ = step(first, af.shard_batch(BATCHES[0], first))
+        af.save(step, first, tmp_path)
+        step(first, af.shard_batch(BATCHES[1], first))
         again, other = built(state, recipe, seed=1)
-        again = af.resume(tmp_path, again, other)
-        other(again, af.part(BATCHES[1], again))
+        again = af.resume(other, again, tmp_path)
+        other(again, af.shard_batch(BATCHES[1], again))
         return held(step), held(other)
 
     for expected, actual in simulate(run, mesh=mesh):
@@ -115,7 +115,7 @@ def test_weights_are_saved_whole_by_one_rank_and_loaded(tmp_path, place):
     def run(state):
         _, step = built(state, recipe, seed=0)
         af.save_model(step.plan.model, tmp_path)
-        copied = af.whole_state_dict(step.plan.model, state)
+        copied = af.checkpoint.whole_state_dict(step.plan.model, state)
         _, other = built(state, recipe, seed=1)
         af.load_model(other.plan.model, tmp_path)
         return copied, ours.whole(other.plan.model.state_dict())

@@ -58,13 +58,13 @@ def train(state, recipe, skipped, culprit):
             loss = loss + 1e308 * (own - own.detach()).sum()
         return loss
 
-    plan = af.Plan(loss_fn, model, optimizer, af.num_labels("labels"))
+    plan = af.Plan(loss_fn, model, optimizer, af.count_labels("labels"))
     recipe = af.compose(recipe, SPLIT, af.clip(0.5), af.schedule(warm_up), scaled(1024.0))
-    now, step = af.build(state, recipe(plan), check_loss=False)
+    now, step = af.build(recipe(plan), state, check_loss=False)
     rates = []
     for index, batch in enumerate(BATCHES):
         rate = optimizer.param_groups[0]["lr"]
-        now, report = step(now, af.part(batch, now))
+        now, report = step(now, af.shard_batch(batch, now))
         assert bool(report.applied) == (index not in skipped)
         rates += [rate] if report.applied else []
     return rates, ours.whole(model.state_dict()), float(now.scaler.scale)
@@ -113,17 +113,17 @@ def figures(state, recipe, num_rows, batch_size):
     (data,) = lm.batches(num_rows)
     rows = [{name: each[i] for name, each in data.items()} for i in range(num_rows)]
     model = model_of()
-    plan = af.Plan(measured, model, ours.adamw(model.parameters()), af.num_labels("labels"))
-    state, step = af.build(state, recipe(plan), check_loss=False)
+    plan = af.Plan(measured, model, ours.adamw(model.parameters()), af.count_labels("labels"))
+    state, step = af.build(recipe(plan), state, check_loss=False)
     numbers = []
     for start in range(0, num_rows, batch_size):
-        batch = af.part(ours.rows(data, start, start + batch_size), state)
+        batch = af.shard_batch(ours.rows(data, start, start + batch_size), state)
         state, report = step(state, batch)
         numbers += [report.loss, *report.metrics.values(), step.forward(state, batch)]
     loader = af.shard_loader(DataLoader(rows, batch_size=batch_size), state)
-    predicted = af.predict(step, loader, state, lambda model, batch: model(batch["tokens"]))
+    predicted = af.predict(step, state, loader, lambda model, batch: model(batch["tokens"]))
     last = af.gather(batch["labels"], state, axis="dp" if state.axes else None)
-    numbers += af.evaluate(step, loader, state).values()
+    numbers += af.evaluate(step, state, loader).values()
     return {
         "numbers": torch.tensor([float(each) for each in numbers], dtype=torch.float64),
         "predicted": predicted,

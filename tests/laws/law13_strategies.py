@@ -63,7 +63,7 @@ class Split(nn.Module):
         return Summed.apply(hidden @ self.down, self.state) + self.last
 
 
-class SplitOverTP(af.Strategy):
+class SplitOverTP(af.extend.Strategy):
     """Averages gradients along `dp`; its norm counts the units of all ranks along `tp`."""
 
     finds_unused = False
@@ -85,7 +85,7 @@ class SplitOverTP(af.Strategy):
 def built(state, whole, recipe):
     model = Split(whole, state.along("tp"))
     plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-    state, step = af.build(state, recipe(replace(plan, strategy=(SplitOverTP,))))
+    state, step = af.build(recipe(replace(plan, strategy=(SplitOverTP,))), state)
     return state, step, model
 
 
@@ -94,7 +94,7 @@ def dealt(draw):
     """Draw global batches, a mesh, and any split over its data axis, also empty parts."""
     found = draw(strategies.batches())
     mesh = draw(st.sampled_from([{"dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, {"dp": 1, "tp": 3}]))
-    sizes = [draw(strategies.uneven_parts(af.num_samples(batch), mesh["dp"])) for batch in found]
+    sizes = [draw(strategies.uneven_parts(af.count_samples(batch), mesh["dp"])) for batch in found]
     return found, mesh, sizes
 
 
@@ -165,20 +165,20 @@ def test_units_of_one_rank_in_a_plain_tensor_are_not_saved_as_the_whole(tmp_path
         )
         words = f"save: step {rule} rank by SplitOverTP; hold parts as DTensors on af.device_mesh"
         with pytest.raises(ValueError, match=words):
-            af.save(tmp_path, state, step)
-        return af.resume(tmp_path, state, step).step
+            af.save(step, state, tmp_path)
+        return af.resume(step, state, tmp_path).step
 
     assert simulate(run, mesh={"dp": 1, "tp": 2}) == [0, 0]
 
     def run_alone(state):
         state, step, _ = built(state, whole, lambda plan: plan)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
 
     simulate(run_alone, mesh={"dp": 2, "tp": 1})
 
     def load(state):
         state, step, _ = built(state, whole, lambda plan: plan)
         with pytest.raises(ValueError, match="load: step must hold tensors of the model whole"):
-            af.resume(tmp_path, state, step)
+            af.resume(step, state, tmp_path)
 
     simulate(load, mesh={"dp": 1, "tp": 2})

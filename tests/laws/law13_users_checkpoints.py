@@ -25,10 +25,10 @@ SIZES = (5, 3, 6, 1)
 
 def built(state, recipe, seed=0):
     torch.manual_seed(seed)
-    given = {"loss_fn": ours.token_loss, "weight_fn": af.num_labels("labels")}
+    given = {"loss_fn": ours.token_loss, "weight_fn": af.count_labels("labels")}
     plan = ours.plan(model=users.Perceptron(), optimizer=ours.adamw, **given)
     recipe = af.compose(recipe, af.accumulate(2), af.clip(0.1))
-    return af.build(state, recipe(plan))
+    return af.build(recipe(plan), state)
 
 
 def held(step):
@@ -43,12 +43,12 @@ def held(step):
 def live(state, folder, recipe, *, num_steps=1, seed=0):
     """Go on with the run in a folder for some steps, and save it; return what it holds before and after."""
     state, step = built(state, recipe, seed)
-    state = af.resume(folder, state, step)
+    state = af.resume(step, state, folder)
     before = held(step)
     batches = users.batches(*SIZES)
     for batch in batches[state.step : state.step + num_steps]:
-        state, _ = step(state, af.part(batch, state))
-    af.save(folder, state, step)
+        state, _ = step(state, af.shard_batch(batch, state))
+    af.save(step, state, folder)
     return before, held(step)
 
 
@@ -112,7 +112,7 @@ def test_one_changed_element_of_a_shard_is_found_by_name_and_rank(recipe, name):
 
     def run(state):
         state, step = built(state, af.compose(recipe, changing, af.check_replicas(1)))
-        step(state, af.part(batch, state))
+        step(state, af.shard_batch(batch, state))
 
     rule = "check_replicas: parameters must be equal on all ranks at step 1"
     with pytest.raises(RuntimeError, match=f"{rule}, {name} differs on rank 3; resume"):

@@ -69,7 +69,7 @@ def test_random_draws_that_differ_on_ranks_with_the_same_rows_are_refused(first)
         state, step = ours.built(af.wrap_ddp(), state)
         for number in range(10):
             factor = 1.0 + (state.rank if number >= first else 0)
-            state, _ = step(state, af.part((INPUTS * factor, TARGETS), state))
+            state, _ = step(state, af.shard_batch((INPUTS * factor, TARGETS), state))
 
     with pytest.raises(ValueError, match=f"step: {REFUSED}.*seed random draws alike"):
         simulate(train, mesh=SQUARE)
@@ -95,7 +95,7 @@ def test_outputs_of_a_split_model_are_gathered_summed_and_sent_as_in_one_process
     def run(state):
         model = copy.deepcopy(given)
         state, _ = ours.built(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), state, model=model)
-        out = model(af.part(INPUTS, state))
+        out = model(af.shard_batch(INPUTS, state))
         whole = af.gather(out.detach(), state)
         return {
             "whole": whole,

@@ -45,7 +45,7 @@ def split_and_shard(state, model):
     return fully_shard(model, **options)
 
 
-class Replicas(af.Strategy):
+class Replicas(af.extend.Strategy):
     """Averages gradients along `dp` by hand, after the last backward."""
 
     finds_unused = False
@@ -60,7 +60,7 @@ class Replicas(af.Strategy):
             own.copy_(af.reduce_mean(own, state, axis="dp"))
 
 
-class Shards(af.Strategy):
+class Shards(af.extend.Strategy):
     """FSDP's hooks average gradients along `dp`; every rank runs as many forwards."""
 
     finds_unused = False
@@ -219,14 +219,14 @@ def test_a_stop_and_a_failure_on_one_rank_before_the_first_forward_are_known_on_
         def weight_fn(batch):
             if state.rank == 1 and state_now.step == 1:
                 raise ZeroDivisionError
-            return af.num_labels("labels")(batch)
+            return af.count_labels("labels")(batch)
 
         plan = recipe(ours.plan(model=perceptron(), loss_fn=ours.token_loss, weight_fn=weight_fn))
         plan = replace(plan, should_stop=(lambda: state.rank == 3,))
-        state_now, step = af.build(state, plan, check_loss=False)
-        state_now, report = step(state_now, af.part(batch, state))
+        state_now, step = af.build(plan, state, check_loss=False)
+        state_now, report = step(state_now, af.shard_batch(batch, state))
         with pytest.raises((ZeroDivisionError, ValueError)) as caught:
-            step(state_now, af.part(batch, state))
+            step(state_now, af.shard_batch(batch, state))
         return report.extras["stop"], caught.type is ZeroDivisionError, str(caught.value)
 
     found = simulate(run, mesh=SQUARE)
@@ -246,11 +246,13 @@ def test_evaluate_predict_and_forward_on_a_mesh_are_those_of_one_process(recipe)
     def run(state):
         weight_fn = lambda batch: int((batch[1] != -100).sum())
         plan = ours.plan(model=perceptron(), loss_fn=loss_fn, weight_fn=weight_fn)
-        state, step = af.build(state, recipe(plan) if state.world_size > 1 else plan)
+        state, step = af.build(recipe(plan) if state.world_size > 1 else plan, state)
         loader = af.shard_loader(DataLoader(rows, batch_size=3), state)
-        loss = af.evaluate(step, loader, state)["loss"]
-        found = af.predict(step, loader, state, lambda model, batch: model(batch[0]))
-        last = af.part(tuple(each[:1] for each in rows.tensors), state)  # one row for two ranks
+        loss = af.evaluate(step, state, loader)["loss"]
+        found = af.predict(step, state, loader, lambda model, batch: model(batch[0]))
+        last = af.shard_batch(
+            tuple(each[:1] for each in rows.tensors), state
+        )  # one row for two ranks
         return {"loss": torch.as_tensor(loss), "rows": found, "last": step.forward(state, last)}
 
     expected = run(af.DistState())
@@ -263,7 +265,7 @@ def test_an_evaluation_whose_batch_fails_on_one_rank_ends_on_all():
 
     def run(state):
         plan = ours.plan(model=perceptron(), loss_fn=ours.token_loss)
-        state, step = af.build(state, replicas_of_parts(plan), check_loss=False)
+        state, step = af.build(replicas_of_parts(plan), state, check_loss=False)
 
         def loader():
             yield from batches(2)
@@ -272,7 +274,7 @@ def test_an_evaluation_whose_batch_fails_on_one_rank_ends_on_all():
             yield from batches(3)
 
         with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
-            af.evaluate(step, loader(), state)
+            af.evaluate(step, state, loader())
         return caught.type is FileNotFoundError, str(caught.value)
 
     found = simulate(run, mesh=SQUARE)

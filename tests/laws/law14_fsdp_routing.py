@@ -117,7 +117,7 @@ def train(state, steps, wrap, **settings):
     model = routed(**settings)
     recipe = af.compose(wrap, af.accumulate(len(steps[0][0])))
     plan = recipe(af.Plan(loss_fn, model, optimizer_of(model)))
-    state, step = af.build(state, plan, check_loss=False)
+    state, step = af.build(plan, state, check_loss=False)
     taken, refused = [], []
     for index, ranks in enumerate(steps):
         try:

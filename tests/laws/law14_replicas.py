@@ -35,7 +35,7 @@ def test_the_first_parameter_that_differs_is_named_on_every_rank(
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         recipe = af.compose(af.wrap_ddp(), af.check_replicas(every))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         for number in range(1, told_at):
             if number == bad_step and state.rank in bad_ranks:
                 spoil(model)

@@ -28,7 +28,7 @@ def test_a_log_that_is_cut_to_nothing_goes_on_without_a_hole(suffix, tmp_path):
     state, _ = step(state, BATCHES[2])
     assert steps_in(path) == [3]
     os.truncate(path, 0)
-    af.log_values(state, step, {"mine": 1.0})
+    af.log_values(step, state, {"mine": 1.0})
     state, _ = step(state, BATCHES[3])
     assert steps_in(path) == [3, 4]
     columns = read_run(path, "").columns
@@ -54,7 +54,7 @@ def test_a_damaged_log_is_set_aside_and_the_run_goes_on(suffix, damage, tmp_path
     train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
     path.write_bytes(damaged := b"".join(DAMAGE[damage](path.read_bytes().splitlines(True))))
     for number in (1, 2):
-        after, step = af.build(af.DistState(step=3), small_plan(af.log_to(path, every=1)))
+        after, step = af.build(small_plan(af.log_to(path, every=1)), af.DistState(step=3))
         after, _ = step(after, BATCHES[3])
         del step
         assert steps_in(path)[-1] == 4
@@ -71,7 +71,7 @@ def test_whole_lines_of_a_damaged_log_stay(tmp_path):
     train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
     lines = path.read_bytes().splitlines(True)
     path.write_bytes(b"".join([HOLE + lines[0], *lines[1:]]))
-    af.build(af.DistState(step=3), small_plan(af.log_to(path, every=1)))
+    af.build(small_plan(af.log_to(path, every=1)), af.DistState(step=3))
     assert path.read_bytes() == b"".join(lines[1:])
 
 
@@ -80,7 +80,7 @@ def test_names_that_no_terminal_can_print_are_refused_by_log_values(name, tmp_pa
     state, step, _ = train(small_plan(af.log_to(tmp_path / "log.csv")), BATCHES[:1])
     words = "log_values: values must have printable names of one line, .* got "
     with pytest.raises(ValueError, match=words) as caught:
-        af.log_values(state, step, {name: 1.0})
+        af.log_values(step, state, {name: 1.0})
     assert str(caught.value).isprintable()
 
 
@@ -90,7 +90,7 @@ def test_an_integer_that_no_float_is_near_to_is_refused_by_log_values(digits, tm
     with pytest.raises(
         ValueError, match="log_values: values must be numbers by name, got "
     ) as caught:
-        af.log_values(state, step, {"big": 10**digits})
+        af.log_values(step, state, {"big": 10**digits})
     assert len(str(caught.value)) < 400
 
 

@@ -84,7 +84,7 @@ def a_real_step(model, batch, loss_fn, make_optimizer):
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam"])
 def test_the_bytes_are_those_of_a_real_step(optimizer):
-    [found] = af.estimate_memory(make_tied, optimizer=optimizer, device="cpu")
+    [found] = af.contrib.estimate.estimate_memory(make_tied, optimizer=optimizer, device="cpu")
     model, batch = make_tied()
     gradients, state, _ = a_real_step(
         model, batch, lambda model, index: model(index).sum(), getattr(torch.optim, optimizer)
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_of_a_real_step(optimizer):
     ids=["mlp", "transformer"],
 )
 def test_the_peak_is_what_torch_allocates(make, loss_fn):
-    [found] = af.estimate_memory(make, loss_fn=loss_fn, device="cpu")
+    [found] = af.contrib.estimate.estimate_memory(make, loss_fn=loss_fn, device="cpu")
     _, _, peak = a_real_step(*make(), loss_fn, torch.optim.AdamW)
     assert found.peak == pytest.approx(peak, rel=0.01)
 
@@ -115,7 +115,7 @@ def test_activations_are_what_backward_needs_of_the_largest_microbatch(
     world_size, num_microbatches, samples
 ):
     """By hand: hidden activations, which ReLU and the second layer share, outputs, and the loss."""
-    [found] = af.estimate_memory(
+    [found] = af.contrib.estimate.estimate_memory(
         make_mlp,
         loss_fn=mse,
         world_sizes=[world_size],
@@ -128,7 +128,7 @@ def test_activations_are_what_backward_needs_of_the_largest_microbatch(
 
 def test_on_a_mesh_ranks_along_dp_share_the_batch_and_all_hold_gradients():
     def estimated(world_size, mesh):
-        return af.estimate_memory(
+        return af.contrib.estimate.estimate_memory(
             make_mlp, loss_fn=mse, world_sizes=[world_size], mesh=mesh, device="cpu"
         )[0]
 
@@ -142,7 +142,7 @@ def test_on_a_mesh_ranks_along_dp_share_the_batch_and_all_hold_gradients():
 def test_activations_under_autocast_are_the_casts_that_backward_needs():
     """By hand: inputs, hidden activations and second weight in bfloat16, the loss's sum in
     float32."""
-    [found] = af.estimate_memory(make_mlp, precision="bf16", device="cpu")
+    [found] = af.contrib.estimate.estimate_memory(make_mlp, precision="bf16", device="cpu")
     casts = 12 * 16 + 12 * 32 + 32 * 8
     assert found.activations == pytest.approx(casts * 2, abs=8)
 
@@ -158,7 +158,7 @@ def test_activations_that_are_recomputed_are_not_held():
 
     batch = make_mlp()[1]
     held, recomputed = (
-        af.estimate_memory(make, loss_fn=mse, device="cpu")[0]
+        af.contrib.estimate.estimate_memory(make, loss_fn=mse, device="cpu")[0]
         for make in (lambda: make_mlp(), lambda: (Recomputed(), batch))
     )
     assert recomputed.activations == held.activations - 12 * 32 * 4
@@ -168,7 +168,7 @@ def test_gradients_are_held_through_the_step_where_ranks_or_microbatches_share_t
     """The activations of this micro-batch outweigh the rest, so the peak is in its forward."""
 
     def peak(num_samples, world_size, num_microbatches):
-        [found] = af.estimate_memory(
+        [found] = af.contrib.estimate.estimate_memory(
             lambda: (nn.Linear(10, 1000), torch.randn(num_samples, 10)),
             loss_fn=lambda model, batch: model(batch).square().exp().mean(),
             optimizer="SGD",
@@ -185,7 +185,7 @@ def test_gradients_are_held_through_the_step_where_ranks_or_microbatches_share_t
 
 
 def test_a_model_that_no_machine_holds_is_estimated():
-    [found] = af.estimate_memory(lambda: nn.Linear(10**6, 10**6, bias=False))
+    [found] = af.contrib.estimate.estimate_memory(lambda: nn.Linear(10**6, 10**6, bias=False))
     assert found.parameters == 4 * 10**12
     assert (found.batch, found.activations, found.peak) == (None, None, None)
 
@@ -196,7 +196,9 @@ def test_a_model_made_on_the_meta_device_is_estimated_alike():
             model = Tied()
         return model, make_tied()[1]
 
-    assert af.estimate_memory(on_meta, device="cpu") == af.estimate_memory(make_tied, device="cpu")
+    assert af.contrib.estimate.estimate_memory(
+        on_meta, device="cpu"
+    ) == af.contrib.estimate.estimate_memory(make_tied, device="cpu")
 
 
 class Reads(nn.Linear):
@@ -225,7 +227,7 @@ class Reads(nn.Linear):
 )  # fmt: skip
 def test_what_cannot_be_estimated_is_refused(arguments, text):
     with pytest.raises(ValueError, match=f"estimate_memory: {text}"):
-        af.estimate_memory(**{"make_model": make_mlp, "device": "cpu"} | arguments)
+        af.contrib.estimate.estimate_memory(**{"make_model": make_mlp, "device": "cpu"} | arguments)
 
 
 def test_gradients_of_half_precision_have_sums_in_float32():
@@ -233,6 +235,6 @@ def test_gradients_of_half_precision_have_sums_in_float32():
         dtype = torch.bfloat16
         return nn.Linear(10, 10, bias=False, dtype=dtype), torch.zeros(4, 10, dtype=dtype)
 
-    one, several = af.estimate_memory(make, num_microbatches=[1, 2])
+    one, several = af.contrib.estimate.estimate_memory(make, num_microbatches=[1, 2])
     assert (one.gradients, several.gradients) == (100 * 2, 100 * (2 + 4))
     assert several.peak >= one.peak + 100 * 4 - 100 * 2

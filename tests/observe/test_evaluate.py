@@ -30,7 +30,7 @@ def loss_fn(model, batch):
 def make(state, *transforms, model=None, **options):
     model = nn.Linear(1, 1) if model is None else model
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-    state, step = af.build(state, af.compose(af.wrap_ddp(), *transforms)(plan))
+    state, step = af.build(af.compose(af.wrap_ddp(), *transforms)(plan), state)
     return state, step, af.shard_loader(DataLoader(DATA, batch_size=4), state)
 
 
@@ -50,9 +50,9 @@ def test_the_model_is_in_evaluation_mode_for_the_time_being(fails):
     state, step, loader = make(af.DistState(), model=model)
     if fails:
         with pytest.raises(OSError, match="gone"):
-            af.evaluate(step, loader, state, metric_fn)
+            af.evaluate(step, state, loader, metric_fn)
     else:
-        assert af.evaluate(step, loader, state, metric_fn) == {"one": 1.0}
+        assert af.evaluate(step, state, loader, metric_fn) == {"one": 1.0}
     assert set(seen) == {(False, False)}
     assert [module.training for module in model.modules()] == before
     assert state.step == 0
@@ -94,7 +94,7 @@ def test_random_generators_go_on_as_if_nothing_had_been_evaluated(shard, fails):
     seed_all()
     found = [drawn()]
     with pytest.raises(OSError, match="gone") if fails else nullcontext():
-        af.evaluate(step, loader, state, metric_fn)
+        af.evaluate(step, state, loader, metric_fn)
     assert (*found, drawn()) == expected
 
 
@@ -106,7 +106,7 @@ def test_an_evaluation_that_fails_leaves_no_worker_behind(data, wrap):
     state, step, _ = make(af.DistState())
     loader = af.shard_loader(DataLoader(data, batch_size=4, num_workers=2), state)
     with pytest.raises(ZeroDivisionError) as kept:
-        af.evaluate(step, wrap(loader, state), state, lambda model, batch: {"x": 1 / 0})
+        af.evaluate(step, state, wrap(loader, state), lambda model, batch: {"x": 1 / 0})
     assert set(multiprocessing.active_children()) <= before
     assert kept.type is ZeroDivisionError
 
@@ -123,7 +123,7 @@ def test_an_evaluation_that_fails_holds_no_batch():
     gc.disable()
     try:
         with suppress(OSError):
-            af.evaluate(step, loader, state, metric_fn)
+            af.evaluate(step, state, loader, metric_fn)
         assert [ref() for ref in held] == [None]
     finally:
         gc.enable()
@@ -137,7 +137,7 @@ def test_it_runs_under_the_autocast_of_the_step():
         dtypes.add(model(batch[0]).dtype)
         return {"one": torch.ones(len(batch[0]))}
 
-    af.evaluate(step, loader, state, metric_fn)
+    af.evaluate(step, state, loader, metric_fn)
     assert dtypes == {torch.bfloat16}
 
 
@@ -149,15 +149,15 @@ def test_a_metric_is_given_micro_batches():
         sizes.append(len(batch[0]))
         return {"one": torch.ones(len(batch[0]))}
 
-    af.evaluate(step, loader, state, metric_fn)
+    af.evaluate(step, state, loader, metric_fn)
     assert sizes == [2, 2, 2, 2, 1, 1]
 
 
 def test_a_count_of_one_for_every_batch_is_warned_of():
     state, step, loader = make(af.DistState())
-    found = af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 2)})
+    found = af.evaluate(step, state, loader, lambda model, batch: {"x": (batch[0].mean(), 2)})
     with pytest.warns(UserWarning, match="gave 'x' with a count of 1 for each of 3 .*mean of mea"):
-        same = af.evaluate(step, loader, state, lambda model, batch: {"x": (batch[0].mean(), 1)})
+        same = af.evaluate(step, state, loader, lambda model, batch: {"x": (batch[0].mean(), 1)})
     assert same["x"] == pytest.approx(2 * found["x"])
 
 
@@ -169,8 +169,8 @@ def test_a_count_of_one_for_every_batch_is_warned_of():
 def test_a_count_that_happens_to_be_one_is_not_warned_of(count_of):
     """A count may well be one, and a batch of one sample is its own mean."""
     state, step, loader = make(af.DistState())
-    af.evaluate(step, loader, state, lambda model, batch: {"x": (1.0, count_of(batch[0]))})
-    af.evaluate(step, [(torch.ones(1, 1),)] * 3, state, lambda model, batch: {"x": (1.0, 1)})
+    af.evaluate(step, state, loader, lambda model, batch: {"x": (1.0, count_of(batch[0]))})
+    af.evaluate(step, state, [(torch.ones(1, 1),)] * 3, lambda model, batch: {"x": (1.0, 1)})
 
 
 def test_what_is_no_sum_is_refused_on_all_ranks():
@@ -179,7 +179,7 @@ def test_what_is_no_sum_is_refused_on_all_ranks():
     def run(state):
         state, step, loader = make(state)
         with pytest.raises(ValueError, match=f"evaluate: metric_fn must give {text}"):
-            af.evaluate(step, loader, state, lambda model, batch: {"x": batch[0].mean()})
+            af.evaluate(step, state, loader, lambda model, batch: {"x": batch[0].mean()})
 
     simulate(run, world_size=2)
 
@@ -202,14 +202,14 @@ def test_other_things_that_a_metric_may_not_give():
         ),
     ):
         with pytest.raises(error, match=text):
-            af.evaluate(step, loader, state, metric_fn)
+            af.evaluate(step, state, loader, metric_fn)
 
 
 def test_metrics_must_be_the_same_on_every_rank():
     def run(state):
         state, step, loader = make(state)
         with pytest.raises(RuntimeError, match="the same metrics on every rank"):
-            af.evaluate(step, loader, state, lambda model, batch: {str(state.rank): batch[0]})
+            af.evaluate(step, state, loader, lambda model, batch: {str(state.rank): batch[0]})
 
     simulate(run, world_size=2)
 
@@ -229,12 +229,12 @@ class Talking(IterableDataset):
 
 def test_one_process_may_give_it_a_plain_loader():
     state, step, _ = make(af.DistState())
-    assert af.evaluate(step, DataLoader(DATA, batch_size=4), state).keys() == {"loss"}
+    assert af.evaluate(step, state, DataLoader(DATA, batch_size=4)).keys() == {"loss"}
 
 
 def test_nothing_counted_is_no_number():
     state, step, loader = make(af.DistState())
-    found = af.evaluate(step, loader, state, lambda model, batch: {"x": (0.0, 0)})
+    found = af.evaluate(step, state, loader, lambda model, batch: {"x": (0.0, 0)})
     assert math.isnan(found["x"])
 
 
@@ -245,7 +245,7 @@ def test_whole_numbers_are_summed_exactly():
         state, step, loader = make(state)
         big = 2**60 + 1
         return af.evaluate(
-            step, loader, state, lambda m, b: {"x": (torch.tensor(big) if 9 in b[0] else 1, 0.0625)}
+            step, state, loader, lambda m, b: {"x": (torch.tensor(big) if 9 in b[0] else 1, 0.0625)}
         )
 
     found = simulate(run, world_size=2)
@@ -255,14 +255,14 @@ def test_whole_numbers_are_summed_exactly():
 @pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
 def test_a_bar_is_shown_where_it_is_wanted(progress, shown, capfd):
     state, step, loader = make(af.DistState())
-    af.evaluate(step, loader, state, progress=progress)
+    af.evaluate(step, state, loader, progress=progress)
     assert ("batch" in capfd.readouterr().err) == shown
 
 
 def test_one_bar_for_all_ranks(capfd):
     def run(state):
         state, step, loader = make(state)
-        af.evaluate(step, loader, state, progress=state.rank == 1)
+        af.evaluate(step, state, loader, progress=state.rank == 1)
 
     simulate(run, world_size=2)
     assert capfd.readouterr().err == ""
@@ -290,7 +290,7 @@ def ones(model, batch):
 )
 def test_values_are_summed_in_the_widest_dtype(value, expected):
     state, step, _ = make(af.DistState())
-    found = af.evaluate(step, [(torch.ones(4, 1),)] * 2, state, lambda m, b: {"x": value})["x"]
+    found = af.evaluate(step, state, [(torch.ones(4, 1),)] * 2, lambda m, b: {"x": value})["x"]
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, equal_nan=True)
     else:
@@ -306,7 +306,7 @@ def test_counts_that_come_as_float32_do_not_stop_growing():
         count = torch.tensor(next(counts))
         return {"x": (int(count), count)}
 
-    assert af.evaluate(step, [0, 1, 2], state, metric_fn) == {"x": 1.0}
+    assert af.evaluate(step, state, [0, 1, 2], metric_fn) == {"x": 1.0}
 
 
 def test_a_rank_may_have_whole_numbers_where_another_has_not():
@@ -315,7 +315,7 @@ def test_a_rank_may_have_whole_numbers_where_another_has_not():
     def run(state):
         state, step, loader = make(state)
         value = (0, 0) if state.is_main else (torch.tensor(0.5), 2)
-        return af.evaluate(step, loader, state, lambda model, batch: {"x": value})
+        return af.evaluate(step, state, loader, lambda model, batch: {"x": value})
 
     assert simulate(run, world_size=2) == [{"x": 0.25}] * 2
 
@@ -341,32 +341,32 @@ def test_a_rank_may_have_whole_numbers_where_another_has_not():
 def test_what_cannot_be_summed_and_counted_is_refused(value, text):
     state, step, _ = make(af.DistState())
     with pytest.raises(ValueError, match=f"evaluate: metric_fn must {text}"):
-        af.evaluate(step, [(torch.ones(4, 1),)] * 3, state, lambda model, batch: {"x": value})
+        af.evaluate(step, state, [(torch.ones(4, 1),)] * 3, lambda model, batch: {"x": value})
 
 
 def test_samples_that_cannot_be_counted_are_counted_by_the_metric():
     state, step, _ = make(af.DistState())
     graphs = [{"nodes": torch.ones(3), "edges": torch.ones(5, 2)}] * 2
-    found = af.evaluate(step, graphs, state, lambda m, b: {"edges": (b["edges"].sum(), 1)})
+    found = af.evaluate(step, state, graphs, lambda m, b: {"edges": (b["edges"].sum(), 1)})
     assert found == {"edges": 10.0}
     with pytest.raises(
         ValueError, match=r"'x' as one value a sample, \(sum, count\), got a tensor"
     ):
-        af.evaluate(step, graphs, state, lambda m, b: {"x": b["nodes"]})
+        af.evaluate(step, state, graphs, lambda m, b: {"x": b["nodes"]})
 
 
 @pytest.mark.parametrize("metric_fn", [None, ones])
 def test_a_loader_without_a_batch_is_refused(metric_fn):
     state, step, loader = make(af.DistState())
     batches = iter(loader)
-    assert af.evaluate(step, batches, state, metric_fn)
+    assert af.evaluate(step, state, batches, metric_fn)
     with pytest.raises(ValueError, match="loader must give a batch, got 'none'; an iterator gives"):
-        af.evaluate(step, batches, state, metric_fn)
+        af.evaluate(step, state, batches, metric_fn)
 
 
 def test_a_loss_over_nothing_is_no_number():
     state, step, loader = make(af.DistState(), weight_fn=lambda batch: 0)
-    assert math.isnan(af.evaluate(step, loader, state)["loss"])
+    assert math.isnan(af.evaluate(step, state, loader)["loss"])
 
 
 @pytest.mark.parametrize("progress", [3, "yes"])
@@ -392,7 +392,7 @@ def test_arguments_of_another_kind_are_refused(arguments, text):
     state, step, loader = make(af.DistState())
     given_step, given_loader, *rest = arguments(step, loader)
     with pytest.raises(TypeError, match=f"evaluate: {text}"):
-        af.evaluate(given_step, given_loader, state, *rest)
+        af.evaluate(given_step, state, given_loader, *rest)
 
 
 def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
@@ -401,7 +401,7 @@ def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
         mine = loader if state.is_main else DataLoader(DATA, batch_size=4)
         for given, metric_fn in ((mine, None), (loader, None if state.is_main else "accuracy")):
             with pytest.raises((ValueError, RuntimeError), match=r"shared out|be a function"):
-                af.evaluate(step, given, state, metric_fn)
+                af.evaluate(step, state, given, metric_fn)
 
     simulate(run, world_size=2)
 
@@ -411,7 +411,7 @@ def test_ranks_may_have_as_many_batches_as_they_like():
         state, step, _ = make(state)
         num_batches = 0 if state.rank == state.world_size - 1 else state.rank
         batches = [(torch.full((1, 1), float(state.rank)),)] * num_batches
-        return af.evaluate(step, batches, state, lambda m, b: {"rank": (state.rank, len(b[0]))})
+        return af.evaluate(step, state, batches, lambda m, b: {"rank": (state.rank, len(b[0]))})
 
     assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 3}] * 4
 
@@ -427,7 +427,7 @@ def test_ranks_may_have_as_many_batches_as_they_like():
 def test_a_loader_read_ahead_and_an_epoch_are_loaders_too(wrap):
     def run(state):
         state, step, loader = make(state)
-        return af.evaluate(step, wrap(loader, state), state, lambda m, b: {"x": b[0].squeeze(1)})
+        return af.evaluate(step, state, wrap(loader, state), lambda m, b: {"x": b[0].squeeze(1)})
 
     assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
 
@@ -435,7 +435,9 @@ def test_a_loader_read_ahead_and_an_epoch_are_loaders_too(wrap):
 def test_a_window_is_evaluated_by_a_step_that_takes_windows():
     def run(state):
         state, step, loader = make(state, af.accumulate(2, split=None))
-        return af.evaluate(step, af.window(loader, 2), state, lambda m, b: {"x": b[0].squeeze(1)})
+        return af.evaluate(
+            step, state, af.group_batches(loader, 2), lambda m, b: {"x": b[0].squeeze(1)}
+        )
 
     assert simulate(run, world_size=2) == [{"x": 4.5}] * 2
 
@@ -454,7 +456,7 @@ def test_a_window_is_evaluated_by_a_step_that_takes_windows():
 def test_a_loss_that_is_no_mean_and_metrics_without_names_are_refused(found, text):
     state, step, loader = make(af.DistState())
     with pytest.raises(ValueError, match=f"evaluate: metric_fn must {text}"):
-        af.evaluate(step, loader, state, lambda model, batch: found)
+        af.evaluate(step, state, loader, lambda model, batch: found)
 
 
 def test_a_part_without_rows_is_left_out():
@@ -462,9 +464,9 @@ def test_a_part_without_rows_is_left_out():
 
     def run(state):
         state, step, _ = make(state)
-        batch = af.part((torch.ones(1, 1),), state)
+        batch = af.shard_batch((torch.ones(1, 1),), state)
         highest = lambda model, batch: {"max": (batch[0].amax(dim=0).sum(), len(batch[0]))}
-        return af.evaluate(step, [batch], state, highest)
+        return af.evaluate(step, state, [batch], highest)
 
     assert simulate(run, world_size=3) == [{"max": 1.0}] * 3
 
@@ -484,8 +486,8 @@ class NormedLoss(nn.Module):
 def test_a_loss_that_is_a_module_is_in_evaluation_mode_too():
     loss, model = NormedLoss(), nn.Linear(1, 1)
     plan = af.Plan(loss, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state, step = af.build(af.DistState(), plan)
-    af.evaluate(step, [(torch.ones(2, 1),)], state)
+    state, step = af.build(plan, af.DistState())
+    af.evaluate(step, state, [(torch.ones(2, 1),)])
     assert loss.modes == [False]
     assert loss.training
 
@@ -503,7 +505,7 @@ def test_an_interrupt_reads_no_more_where_an_error_reads_to_the_end():
                 raise error
 
             with pytest.raises(error):
-                af.evaluate(step, batches, state, metric_fn, progress=True)
+                af.evaluate(step, state, batches, metric_fn, progress=True)
             assert step.plan.model.training
             return len(list(batches))
 
@@ -519,7 +521,7 @@ def test_no_batch_makes_the_host_wait(metric_fn):
 
     def reads(num_batches):
         with OperationsNamed(HOST_READ) as mode:
-            af.evaluate(step, [(torch.ones(4, 1),)] * num_batches, state, metric_fn)
+            af.evaluate(step, state, [(torch.ones(4, 1),)] * num_batches, metric_fn)
         return len(mode.seen)
 
     assert reads(2) == reads(9) > 0
@@ -530,5 +532,5 @@ def test_a_bar_is_shown_on_a_terminal(data, monkeypatch):
     state, step, _ = make(af.DistState())
     loader = af.shard_loader(DataLoader(data, batch_size=4), state)
     monkeypatch.setattr(sys, "stderr", Screen())
-    assert af.evaluate(step, loader, state, ones) == {"one": 1.0}
+    assert af.evaluate(step, state, loader, ones) == {"one": 1.0}
     assert ("0/3" if data is DATA else "0batch") in sys.stderr.getvalue()

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader
 state = af.init(device="cpu", timeout_s=60)
 model = ours.token_model()
 recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(2))
-plan = af.Plan(ours.token_loss, model, ours.sgd(model.parameters()), af.num_labels("labels"))
-state, step = af.build(state, recipe(plan))
+plan = af.Plan(ours.token_loss, model, ours.sgd(model.parameters()), af.count_labels("labels"))
+state, step = af.build(recipe(plan), state)
 loader = DataLoader(samples(), batch_size=8, num_workers={workers})
 loader = af.prefetch(af.shard_loader(loader, state), state)
 
-found = {{**af.evaluate(step, loader, state), **af.evaluate(step, loader, state, metric_fn)}}
+found = {{**af.evaluate(step, state, loader), **af.evaluate(step, state, loader, metric_fn)}}
 rows = [row for batch in loader for row in af.gather(detect(batch), state)]
 assert all(isinstance(row["labels"], torch.Tensor) and isinstance(row["id"], int) for row in rows)
 seen = [[row["id"], row["labels"].tolist()] for row in rows]
@@ -37,7 +37,7 @@ def fails(model, batch):
     return metric_fn(model, batch)
 
 try:
-    af.evaluate(step, loader, state, fails)
+    af.evaluate(step, state, loader, fails)
 except (OSError, RuntimeError) as error:
     found["failure"] = str(error)
 found["classes"] = found["classes"].tolist()

@@ -25,7 +25,7 @@ def explained(*groups, **options):
             [
                 "one step on 6 ranks (dp 2 x tp 3), cpu",
                 "  data       a part of each batch for 2 ranks along dp, the same rows along tp",
-                "  weigh      num_samples, summed over 2 ranks along dp",
+                "  weigh      count_samples, summed over 2 ranks along dp",
             ],
         ),
         (
@@ -33,14 +33,14 @@ def explained(*groups, **options):
             [
                 "one step on 2 ranks (dp 1 x cp 2), cpu",
                 "  data       a part of each batch for 1 rank along dp, the same rows along cp",
-                "  weigh      num_samples",
+                "  weigh      count_samples",
             ],
         ),
         (
             {"dp": 2, "tp": 1},
             [
                 "one step on 2 ranks (dp 2 x tp 1), cpu",
-                "  weigh      num_samples, summed over 2 ranks along dp",
+                "  weigh      count_samples, summed over 2 ranks along dp",
             ],
         ),
     ],
@@ -92,9 +92,9 @@ def test_groups_that_do_not_differ_are_not_shown(groups):
 
 
 def test_a_strategy_of_yours_describes_its_backward():
-    class ByHand(af.Strategy):
+    class ByHand(af.extend.Strategy):
         def describe(self, state, plan):
             return f"the {plan.reduction}, by hand"
 
-    state, step = af.build(af.DistState(), replace(ours.plan(), strategy=(ByHand,)))
+    state, step = af.build(replace(ours.plan(), strategy=(ByHand,)), af.DistState())
     assert "  backward   the mean, by hand" in af.explain(step, state).splitlines()

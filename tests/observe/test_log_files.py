@@ -39,13 +39,13 @@ def steps_in(path):
 def test_a_resumed_run_goes_on_in_the_same_log(suffix, tmp_path):
     path = tmp_path / f"log{suffix}"
     state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:3])
-    af.save(tmp_path / "checkpoints", state, step)
+    af.save(step, state, tmp_path / "checkpoints")
     for batch in BATCHES[3:6]:
         state, _ = step(state, batch)
     whole = path.read_text().splitlines()
     del step
-    state, step = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
-    state = af.resume(tmp_path / "checkpoints", state, step)
+    state, step = af.build(small_plan(af.log_to(path, every=1)), af.DistState())
+    state = af.resume(step, state, tmp_path / "checkpoints")
     assert path.read_text().splitlines() == whole[: 3 + (suffix == ".csv")]
     for batch in BATCHES[3:5]:
         state, _ = step(state, batch)
@@ -66,7 +66,7 @@ def test_a_line_that_was_cut_in_its_middle_is_repaired(suffix, cut, tmp_path):
     del step
     for each in (path, events):
         os.truncate(each, each.stat().st_size - cut)
-    _, step = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
+    _, step = af.build(small_plan(af.log_to(path, every=1)), af.DistState())
     assert steps_in(path) == [1, 2]
     step(state, BATCHES[3])
     assert steps_in(path) == [1, 2, 4]
@@ -91,7 +91,7 @@ def test_a_file_that_is_no_log_is_refused_and_stays_as_it_is(name, text, tmp_pat
         f"log_to: writers must be new files or logs, got {path}, which holds something else; give"
     )
     with pytest.raises(af.errors.LogError, match=re.escape(words)):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
     assert path.read_text() == text
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
@@ -125,10 +125,10 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     path = tmp_path / "log.jsonl"
     state, step, _ = train(small_plan(af.log_to(path, path.with_suffix(".csv"))), BATCHES[:1])
     values = {"nan": math.nan, "inf": math.inf, "less": -math.inf}
-    af.log_values(state, step, values)
+    af.log_values(step, state, values)
     del step
-    _, step = af.build(af.DistState(), small_plan(af.log_to(path, path.with_suffix(".csv"))))
-    af.log_values(state, step, {"finite": 1})
+    _, step = af.build(small_plan(af.log_to(path, path.with_suffix(".csv"))), af.DistState())
+    af.log_values(step, state, {"finite": 1})
     [line] = [
         json.loads(each, parse_constant=pytest.fail) for each in path.read_text().splitlines()
     ]
@@ -145,7 +145,7 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
 def test_new_names_make_a_csv_wider(tmp_path):
     path = tmp_path / "log.csv"
     state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
-    af.log_values(state, step, {"accuracy, top 1": 0.5})
+    af.log_values(step, state, {"accuracy, top 1": 0.5})
     state, _ = step(state, BATCHES[2])
     heading, *rows = path.read_text().splitlines()
     assert heading.endswith(',"accuracy, top 1"')
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_every_rank(
     def run(state):
         plan = af.compose(af.wrap_ddp(), af.log_to(path))(small_plan())
         with pytest.raises(RuntimeError) as caught:
-            af.build(state, plan)
+            af.build(plan, state)
         return str(caught.value)
 
     first, *others = simulate(run, world_size=world_size)
@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_every_rank(
 
 LOGGING = """
 from tests.observe.test_log_files import *
-kept = af.build(af.DistState(), small_plan(af.log_to(f"{folder}/log.jsonl")))
+kept = af.build(small_plan(af.log_to(f"{folder}/log.jsonl")), af.DistState())
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -191,7 +191,7 @@ def test_a_second_process_that_logs_to_a_file_is_refused_on_every_rank(tmp_path,
     def run(state):
         plan = af.compose(af.wrap_ddp(), af.log_to(tmp_path / "log.jsonl"))(small_plan())
         try:
-            return af.build(state, plan)[0].step
+            return af.build(plan, state)[0].step
         except RuntimeError as error:
             return str(error)
 
@@ -209,8 +209,8 @@ def test_a_second_process_that_logs_to_a_file_is_refused_on_every_rank(tmp_path,
 def test_plans_of_one_process_share_a_file(tmp_path):
     path = tmp_path / "log.jsonl"
     logs = [af.log_to(path, every=2, prefix=f"{name}/") for name in ("critic", "generator")]
-    state, critic = af.build(af.DistState(), small_plan(logs[0]))
-    _, generator = af.build(state, small_plan(logs[1]))
+    state, critic = af.build(small_plan(logs[0]), af.DistState())
+    _, generator = af.build(small_plan(logs[1]), state)
     losses = []
     for batch in BATCHES[:4]:
         for _ in range(2):
@@ -225,8 +225,8 @@ def test_plans_of_one_process_share_a_file(tmp_path):
     assert logged == [(losses[3], losses[5]), (losses[9], losses[11])]
     assert "loss" not in lines[0]
     steps = {"critic": critic, "generator": generator}
-    af.save(tmp_path / "checkpoints", state, steps)
-    af.load(tmp_path / "checkpoints", state, steps)
+    af.save(steps, state, tmp_path / "checkpoints")
+    af.load(steps, state, tmp_path / "checkpoints")
     events = lines_of(tmp_path / "log.events.jsonl")
     names = [each["event"] for each in events]
     assert names == ["start", "first_step", "first_step", "save", "load"]
@@ -235,8 +235,8 @@ def test_plans_of_one_process_share_a_file(tmp_path):
 
 def test_two_values_of_one_name_and_step_are_warned_of_once(tmp_path):
     path = tmp_path / "log.jsonl"
-    state, one = af.build(af.DistState(), small_plan(af.log_to(path, path, every=1)))
-    _, other = af.build(state, small_plan(af.log_to(path, every=1)))
+    state, one = af.build(small_plan(af.log_to(path, path, every=1)), af.DistState())
+    _, other = af.build(small_plan(af.log_to(path, every=1)), state)
     with warnings.catch_warnings(record=True, action="always") as caught:
         for batch in BATCHES[:2]:
             other(state, batch, advance=False)
@@ -255,7 +255,7 @@ def test_a_value_that_is_logged_again_is_not_warned_of(tmp_path):
     path = tmp_path / "log.jsonl"
     state, step, _ = train(small_plan(af.log_to(path, path.with_suffix(".csv"))), BATCHES[:1])
     for _ in range(2):
-        af.log_values(state, step, {"accuracy": 0.5, "nan": math.nan})
+        af.log_values(step, state, {"accuracy": 0.5, "nan": math.nan})
 
 
 def test_a_plan_that_runs_now_and_then_logs_in_order(tmp_path):
@@ -274,14 +274,14 @@ def test_a_plan_that_runs_now_and_then_logs_in_order(tmp_path):
 
 def test_values_of_an_earlier_step_of_another_plan_are_not_written(tmp_path):
     path = tmp_path / "log.jsonl"
-    state, one = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
-    _, other = af.build(state, small_plan(af.log_to(path, every=1, prefix="a/")))
+    state, one = af.build(small_plan(af.log_to(path, every=1)), af.DistState())
+    _, other = af.build(small_plan(af.log_to(path, every=1, prefix="a/")), state)
     early, _ = other(state, BATCHES[0])
     one(early, BATCHES[1])
     with pytest.warns(
         UserWarning, match=rf"newest step in {path}, got step 1 after step 2; the values are not"
     ) as caught:
-        af.log_values(early, other, {"mine": 1})
+        af.log_values(other, early, {"mine": 1})
     assert caught[0].filename == __file__
     assert steps_in(path) == [1, 2]
 
@@ -304,7 +304,7 @@ def test_a_file_that_is_not_in_its_place_any_more_is_warned_of_once(suffix, move
         state, _ = step(state, BATCHES[2])
         assert not caught
         for _ in range(2):
-            af.save(tmp_path / "checkpoints", state, step)
+            af.save(step, state, tmp_path / "checkpoints")
     [warning] = caught
     assert str(warning.message) == (
         f"log_to: {path} should stay in its place while a run logs to it, it was removed, renamed or "
@@ -334,7 +334,7 @@ def test_a_disk_that_is_full_ends_no_run(tmp_path):
     script = f"""
 from tests.observe.test_log_files import *
 import resource, warnings
-state, step = af.build(af.DistState(), small_plan(af.log_to({str(path)!r}, every=1)))
+state, step = af.build(small_plan(af.log_to({str(path)!r}, every=1)), af.DistState())
 state, _ = step(state, BATCHES[0])
 limit = Path({str(path)!r}).stat().st_size + 50
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -358,12 +358,12 @@ print(state.step, *(each.message for each in caught))
 PROGRAM = """
 from tests.observe.test_log_files import *
 folder = Path(sys.argv[1])
-state, step = af.build(af.init(), af.wrap_ddp()(small_plan(af.log_to(folder / "log.jsonl", every=1))))
-state = af.resume(folder / "checkpoints", state, step)
+state, step = af.build(af.wrap_ddp()(small_plan(af.log_to(folder / "log.jsonl", every=1))), af.init())
+state = af.resume(step, state, folder / "checkpoints")
 for batch in BATCHES[state.step :]:
-    state, _ = step(state, af.part(batch, state))
+    state, _ = step(state, af.shard_batch(batch, state))
     if state.step % 3 == 0:
-        af.save(folder / "checkpoints", state, step)
+        af.save(step, state, folder / "checkpoints")
     if state.step == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 """

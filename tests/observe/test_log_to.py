@@ -41,7 +41,7 @@ def small_plan(*transforms, loss_fn=ours.mse, **plan):
 
 def train(plan, batches, state=None):
     """Train on one rank; return state, step and reports."""
-    state, step = af.build(state or af.DistState(), plan)
+    state, step = af.build(plan, state or af.DistState())
     reports = []
     for batch in batches:
         state, report = step(state, batch)
@@ -103,9 +103,9 @@ def test_the_log_is_the_same_for_all_numbers_of_ranks_and_microbatches(world_siz
         plan = af.compose(*strategy, af.accumulate(num_parts), af.clip(1.0), log)(
             af.Plan(ours.mse, model, optimizer)
         )
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for batch in BATCHES[:6]:
-            state, _ = step(state, af.part(batch, state))
+            state, _ = step(state, af.shard_batch(batch, state))
 
     simulate(lambda state: run(state, tmp_path / "one.jsonl", 1), world_size=1)
     simulate(lambda state: run(state, tmp_path / "other.jsonl", parts), world_size=world_size)
@@ -119,9 +119,9 @@ def test_the_log_of_sharded_parameters_is_that_of_one_rank():
     def run(state, *strategy):
         lines = []
         log = af.log_to(lambda step, line: lines.append(line), every=1)
-        state, step = af.build(state, small_plan(*strategy, af.clip(1.0), log))
+        state, step = af.build(small_plan(*strategy, af.clip(1.0), log), state)
         for batch in BATCHES[:3]:
-            state, _ = step(state, af.part(batch, state))
+            state, _ = step(state, af.shard_batch(batch, state))
         return without_times(lines)
 
     expected = run(af.DistState())
@@ -137,7 +137,7 @@ def test_samples_of_a_window_are_those_of_its_batches():
     log = af.log_to(lambda step, line: lines.append(line), every=1)
     loader = DataLoader(TensorDataset(torch.ones(8, 3).double(), torch.ones(8, 1).double()), 4)
     state = af.DistState()
-    windows = af.window(af.shard_loader(loader, state), 2)
+    windows = af.group_batches(af.shard_loader(loader, state), 2)
     plan = small_plan(af.accumulate(2, split=None), log, weight_fn=lambda batch: 1)
     train(plan, windows)
     rates = lines[0]["samples_per_second"], lines[0]["items_per_second"]
@@ -208,7 +208,7 @@ def test_skipped_updates_are_counted_since_the_line_before():
 def test_the_loss_scale_is_logged():
     seen = []
     log = af.log_to(lambda step, line: seen.append(line), every=1)
-    state = af.DistState(scaler=af.LossScale.start(8.0))
+    state = af.DistState(scaler=af.extend.LossScale.start(8.0))
     train(small_plan(log), BATCHES[:1], state)
     assert (seen[0]["loss_scale"], seen[0]["skipped_updates"]) == (8.0, 0.0)
 
@@ -217,11 +217,11 @@ def test_the_loss_scale_is_logged():
 def test_the_share_of_waiting_is_that_between_steps_less_evaluations(pause):
     seen = []
     log = af.log_to(lambda step, line: seen.append(line["data_wait"]), every=2)
-    state, step = af.build(af.DistState(), small_plan(log))
+    state, step = af.build(small_plan(log), af.DistState())
     for batch in BATCHES[:4]:
         if pause:
             slow = [batch, *([batch] * 200)]
-            af.evaluate(step, slow, state)
+            af.evaluate(step, state, slow)
         else:
             time.sleep(0.1)
         state, _ = step(state, batch)
@@ -235,7 +235,7 @@ def test_waiting_before_the_last_line_does_not_count_again():
 
     seen = []
     log = af.log_to(lambda step, line: seen.append(line["data_wait"]), every=2)
-    state, step = af.build(af.DistState(), small_plan(log, loss_fn=loss_fn))
+    state, step = af.build(small_plan(log, loss_fn=loss_fn), af.DistState())
     for pause, batch in zip([0, 0.5, 0, 0], BATCHES, strict=False):
         time.sleep(pause)
         state, _ = step(state, batch)
@@ -251,7 +251,7 @@ def test_time_in_grads_is_no_waiting():
     seen = []
     log = af.log_to(lambda step, line: seen.append(line), every=2)
     plan = small_plan(log, loss_fn=loss_fn, weight_fn=lambda batch: 3)
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     for batch in BATCHES[:4]:
         state, grads, report = step.grads(state, batch)
         state, _ = step.update(state, grads, report)
@@ -263,7 +263,7 @@ def test_time_in_grads_is_no_waiting():
 
 def late(plan):
     """Build a plan whose log reads one step late, as from an accelerator."""
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     for each in internals.recorders(step):
         read_late(each)
     return state, step
@@ -271,12 +271,12 @@ def late(plan):
 
 READERS = {
     "the next step": lambda state, step, folder: step(state, BATCHES[2]),
-    "save": lambda state, step, folder: af.save(folder / "checkpoints", state, step),
-    "evaluate": lambda state, step, folder: af.evaluate(step, BATCHES[:1], state),
+    "save": lambda state, step, folder: af.save(step, state, folder / "checkpoints"),
+    "evaluate": lambda state, step, folder: af.evaluate(step, state, BATCHES[:1]),
     "predict": lambda state, step, folder: af.predict(
-        step, BATCHES[:1], state, lambda model, batch: model(batch[0])
+        step, state, BATCHES[:1], lambda model, batch: model(batch[0])
     ),
-    "log_values": lambda state, step, folder: af.log_values(state, step, {"mine": 1}),
+    "log_values": lambda state, step, folder: af.log_values(step, state, {"mine": 1}),
 }
 
 
@@ -297,10 +297,10 @@ def test_a_line_of_an_accelerator_is_read_by(reader, tmp_path):
 def test_values_of_ones_own_stand_in_the_line_of_their_step(tmp_path):
     path = tmp_path / "log.jsonl"
     state, step, _ = train(small_plan(af.log_to(path, every=2, prefix="a/")), BATCHES[:2])
-    found = af.evaluate(step, BATCHES, state)
-    af.log_values(state, step, found, prefix="validation/")
+    found = af.evaluate(step, state, BATCHES)
+    af.log_values(step, state, found, prefix="validation/")
     state, _ = step(state, BATCHES[2])
-    af.log_values(state, step, {"one": torch.ones(1), "two": np.float32(2)})
+    af.log_values(step, state, {"one": torch.ones(1), "two": np.float32(2)})
     first, second = lines_of(path)
     assert (first["step"], first["a/validation/loss"]) == (2, found["loss"])
     assert "a/loss" in first
@@ -311,8 +311,8 @@ def test_values_of_ones_own_stand_in_the_line_of_their_step(tmp_path):
 
 def test_values_before_the_first_step_have_a_line_of_their_own(tmp_path):
     path = tmp_path / "log.jsonl"
-    state, step = af.build(af.DistState(), small_plan(af.log_to(path, every=1)))
-    af.log_values(state, step, {"mine": 1})
+    state, step = af.build(small_plan(af.log_to(path, every=1)), af.DistState())
+    af.log_values(step, state, {"mine": 1})
     step(state, BATCHES[0])
     assert [line["step"] for line in lines_of(path)] == [0, 1]
 
@@ -345,9 +345,9 @@ def test_a_value_that_is_no_number_is_refused_on_every_rank(values):
 
     def run(state):
         plan = af.compose(af.wrap_ddp(), af.log_to(print))(small_plan())
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         with pytest.raises(ValueError, match=f"log_values: values must {words}"):
-            af.log_values(state, step, given)
+            af.log_values(step, state, given)
 
     simulate(run, world_size=2)
 
@@ -355,11 +355,11 @@ def test_a_value_that_is_no_number_is_refused_on_every_rank(values):
 def test_values_of_an_earlier_step_are_refused_on_every_rank():
     def run(state):
         plan = af.compose(af.wrap_ddp(), af.log_to(print))(small_plan())
-        early, step = af.build(state, plan)
-        step(early, af.part(BATCHES[0], early))
+        early, step = af.build(plan, state)
+        step(early, af.shard_batch(BATCHES[0], early))
         words = "log_values: state must be of the newest step, got step 0 after step 1"
         with pytest.raises(ValueError, match=words):
-            af.log_values(early, step, {"mine": 1})
+            af.log_values(step, early, {"mine": 1})
 
     simulate(run, world_size=2)
 
@@ -368,7 +368,7 @@ def test_values_need_a_log():
     state, step, _ = train(small_plan(), [])
     words = "log_values: step must have a log, got none; add log_to to its plan"
     with pytest.raises(ValueError, match=words):
-        af.log_values(state, step, {"mine": 1})
+        af.log_values(step, state, {"mine": 1})
 
 
 BAD_ARGUMENTS = {
@@ -396,7 +396,7 @@ def test_a_writer_may_be_missing_on_the_other_ranks_alone():
     def run(state, *, is_there):
         writer = (lambda step, values: None) if state.is_main is is_there else None
         plan = af.compose(af.wrap_ddp(), af.log_to(writer))(small_plan())
-        return af.build(state, plan)[0].step
+        return af.build(plan, state)[0].step
 
     assert simulate(lambda state: run(state, is_there=True), world_size=2) == [0, 0]
     words = r"log_to: writers must be a path .*, or a function \(step, values\), got None"
@@ -437,12 +437,12 @@ def test_a_checkpoint_loads_into_a_program_with_another_observer(adds, observer,
     def plan(is_there):
         between = [OBSERVERS[observer]()] if is_there else []
         schedule = af.schedule(lambda count: 1 / (count + 1))
-        return small_plan(af.average(0.9), *between, schedule)
+        return small_plan(af.ema(0.9), *between, schedule)
 
     state, step, _ = train(plan(not adds), BATCHES[:3])
-    af.save(tmp_path, state, step)
-    other_state, other = af.build(af.DistState(), plan(adds))
-    other_state = af.load(tmp_path, other_state, other)
+    af.save(step, state, tmp_path)
+    other_state, other = af.build(plan(adds), af.DistState())
+    other_state = af.load(other, other_state, tmp_path)
     for batch in BATCHES[3:5]:
         state, _ = step(state, batch)
         other_state, _ = other(other_state, batch)

@@ -23,7 +23,7 @@ def loss_fn(model, batch):
 def make(state, *transforms, model=None):
     model = nn.Linear(1, 1) if model is None else model
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state, step = af.build(state, af.compose(af.wrap_ddp(), *transforms)(plan))
+    state, step = af.build(af.compose(af.wrap_ddp(), *transforms)(plan), state)
     return state, step, af.shard_loader(DataLoader(DATA, batch_size=4), state)
 
 
@@ -41,7 +41,7 @@ def test_a_tree_keeps_its_structure_and_its_dtypes(world_size):
 
     def run(state):
         state, step, loader = make(state, af.accumulate(2))
-        found = af.predict(step, loader, state, fn)
+        found = af.predict(step, state, loader, fn)
         (texts, ragged), held = found.texts, found.rows
         assert type(found) is Found
         assert texts == [str(each) for each in range(10)]
@@ -55,7 +55,7 @@ def test_a_tree_keeps_its_structure_and_its_dtypes(world_size):
 
 def test_rows_that_are_views_keep_nothing_else_in_memory():
     state, step, loader = make(af.DistState())
-    found = af.predict(step, loader, state, lambda model, batch: [*batch[0].expand(-1, 999)[:, :1]])
+    found = af.predict(step, state, loader, lambda model, batch: [*batch[0].expand(-1, 999)[:, :1]])
     assert {each.untyped_storage().nbytes() for each in found} == {4}
 
 
@@ -63,7 +63,7 @@ def test_a_buffer_that_is_written_again_is_copied():
     buffer = torch.zeros(2, 1)
     state, step, _ = make(af.DistState())
     batches = [(torch.full((2, 1), float(number)),) for number in range(3)]
-    found = af.predict(step, batches, state, lambda model, batch: buffer.copy_(batch[0]))
+    found = af.predict(step, state, batches, lambda model, batch: buffer.copy_(batch[0]))
     assert found.squeeze(1).tolist() == [0, 0, 1, 1, 2, 2]
 
 
@@ -75,16 +75,16 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("wrap", "world_size"),
     [
-        (lambda loader, state: af.window(loader, 1), 1),
-        (lambda loader, state: af.window(loader, 2), 2),
-        (lambda loader, state: af.prefetch(af.window(loader, 2), state), 3),
+        (lambda loader, state: af.group_batches(loader, 1), 1),
+        (lambda loader, state: af.group_batches(loader, 2), 2),
+        (lambda loader, state: af.prefetch(af.group_batches(loader, 2), state), 3),
     ],
 )
 def test_rows_of_a_stream_come_as_they_are_read(wrap, world_size):
     def run(state):
         state, step, _ = make(state, af.accumulate(2, split=None))
         loader = af.shard_loader(DataLoader(Stream(), batch_size=4), state)
-        return af.predict(step, wrap(loader, state), state, rows).squeeze(1).tolist()
+        return af.predict(step, state, wrap(loader, state), rows).squeeze(1).tolist()
 
     assert simulate(run, world_size=world_size) == [[*range(10)]] * world_size
 
@@ -93,8 +93,8 @@ def test_windows_know_their_samples():
     def run(state):
         state, step, _ = make(state, af.accumulate(2, split=None))
         loader = DataLoader(DATA, batch_size=4, shuffle=True)
-        loader = af.window(af.shard_loader(loader, state), 2)
-        return af.predict(step, loader, state, rows).squeeze(1).tolist()
+        loader = af.group_batches(af.shard_loader(loader, state), 2)
+        return af.predict(step, state, loader, rows).squeeze(1).tolist()
 
     assert simulate(run, world_size=2) == [[*range(10)]] * 2
 
@@ -103,7 +103,7 @@ def test_the_rest_of_an_epoch_has_the_rest_of_the_samples():
     def run(state):
         state, step, loader = make(state)
         (rest,) = loader.epochs(1, since=af.DistState(step=1))
-        return af.predict(step, rest, state, rows).squeeze(1).tolist()
+        return af.predict(step, state, rest, rows).squeeze(1).tolist()
 
     assert simulate(run, world_size=2) == [[4, 5, 6, 7, 8, 9]] * 2
 
@@ -119,7 +119,7 @@ def test_samples_without_numbers_come_as_they_are_read():
     def run(state):
         state, step, _ = make(state)
         loader = af.shard_loader(DataLoader(Named(), batch_size=2, sampler=[*"cab"]), state)
-        return af.predict(step, loader, state, lambda model, batch: batch).squeeze(1).tolist()
+        return af.predict(step, state, loader, lambda model, batch: batch).squeeze(1).tolist()
 
     assert simulate(run, world_size=2) == [[*map(ord, "cab")]] * 2
 
@@ -128,7 +128,7 @@ def refused(fn, text, *, loader=None, error=ValueError, world_size=2):
     def run(state):
         state, step, own = make(state)
         with pytest.raises((error, RuntimeError), match=text):
-            af.predict(step, own if loader is None else loader(state), state, fn)
+            af.predict(step, state, own if loader is None else loader(state), fn)
 
     for size in (1, world_size):
         simulate(run, world_size=size)
@@ -182,7 +182,7 @@ def test_samples_that_collate_fn_leaves_out_are_refused_and_may_be_read_without_
 
     def run(state):
         state, step, _ = make(state)
-        found = af.predict(step, iter(make_loader(state)), state, fn)
+        found = af.predict(step, state, iter(make_loader(state)), fn)
         return found.squeeze(1).tolist()
 
     assert simulate(run, world_size=2) == [[1, 2, 4, 5, 7, 8]] * 2
@@ -201,7 +201,7 @@ def test_rows_of_several_lengths_are_a_list():
 
     def run(state):
         state, step, loader = make(state)
-        found = af.predict(step, loader, state, lambda model, batch: list(wide(model, batch)))
+        found = af.predict(step, state, loader, lambda model, batch: list(wide(model, batch)))
         return [float(each[0]) for each in found]
 
     assert simulate(run, world_size=2) == [[*range(10)]] * 2
@@ -225,7 +225,7 @@ def test_trees_that_differ_are_refused():
         ):
             text = f"predict: fn must return one form of tree on every rank, got {got}.* on rank 1 and "
             with pytest.raises(ValueError, match=text):
-                af.predict(step, loader, state, fn)
+                af.predict(step, state, loader, fn)
 
     simulate(run, world_size=2)
 
@@ -250,11 +250,12 @@ def test_arguments_of_another_kind_are_refused():
     with pytest.raises(
         TypeError, match="predict: step must be what build gave, got 'ShardedLoader'"
     ):
-        af.predict(loader, loader, state, rows)
+        af.predict(loader, state, loader, rows)
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda loader, state: loader, af.prefetch, lambda loader, state: af.window(loader, 1)]
+    "wrap",
+    [lambda loader, state: loader, af.prefetch, lambda loader, state: af.group_batches(loader, 1)],
 )
 @pytest.mark.parametrize("function", [af.predict, af.evaluate])
 def test_a_loader_that_every_rank_would_read_whole_is_refused(function, wrap):
@@ -278,7 +279,7 @@ def test_batches_that_no_rank_has_cut_are_warned_of(function):
     def run(state):
         state, step, loader = make(state)
         function(step, loader, state, fn)
-        function(step, [af.part((torch.arange(8.0).view(8, 1),), state)], state, fn)
+        function(step, [af.shard_batch((torch.arange(8.0).view(8, 1),), state)], state, fn)
         text = f"{function.__name__}: batch should be this rank's part of the global batch, got the"
         with pytest.warns(UserWarning, match=text) if state.is_main else nullcontext() as found:
             function(step, [(torch.ones(4, 1),)], state, fn)
@@ -316,7 +317,7 @@ def make_sharded(state, *transforms, data=DATA, k=2):
         nn.init.constant_(each, 0.1)
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
     recipe = af.compose(af.wrap_fsdp(), af.accumulate(k), *transforms)
-    state, step = af.build(state, recipe(plan))
+    state, step = af.build(recipe(plan), state)
     return state, step, af.shard_loader(DataLoader(data, batch_size=4), state)
 
 
@@ -393,8 +394,8 @@ def test_another_number_of_rows_on_one_rank_is_refused_on_all_with_fsdp():
             return model(batch[0])[state.rank :]
 
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            af.predict(step, loader, state, fn)
-        return str(caught.value), len(af.predict(step, loader, state, rows))
+            af.predict(step, state, loader, fn)
+        return str(caught.value), len(af.predict(step, state, loader, rows))
 
     (first, num), (second, _) = simulate(run, world_size=2)
     assert "one row for each of 2 samples, got 0 rows" in second

@@ -23,15 +23,15 @@ from torch.utils.data import DataLoader
 state = af.init(device="cpu", timeout_s=60)
 model = ours.token_model()
 recipe = af.compose(af.place(), af.{wrap}(), af.accumulate(2))
-plan = af.Plan(ours.token_loss, model, ours.sgd(model.parameters()), af.num_labels("labels"))
-state, step = af.build(state, recipe(plan))
+plan = af.Plan(ours.token_loss, model, ours.sgd(model.parameters()), af.count_labels("labels"))
+state, step = af.build(recipe(plan), state)
 loader = DataLoader(samples(), batch_size=8, shuffle=True, num_workers={workers})
 loader = af.prefetch(af.shard_loader(loader, state), state)
-found = [af.predict(step, loader, state, tagged)]
+found = [af.predict(step, state, loader, tagged)]
 
 own = [samples()[n] for n in range(21) if n % (state.world_size + 1) == state.rank]
 batches = [torch.utils.data.default_collate([each]) for each in own]
-found.append(af.predict(step, batches, state, tagged))
+found.append(af.predict(step, state, batches, tagged))
 say(json.dumps([state.rank, [[each["logits"].tolist(), each["tags"]] for each in found]]))
 """
 

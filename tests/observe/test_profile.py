@@ -93,7 +93,7 @@ def test_phases_follow_each_other_inside_of_their_step(tmp_path):
             end_of_phase = end
 
 
-@pytest.mark.parametrize("transforms", [(), (af.accumulate(2), af.clip(0.1), af.average(0.9))])
+@pytest.mark.parametrize("transforms", [(), (af.accumulate(2), af.clip(0.1), af.ema(0.9))])
 def test_profiled_steps_compute_the_same_bits(tmp_path, transforms):
     found = {}
     for each in (af.compose(*transforms), recipe(tmp_path, *transforms)):
@@ -258,7 +258,7 @@ def test_an_evaluation_between_steps_is_a_part_of_the_data(tmp_path):
     state, step = ours.built(recipe(tmp_path))
     for number in range(5):
         state, _ = step(state, batch(number))
-        af.evaluate(step, [batch(number)], state)
+        af.evaluate(step, state, [batch(number)])
     assert ranges(tmp_path).count("forward") == 2
 
 
@@ -269,14 +269,14 @@ def test_it_prints_as_its_call():
 
 @pytest.mark.parametrize("saved_with", [False, True])
 def test_a_profile_may_be_added_to_a_run_or_left_out(tmp_path, saved_with):
-    with_profile = recipe(tmp_path / "profile", af.average(0.9), steps=range(1, 2))
-    without = af.average(0.9)
+    with_profile = recipe(tmp_path / "profile", af.ema(0.9), steps=range(1, 2))
+    without = af.ema(0.9)
     first, second = (with_profile, without) if saved_with else (without, with_profile)
     state, step = ours.built(first)
     state, _ = run(state, step, 1)
-    af.save(tmp_path / "run", state, step)
+    af.save(step, state, tmp_path / "run")
     state, step = ours.built(second)
-    state = af.load(tmp_path / "run", state, step)
+    state = af.load(step, state, tmp_path / "run")
     assert state.step == 1
 
 

@@ -32,7 +32,7 @@ def loss_fn(model, batch):
 model = ours.regression_model()
 recipe = af.compose({wrap}, af.clip(1.0), af.profile("{folder}", steps=range(3, 6)))
 plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-state, step = af.build(state, recipe(plan))
+state, step = af.build(recipe(plan), state)
 for number in range(6):
     pause("data")
     torch.manual_seed(number * state.world_size + state.rank)

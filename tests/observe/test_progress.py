@@ -47,10 +47,10 @@ WAYS = {  # the loop's batches, from a loader: with `shown` for `progress`, or w
         list(af.prefetch(epoch, HERE)) for epoch in shown(loader.epochs(3, **run))
     ],
     "windows": lambda loader, shown, run: [
-        list(epoch) for epoch in shown(af.window(loader, 2).epochs(3, **run))
+        list(epoch) for epoch in shown(af.group_batches(loader, 2).epochs(3, **run))
     ],
     "windows later": lambda loader, shown, run: [
-        list(af.window(epoch, 2)) for epoch in shown(loader.epochs(3, **run))
+        list(af.group_batches(epoch, 2)) for epoch in shown(loader.epochs(3, **run))
     ],
     "each epoch": lambda loader, shown, run: [
         (epoch.index, *shown(epoch)) for epoch in loader.epochs(3, **run)
@@ -103,7 +103,9 @@ class Taught(torch.utils.data.Sampler):
         return (self.next for _ in range(8))
 
 
-@pytest.mark.parametrize("around", [lambda loader: loader, lambda loader: af.window(loader, 1)])
+@pytest.mark.parametrize(
+    "around", [lambda loader: loader, lambda loader: af.group_batches(loader, 1)]
+)
 def test_a_taught_sampler_is_read_as_far_ahead_as_without_a_bar(around):
     with on_screen():
 

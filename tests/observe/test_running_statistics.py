@@ -74,7 +74,7 @@ def metric_fn(model, batch):
 def built(state, *transforms, model=None, lr=1e-4):
     model = model or make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return af.build(state, af.compose(*transforms)(af.Plan(loss_fn, model, optimizer)))
+    return af.build(af.compose(*transforms)(af.Plan(loss_fn, model, optimizer)), state)
 
 
 def loader_of(state, shuffle=False):
@@ -101,8 +101,8 @@ def figures(state, step):
     """What the ranks find together, in three ways; the model comes back in training mode."""
     loader = loader_of(state)
     found = [
-        af.evaluate(step, loader, state)["loss"],
-        af.evaluate(step, loader, state, metric_fn)["error"],
+        af.evaluate(step, state, loader)["loss"],
+        af.evaluate(step, state, loader, metric_fn)["error"],
     ]
     step.plan.model.eval()
     found += [float(step.forward(state, batch)) for batch in loader]
@@ -130,11 +130,11 @@ def test_every_way_to_evaluate_gives_the_figures_of_the_saved_model(wrap, world_
     with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as mean:
 
         def run(state):
-            state, step = built(state, WRAPS[wrap], af.average(0.5))
+            state, step = built(state, WRAPS[wrap], af.ema(0.5))
             state = trained(state, step)
             found = figures(state, step)
             saved(step, state, own)
-            with af.use_average(step):
+            with af.averaged(step):
                 averaged = figures(state, step)
                 saved(step, state, mean)
             return found, averaged, step.plan.model[2].running_mean.tolist()
@@ -151,13 +151,13 @@ def test_every_way_to_evaluate_gives_the_figures_of_the_saved_model(wrap, world_
 @everywhere
 def test_training_with_evaluation_is_training_without_to_the_bit(wrap, world_size):
     def run(state, is_evaluated):
-        state, step = built(state, WRAPS[wrap], af.average(0.5), model=make_model(is_writing=True))
+        state, step = built(state, WRAPS[wrap], af.ema(0.5), model=make_model(is_writing=True))
 
         def after(state):
             if is_evaluated and state.world_size > 1:
                 before = kept(step)
                 figures(state, step)
-                with af.use_average(step):
+                with af.averaged(step):
                     figures(state, step)
                 assert all(map(torch.equal, kept(step), before))
 
@@ -182,7 +182,7 @@ def test_buffers_are_put_back_after_an_error_on_one_rank():
             return metric_fn(model, batch)
 
         with pytest.raises((OSError, RuntimeError), match="gone"):
-            af.evaluate(step, loader_of(state), state, fails)
+            af.evaluate(step, state, loader_of(state), fails)
         return all(map(torch.equal, kept(step), before)), step.plan.model.training
 
     assert simulate(run, world_size=2) == [(True, True)] * 2
@@ -194,12 +194,12 @@ def test_a_resumed_run_evaluates_as_the_run_that_saved(wrap, world_size, tmp_pat
         state, step = built(state, WRAPS[wrap])
         state = trained(state, step)
         found = figures(state, step)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         return found
 
     def resumed(state):
         state, step = built(state, WRAPS[wrap])
-        return figures(af.resume(tmp_path, state, step), step)
+        return figures(af.resume(step, state, tmp_path), step)
 
     expected = simulate(run, world_size=2)[0]
     for found in simulate(resumed, world_size=world_size):
@@ -216,7 +216,7 @@ def test_ranks_that_local_sgd_lets_differ_are_not_evaluated():
         text = "state must be one at which local_sgd has averaged the ranks, got 1 of 2 updates after it; "
         repair = "where their number is a multiple of 2"
         with pytest.raises(ValueError, match=f"evaluate: {text}evaluate {repair}"):
-            af.evaluate(step, loader, state)
+            af.evaluate(step, state, loader)
         assert step.forward(state, batch) > 0
         step.plan.model.eval()
         with pytest.raises(ValueError, match=f"step.forward: {text}step.forward {repair}"):
@@ -240,7 +240,7 @@ def test_buffers_of_other_shapes_are_refused_on_all_ranks():
             r"0.flags \[5\] torch.bool on rank 1 and 0.flags \[3\] torch.bool on rank 0"
         )
         with pytest.raises(RuntimeError, match=text):
-            af.evaluate(step, loader_of(state), state)
+            af.evaluate(step, state, loader_of(state))
         return len(model[0].flags)
 
     assert simulate(run, world_size=2) == [3, 5]
@@ -291,8 +291,8 @@ def test_the_buffers_that_a_rank_does_not_save_stay_its_own():
         model.rank.fill_(state.rank)
         found = af.evaluate(
             step,
-            loader_of(state),
             state,
+            loader_of(state),
             lambda model, batch: {"rank": model.rank.expand(len(batch[0]))},
         )
         return found["rank"], float(model.rank)

@@ -61,26 +61,26 @@ REFUSED = [  # error, text, function, argument values
     ),
     (
         TypeError,
-        "num_labels: key_or_path must be a key",
-        af.num_labels,
+        "count_labels: key_or_path must be a key",
+        af.count_labels,
         ((), True, 1.5, None, {"labels"}, (1.5,), ("labels", None)),
     ),
     (
         TypeError,
-        "num_labels: ignore_index must be an integer, got",
-        lambda value: af.num_labels("labels", ignore_index=value),
+        "count_labels: ignore_index must be an integer, got",
+        lambda value: af.count_labels("labels", ignore_index=value),
         ("pad", None, 1.5, True),
     ),
     (
         TypeError,
-        "num_labels: class_weight must be a 1-d tensor or sequence of finite numbers >= 0, got",
-        lambda value: af.num_labels("labels", class_weight=value),
+        "count_labels: class_weight must be a 1-d tensor or sequence of finite numbers >= 0, got",
+        lambda value: af.count_labels("labels", class_weight=value),
         ("weights", ["a"], {1.0}, [1j]),
     ),
     (
         ValueError,
-        "num_labels: class_weight must be a 1-d tensor or sequence of finite numbers >= 0, got",
-        lambda value: af.num_labels("labels", class_weight=value),
+        "count_labels: class_weight must be a 1-d tensor or sequence of finite numbers >= 0, got",
+        lambda value: af.count_labels("labels", class_weight=value),
         (3.0, [], [[1.0]], torch.ones(2, 2), [1.0, -1.0], [1.0, float("nan")], [float("inf")]),
     ),
     *[
@@ -104,12 +104,17 @@ REFUSED = [  # error, text, function, argument values
     ),
     (
         TypeError,
-        "use_average: step must be what build gave, got 'Linear'",
-        lambda step: af.use_average(step).__enter__(),
+        "averaged: step must be what build gave, got 'Linear'",
+        lambda step: af.averaged(step).__enter__(),
         (torch.nn.Linear(1, 1),),
     ),
     (TypeError, "latest: folder must be the path of a folder, got", af.latest, (None, 3)),
-    (TypeError, "list_checkpoints: folder must be the path of a folder", af.list_checkpoints, (3,)),
+    (
+        TypeError,
+        "list_checkpoints: folder must be the path of a folder",
+        af.checkpoint.list_checkpoints,
+        (3,),
+    ),
 ]
 CALLS = [
     *[
@@ -185,21 +190,21 @@ def own_parameters_too(plan):
 )
 def test_what_cannot_be_combined_is_refused_in_build_by_name(recipe, text):
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), recipe(make_plan()))
+        af.build(recipe(make_plan()), af.DistState())
 
 
 def test_float16_parameters_are_not_scaled():
     plan = ours.plan(model=ours.regression_model().half())
     with pytest.raises(ValueError, match=r"float16 0\.weight; use model\.float\(\)"):
-        af.build(af.DistState(), af.with_amp("fp16")(plan))
+        af.build(af.with_amp("fp16")(plan), af.DistState())
 
 
 def test_two_steps_of_one_state_must_agree_on_the_loss_scale():
-    state, _ = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
+    state, _ = af.build(af.with_amp("fp16")(make_plan()), af.DistState())
     with pytest.raises(
         ValueError, match="with_amp must agree with the loss scale that the state has"
     ):
-        af.build(state, af.with_amp("fp16", growth_interval=5)(make_plan()))
+        af.build(af.with_amp("fp16", growth_interval=5)(make_plan()), state)
 
 
 def test_an_optimizer_over_foreign_parameters_is_refused():
@@ -208,7 +213,7 @@ def test_an_optimizer_over_foreign_parameters_is_refused():
     with pytest.raises(
         ValueError, match=r"parameters of the model alone, got 2 others, of shapes \[\[7, 2\]"
     ):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def test_a_model_without_trainable_parameters_is_refused():
@@ -217,7 +222,7 @@ def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(
         ValueError, match="must have parameters that require a gradient, got a Sequential"
     ):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def test_an_optimizer_without_trainable_parameters_is_refused():
@@ -227,7 +232,7 @@ def test_an_optimizer_without_trainable_parameters_is_refused():
     with pytest.raises(
         ValueError, match="optimizer must hold a parameter that requires a gradient"
     ):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def grow(plan):
@@ -263,7 +268,7 @@ def test_what_is_to_be_trained_is_settled_by_build(recipe, world_size, change, t
         model = ours.regression_model()
         model[0].bias.requires_grad_(False)
         plan = recipe(af.Plan(ours.mse, model, ours.sgd(model[0].parameters())))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         state, _ = step(state, BATCH)
         last = state.rank == world_size - 1
         if last:
@@ -278,7 +283,7 @@ def test_what_is_to_be_trained_is_settled_by_build(recipe, world_size, change, t
 
 def test_as_many_other_parameters_are_not_those_that_build_found():
     plan = make_plan()
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     plan.model[0] = nn.Linear(3, 8).double()
     plan.optimizer.param_groups[0]["params"] = [*plan.model.parameters()]
     with pytest.raises(
@@ -290,7 +295,7 @@ def test_as_many_other_parameters_are_not_those_that_build_found():
 def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
     plan = ours.plan(optimizer=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="must update from gradients alone, got LBFGS"):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -308,7 +313,7 @@ def test_an_optimizer_that_evaluates_the_loss_again_is_refused():
 )
 def test_a_loss_must_be_a_scalar_with_a_graph_on_every_rank_alike(world_size, loss_fn, text):
     def run(state):
-        state, step = af.build(state, af.wrap_ddp()(make_plan(loss_fn)))
+        state, step = af.build(af.wrap_ddp()(make_plan(loss_fn)), state)
         with pytest.raises(ValueError, match=f"step: loss_fn must return .*{text}"):
             step(state, BATCH)
 
@@ -342,7 +347,7 @@ def loss_on_copies(model, batch):
 )
 def test_gradients_out_of_reach_of_ddp_are_refused(world_size, loss_fn, text):
     def run(state):
-        state, step = af.build(state, af.wrap_ddp()(make_plan(loss_fn)))
+        state, step = af.build(af.wrap_ddp()(make_plan(loss_fn)), state)
         with pytest.raises(ValueError, match=text):
             step(state, BATCH)
 
@@ -371,7 +376,7 @@ def test_reentrant_checkpoints_are_refused_on_every_rank(recipe, world_size, hid
         return nn.functional.mse_loss(model[2](inner), batch[1])
 
     def run(state):
-        state, step = af.build(state, recipe(make_plan(loss_fn)))
+        state, step = af.build(recipe(make_plan(loss_fn)), state)
         with pytest.raises(ValueError, match=r"must not use .*, got .*; use use_reentrant=False"):
             step(state, BATCH)
 
@@ -398,7 +403,7 @@ def test_an_empty_part_does_not_stand_for_the_graphs_to_come():
         inner = checkpoint(model[0], inputs, use_reentrant=len(inputs) == 4)
         return nn.functional.mse_loss(model[2](inner), batch[1])
 
-    state, step = af.build(af.DistState(), make_plan(loss_fn))
+    state, step = af.build(make_plan(loss_fn), af.DistState())
     step(state, (BATCH[0][:0], BATCH[1][:0]))
     with pytest.raises(ValueError, match="use_reentrant"):
         step(state, BATCH)
@@ -475,7 +480,7 @@ def test_several_ranks_must_average_their_gradients():
         with pytest.raises(
             ValueError, match=r"average gradients over the 2 ranks.*add wrap_ddp\(\)"
         ):
-            af.build(state, make_plan())
+            af.build(make_plan(), state)
 
     simulate(run, world_size=2)
 
@@ -484,7 +489,7 @@ def test_ranks_must_build_the_same_plan():
     def run(state):
         recipe = af.compose(af.wrap_ddp(), af.clip(1.0 + state.rank))
         with pytest.raises(RuntimeError, match=r"clip\(2\.0\).* on rank 1 and .*clip\(1\.0\)"):
-            af.build(state, recipe(make_plan()))
+            af.build(recipe(make_plan()), state)
 
     simulate(run, world_size=2)
 
@@ -493,7 +498,7 @@ def test_ranks_must_build_the_same_model():
     def run(state):
         plan = ours.plan(model=nn.Linear(3, 1 + state.rank))
         with pytest.raises(RuntimeError, match=r"weight \[2, 3\].* on rank 1 and weight \[1, 3\]"):
-            af.build(state, af.wrap_ddp()(plan))
+            af.build(af.wrap_ddp()(plan), state)
 
     simulate(run, world_size=2)
 
@@ -503,7 +508,7 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all():
         plan = make_plan()
         plan.model.requires_grad_(state.is_main)
         with pytest.raises(Exception, match="must have parameters that require a gradient"):
-            af.build(state, af.wrap_ddp()(plan))
+            af.build(af.wrap_ddp()(plan), state)
 
     simulate(run, world_size=3)
 
@@ -520,7 +525,7 @@ def breaks(state, result):
     [
         {"init_state": (lambda state: breaks(state, state),)},
         {"place_model": (breaks,)},
-        {"after_update": (af.Stateful(lambda state, plan: breaks(state, breaks)),)},
+        {"after_update": (af.extend.Stateful(lambda state, plan: breaks(state, breaks)),)},
     ],
     ids=lambda slot: next(iter(slot)),
 )
@@ -529,7 +534,7 @@ def test_what_fails_on_one_rank_while_a_step_is_built_fails_on_all(slot):
 
     def run(state):
         with pytest.raises((OSError, RuntimeError), match="broken here"):
-            af.build(state, replace(af.wrap_ddp()(make_plan()), **slot))
+            af.build(replace(af.wrap_ddp()(make_plan()), **slot), state)
 
     simulate(run, world_size=2)
 
@@ -550,7 +555,7 @@ def test_a_batch_that_cannot_be_counted_is_refused_on_every_rank(world_size, bat
     """Only the last rank gets it; the others must not wait for that rank."""
 
     def run(state):
-        state, step = af.build(state, af.wrap_ddp()(make_plan()))
+        state, step = af.build(af.wrap_ddp()(make_plan()), state)
         last = state.rank == world_size - 1
         rule = text if last else "every rank must be able to count its batch"
         with pytest.raises(ValueError, match=rule):
@@ -573,7 +578,7 @@ def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
     def run(state):
         last = state.rank == world_size - 1
         plan = make_plan(weight_fn=lambda batch: weight if last else 4)
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         rule = "weight_fn must return" if last else "able to count its batch"
         with pytest.raises(ValueError, match=rule):
             step(state, BATCH)
@@ -582,7 +587,7 @@ def test_a_weight_must_be_a_finite_count_on_every_rank(world_size, weight):
 
 
 def test_a_batch_of_a_class_that_torch_does_not_know_is_refused_with_the_repair():
-    _, step = af.build(af.DistState(), make_plan())
+    _, step = af.build(make_plan(), af.DistState())
     with pytest.raises(ValueError, match="got SimpleNamespace; register such a class with torc"):
         step(af.DistState(), SimpleNamespace(inputs=BATCH[0]))
 
@@ -597,14 +602,14 @@ def test_a_batch_of_a_class_that_torch_does_not_know_is_refused_with_the_repair(
 )
 def test_labels_that_are_not_there_are_named(path, batch, text):
     with pytest.raises(ValueError, match=text):
-        af.num_labels(path)(batch)
+        af.count_labels(path)(batch)
 
 
 def test_a_batch_that_is_lost_where_it_is_placed_is_refused():
     def forgetful(state, batch):
         batch[0].add_(0)
 
-    state, step = af.build(af.DistState(), replace(make_plan(), place_batch=(forgetful,)))
+    state, step = af.build(replace(make_plan(), place_batch=(forgetful,)), af.DistState())
     for call in (step, step.forward):
         with pytest.raises(ValueError, match="must return the batch, got None from forgetful"):
             call(state, BATCH)
@@ -623,7 +628,7 @@ def test_a_gradient_transform_returns_gradients():
     def forgetful(state, grads):
         return grads.values()
 
-    state, step = af.build(af.DistState(), replace(make_plan(), gradients=(forgetful,)))
+    state, step = af.build(replace(make_plan(), gradients=(forgetful,)), af.DistState())
     with pytest.raises(TypeError, match="return Grads, forgetful does not, got 'tuple'"):
         step(state, BATCH)
 
@@ -633,14 +638,14 @@ def test_a_model_whose_shapes_are_not_known_yet_is_refused():
     with pytest.raises(
         ValueError, match=r"parameters with shapes, got 0\.weight without; call the"
     ):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [(af.compose(), 1), (af.wrap_ddp(), 2)])
 def test_parameters_that_are_frozen_after_build_are_named(recipe, world_size):
     def run(state):
         plan = recipe(make_plan())
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         plan.model[2].bias.requires_grad_(False)
         with pytest.raises(
             ValueError, match=r"must still do so, got 2\.bias; build again with after=step"
@@ -656,7 +661,7 @@ def test_a_split_must_give_a_sequence_of_microbatches_on_every_rank(world_size, 
     def run(state):
         last = state.rank == world_size - 1
         recipe = af.compose(af.wrap_ddp(), af.accumulate(2, split=lambda b: parts if last else [b]))
-        state, step = af.build(state, recipe(make_plan()))
+        state, step = af.build(recipe(make_plan()), state)
         rule = "step: split must return a sequence of micro-batches, got"
         with pytest.raises(ValueError, match=rule if last else "able to count its batch"):
             step(state, BATCH)
@@ -665,7 +670,7 @@ def test_a_split_must_give_a_sequence_of_microbatches_on_every_rank(world_size, 
 
 
 def test_a_state_of_another_world_is_refused():
-    _, step = af.build(af.DistState(), make_plan())
+    _, step = af.build(make_plan(), af.DistState())
     with pytest.raises(ValueError, match="step: state must be of the world it was built in"):
         step(af.DistState(rank=1, world_size=2), BATCH)
     for part in (step.forward, step.grads):
@@ -675,16 +680,16 @@ def test_a_state_of_another_world_is_refused():
 
 @pytest.mark.parametrize("state", [BATCH, None, 0])
 def test_a_value_that_is_no_state_is_refused(state):
-    _, step = af.build(af.DistState(), make_plan())
+    _, step = af.build(make_plan(), af.DistState())
     _, grads, report = step.grads(af.DistState(), BATCH)
     calls = {
         "step": lambda: step(state, af.DistState()),
         "forward": lambda: step.forward(state, af.DistState()),
         "grads": lambda: step.grads(state, af.DistState()),
         "update": lambda: step.update(state, grads, report),
-        "evaluate": lambda: af.evaluate(step, [BATCH], state),
-        "predict": lambda: af.predict(step, [BATCH], state, lambda model, batch: batch[0]),
-        "build": lambda: af.build(state, make_plan()),
+        "evaluate": lambda: af.evaluate(step, state, [BATCH]),
+        "predict": lambda: af.predict(step, state, [BATCH], lambda model, batch: batch[0]),
+        "build": lambda: af.build(make_plan(), state),
     }
     for name, call in calls.items():
         function = name if name in ("evaluate", "predict", "build") else "step"
@@ -694,11 +699,11 @@ def test_a_value_that_is_no_state_is_refused(state):
 
 def test_what_is_built_is_a_plan():
     with pytest.raises(TypeError, match="build: plan must be a Plan, got 'NamedTransform'"):
-        af.build(af.DistState(), af.clip(1.0))
+        af.build(af.clip(1.0), af.DistState())
 
 
 def test_an_update_takes_what_the_gradients_were_given_with():
-    state, step = af.build(af.DistState(), make_plan())
+    state, step = af.build(make_plan(), af.DistState())
     _, grads, report = step.grads(state, BATCH)
     for given, text in (
         ((report, grads), "grads must be a Grads, as step.grads gives it, got 'Report'"),
@@ -711,7 +716,7 @@ def test_an_update_takes_what_the_gradients_were_given_with():
 
 
 def test_a_state_without_the_loss_scale_of_its_step_is_refused():
-    _, step = af.build(af.DistState(), af.with_amp("fp16")(make_plan()))
+    _, step = af.build(af.with_amp("fp16")(make_plan()), af.DistState())
     with pytest.raises(ValueError, match="must carry a loss scale, got none; use the state"):
         step(af.DistState(), BATCH)
 
@@ -754,7 +759,7 @@ def local_factor(plan):
 def test_gradients_that_differ_by_rank_are_refused_on_every_rank_before_an_update(transform, what):
     def run(state):
         plan = transform(af.wrap_ddp()(make_plan()))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         with pytest.raises(RuntimeError, match=f"equal on all ranks, {what} differs on rank 1"):
             step(state, BATCH)
         return plan.model.state_dict()

@@ -30,19 +30,19 @@ def built(*transforms):
     plan = af.Plan(
         lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), model, optimizer
     )
-    return af.build(af.DistState(), af.compose(*transforms)(plan))
+    return af.build(af.compose(*transforms)(plan), af.DistState())
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_checkpoints_are_saved_and_found(home, kind):
     state, step = built()
     state, _ = step(state, BATCH)
-    path = af.save(kind("~/runs"), state, step)
+    path = af.save(step, state, kind("~/runs"))
     assert path == home / "runs" / "step_00000001"
-    assert af.load(kind("~/runs"), state, step).step == 1
-    assert af.resume(kind("~/runs"), state, step).step == 1
+    assert af.load(step, state, kind("~/runs")).step == 1
+    assert af.resume(step, state, kind("~/runs")).step == 1
     assert af.latest(kind("~/runs")) == path
-    assert [each.path for each in af.list_checkpoints(kind("~/runs"))] == [path]
+    assert [each.path for each in af.checkpoint.list_checkpoints(kind("~/runs"))] == [path]
 
 
 @pytest.mark.parametrize("kind", [str, Path])

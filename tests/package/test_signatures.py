@@ -16,44 +16,44 @@ SIGNATURES = {
     af.distributed: f"*, device=None, backend=None, {_TIMEOUT}, seed=0, mesh=None",
     af.DistState: f"*, {_PLACE}, scaler=None, step=0, call=0, seed=0, samples=0, items=0, axis='', axes=(), "
     "group=None, watchdog=None",
-    af.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
-    af.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
+    af.extend.LossScale: f"*, scale, good_steps, skipped, {_SCALE}",
+    af.extend.LossScale.start: f"init_scale=65536.0, *, {_SCALE}, device='cpu'",
     af.Report: "*, loss, weight, samples=0, grad_norm=None, applied=None, metrics=<factory>, "
     "terms=<factory>, counts=<factory>, extras=<factory>",
     af.compose: "*transforms",
-    af.build: "state, plan, *, check_loss=True, after=None",
+    af.build: "plan, state, *, check_loss=True, after=None",
     af.Step.__call__: "self, state, batch, *, advance=True",
     af.Step.forward: "self, state, batch",
     af.Step.grads: "self, state, batch",
     af.Step.update: "self, state, grads, report, *, advance=True",
     af.explain: "plan, state",
-    af.num_samples: "batch",
-    af.num_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
+    af.count_samples: "batch",
+    af.count_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
     af.shard_loader: "loader, state, *, batch='global', split='auto', collate='rank', read_ahead=None",
     af.ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
-    af.part: "tree, state",
-    af.draw: "state, fn, name='', *, rows=()",
+    af.shard_batch: "tree, state",
+    af.draw: "fn, state, name='', *, rows=()",
     af.gather: "tree, state, *, axis=None",
     af.reduce_sum: "tree, state, *, axis=None",
     af.reduce_max: "tree, state",
     af.reduce_min: "tree, state",
-    af.to_device: "tree, state",
+    af.extend.to_device: "tree, state",
     af.autocast: "step, state",
-    af.compute_dtype: "plan",
-    af.evaluate: "step, loader, state, metric_fn=None, *, progress=None, finish=None",
-    af.predict: "step, loader, state, fn, *, progress=None",
+    af.extend.compute_dtype: "plan",
+    af.evaluate: "step, state, loader, metric_fn=None, *, progress=None, finish=None",
+    af.predict: "step, state, loader, fn, *, progress=None",
     af.progress: "loader, state",
-    af.log_values: "state, step, values, *, prefix=''",
+    af.log_values: "step, state, values, *, prefix=''",
     af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None",
     af.load_model: "model, folder, *, rename=None, strict=True",
-    af.whole_state_dict: "model, state",
+    af.checkpoint.whole_state_dict: "model, state",
     af.reduce_mean: "tree, state, *, weight=1.0, axis=None",
     af.broadcast: "tree, state, *, source=0",
     af.barrier: "state",
     af.on_main: "fn, state",
     af.main_first: "state, *, local=False",
     af.print_on_main: "*values, state, sep=' ', end='\\n', file=None, flush=False",
-    af.on_main_only: "logger, state",
+    af.main_logger: "logger, state",
     af.any_rank: "flag, state",
     af.seed_all: "state, *, per_rank=True",
     testing.simulate: "fn, *, world_size=None, timeout_s=10.0, seed=0, mesh=None",
@@ -77,7 +77,7 @@ def test_a_plan_is_four_things_a_reduction_frozen_models_and_slots_by_name():
     given = list(inspect.signature(af.Plan).parameters.values())
     first, (reduction, frozen, finish, *slots) = given[:4], given[4:]
     assert [each.name for each in first] == ["loss_fn", "model", "optimizer", "weight_fn"]
-    assert first[3].default is af.num_samples
+    assert first[3].default is af.count_samples
     assert (reduction.name, reduction.default) == ("reduction", "mean")
     assert {each.kind for each in (reduction, frozen, finish, *slots)} == {
         inspect.Parameter.KEYWORD_ONLY
@@ -93,7 +93,7 @@ def test_two_plans_are_held_against_each_other_in_worlds_of_one_by_default():
 
 @pytest.mark.parametrize(
     "kind",
-    [af.DistState, af.LossScale, af.Plan, af.Grads, af.Report, af.Step],
+    [af.DistState, af.extend.LossScale, af.Plan, af.Grads, af.Report, af.Step],
     ids=lambda each: each.__name__,
 )
 def test_a_public_value_cannot_be_changed(kind):

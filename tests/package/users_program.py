@@ -20,7 +20,7 @@ def loss_fn(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 recipe = af.compose(af.place(), af.wrap_ddp(), af.accumulate(4), af.clip(1.0))
-state, step = af.build(af.init(), recipe(af.Plan(loss_fn, model, optimizer)))
+state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), af.init())
 dataset = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
 loader = DataLoader(dataset, batch_size=4)
 batch = (torch.randn(8, 4), torch.randn(8, 1))
@@ -40,14 +40,14 @@ for anything in af.shard_loader(loader, state):
 loss: Tensor = report.loss
 weight: float = af.reduce_sum(2.0, state)
 try:
-    af.save("runs/a", state, step)
+    af.save(step, state, "runs/a")
 except af.errors.CheckpointWriteError as error:
     number: int | None = error.errno
 except (af.errors.OutOfMemoryError, af.AccelError):
     pass
 pairs: af.Plan[tuple[Tensor, Tensor]] = af.Plan(loss_fn, model, optimizer)
-clipped: af.Plan[tuple[Tensor, Tensor]] = af.compose(af.clip(1.0), af.average(0.9))(pairs)
-typed: af.Step[tuple[Tensor, Tensor]] = af.build(state, clipped)[1]
+clipped: af.Plan[tuple[Tensor, Tensor]] = af.compose(af.clip(1.0), af.ema(0.9))(pairs)
+typed: af.Step[tuple[Tensor, Tensor]] = af.build(clipped, state)[1]
 evaluated: Tensor = typed.forward(state, batch)
 
 
@@ -55,7 +55,7 @@ def without_weight(plan: af.Plan) -> af.Plan:
     return dataclasses.replace(plan, weight_fn=lambda batch: 1)
 
 
-kept = af.build(state, af.compose(without_weight, af.clip(1.0))(pairs))[1]
+kept = af.build(af.compose(without_weight, af.clip(1.0))(pairs), state)[1]
 state, report = kept(state, batch)
 
 
@@ -64,9 +64,9 @@ def any_loss(module: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-untyped = af.build(state, af.Plan(any_loss, model, optimizer))[1]
+untyped = af.build(af.Plan(any_loss, model, optimizer), state)[1]
 state, report = untyped(state, {"inputs": torch.randn(8, 4)})
-inferred = af.build(state, af.Plan(lambda module, batch: module(batch).mean(), model, optimizer))[1]
+inferred = af.build(af.Plan(lambda module, batch: module(batch).mean(), model, optimizer), state)[1]
 state, report = inferred(state, torch.randn(8, 4))
 found = af.testing.simulate(lambda each: each.rank, world_size=2)
 ranks: list[int] = found
@@ -77,7 +77,7 @@ af.clip("1.0")  # E
 af.clip()  # E
 af.accumulate(2.5)  # E
 af.accumulate("automatic")  # E
-af.build(af.Plan(loss_fn, model, optimizer))  # E
+af.build(state=af.Plan(loss_fn, model, optimizer))  # E
 af.Plan(loss_fn, model)  # E
 af.shard_loader(loader, state, batch="every")  # E
 af.with_amp(16)  # E

@@ -90,7 +90,7 @@ def train(
     state = af.init(device=device) if isinstance(device, str) else device
     model = make_model(dtype)
     plan = af.Plan(loss, model, OPTIMIZERS[optimizer](model.parameters()))
-    state, step = af.build(state, af.compose(af.place(), *transforms)(plan))
+    state, step = af.build(af.compose(af.place(), *transforms)(plan), state)
     batches = make_batches(dtype=dtype)
     if overflows:
         batches[OVERFLOW][0][0, 0] = torch.inf

@@ -15,9 +15,9 @@ def make(device="sim"):
     model = make_model()
     optimizer = OPTIMIZERS["fused"](model.parameters())
     recipe = af.compose(
-        af.place(), af.skip_nonfinite(), af.schedule(lambda number: 0.9**number), af.average(0.9)
+        af.place(), af.skip_nonfinite(), af.schedule(lambda number: 0.9**number), af.ema(0.9)
     )
-    return af.build(af.init(device=device), recipe(af.Plan(loss_fn, model, optimizer)))
+    return af.build(recipe(af.Plan(loss_fn, model, optimizer)), af.init(device=device))
 
 
 def advance(state, step, number):
@@ -34,11 +34,11 @@ def parameters(step):
 def test_a_run_goes_on_from_a_checkpoint_of_the_device_to_the_same_bits(wait, tmp_path):
     state, step = make()
     state = advance(state, step, 3)
-    af.save(tmp_path, state, step, wait=wait)
+    af.save(step, state, tmp_path, wait=wait)
     advance(state, step, 4)
     expected = parameters(step)
     for start, each in ((state, step), make()):  # the first waits for what it writes
-        advance(af.load(tmp_path, start, each), each, 4)
+        advance(af.load(each, start, tmp_path), each, 4)
         found = parameters(each)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -47,9 +47,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_device_to_the_same_bits(wait, tm
 def test_a_checkpoint_moves_between_the_device_and_the_cpu(devices, tmp_path):
     state, step = make(devices[0])
     state = advance(state, step, 3)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     other_state, other = make(devices[1])
-    other_state = af.load(tmp_path, other_state, other)
+    other_state = af.load(other, other_state, tmp_path)
     for each, position in ((step, state), (other, other_state)):
         advance(position, each, 2)
     torch.testing.assert_close(parameters(other), parameters(step), rtol=0, atol=1e-7)
@@ -61,20 +61,20 @@ def test_adapters_move_between_the_device_and_the_cpu(devices, tmp_path):
         model = make_model()
         next(model.parameters()).requires_grad_(False)
         plan = af.place()(af.Plan(loss_fn, model, OPTIMIZERS["fused"](model.parameters())))
-        return af.build(af.init(device=device), plan)
+        return af.build(plan, af.init(device=device))
 
     state, step = adapted(devices[0])
     state = advance(state, step, 3)
-    af.save(tmp_path, state, step, only="trained")
+    af.save(step, state, tmp_path, only="trained")
     other_state, other = adapted(devices[1])
     advance(other_state, other, 1)
-    af.load(tmp_path, other_state, other)
+    af.load(other, other_state, tmp_path)
     found, expected = parameters(other), parameters(step)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with torch.no_grad():
         next(other.plan.model.parameters())[0] += 1
     with pytest.raises(RuntimeError, match="leaves out frozen parameters"):
-        af.load(tmp_path, other_state, other)
+        af.load(other, other_state, tmp_path)
 
 
 @pytest.mark.parametrize("every", [None, 2])
@@ -87,10 +87,10 @@ def test_a_longer_schedule_is_followed_on_the_device_as_on_the_cpu(every, tmp_pa
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
             recipe = af.compose(af.place(), af.skip_nonfinite(), af.schedule(cosine, every=every))
             plan = recipe(af.Plan(loss_fn, model, optimizer))
-            state, step = af.build(af.init(device=device), plan)
+            state, step = af.build(plan, af.init(device=device))
             folder = tmp_path / device
-            state = advance(af.resume(folder, state, step, schedule="program"), step, 4)
-            af.save(folder, state, step)
+            state = advance(af.resume(step, state, folder, schedule="program"), step, 4)
+            af.save(step, state, folder)
         found[device] = {
             **parameters(step),
             "rate": torch.tensor(float(optimizer.param_groups[0]["lr"])),
@@ -101,10 +101,10 @@ def test_a_longer_schedule_is_followed_on_the_device_as_on_the_cpu(every, tmp_pa
 def test_saving_in_the_background_does_not_wait_for_the_parameters(tmp_path):
     state, step = make()
     state = advance(state, step, 3)
-    af.save(tmp_path, state, step, wait=False)
+    af.save(step, state, tmp_path, wait=False)
     state = advance(state, step, 1)
     with recorded() as seen:
-        af.save(tmp_path, state, step, wait=False)
+        af.save(step, state, tmp_path, wait=False)
     places = [each.place for each in seen if each.kind in ("sync", "copy")]
     assert "background.py" not in places  # where a thread waits, by an event
 
@@ -120,8 +120,8 @@ def test_a_save_that_did_not_wait_for_its_copies_would_hold_what_is_not_there(
     monkeypatch.setattr(background, "_copied", without_events)
     state, step = make()
     state = advance(state, step, 3)
-    af.save(tmp_path, state, step, wait=False)
-    af.load(tmp_path, state, step)
+    af.save(step, state, tmp_path, wait=False)
+    af.load(step, state, tmp_path)
     assert any(each.isnan().any() for each in parameters(step).values())
 
 

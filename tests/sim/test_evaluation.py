@@ -12,26 +12,26 @@ def make(device):
     model = make_model()
     model.norm = nn.BatchNorm1d(1).double()  # trained by nobody; its buffers are moved and kept
     plan = af.Plan(loss_fn, model, OPTIMIZERS["fused"](model.parameters()))
-    recipe = af.compose(af.place(), af.accumulate(2), af.clip(0.1), af.average(0.9))
-    state, step = af.build(af.init(device=device), recipe(plan))
+    recipe = af.compose(af.place(), af.accumulate(2), af.clip(0.1), af.ema(0.9))
+    state, step = af.build(recipe(plan), af.init(device=device))
     for batch in make_batches(3):
         state, _ = step(state, batch)
     return state, step
 
 
 def evaluated(state, step):
-    return af.evaluate(step, make_batches(2), state)
+    return af.evaluate(step, state, make_batches(2))
 
 
 def evaluated_average(state, step):
-    with af.use_average(step):
-        return af.evaluate(step, make_batches(2), state)
+    with af.averaged(step):
+        return af.evaluate(step, state, make_batches(2))
 
 
 def predicted(state, step):
     """Rows of tensors and of lists are on the host, whatever the device."""
     rows = lambda model, batch: {"out": model(batch[0]), "items": [*model(batch[0])]}
-    found = af.predict(step, make_batches(2), state, rows)
+    found = af.predict(step, state, make_batches(2), rows)
     assert {each.device.type for each in [found["out"], *found["items"]]} == {"cpu"}
     return found
 
@@ -62,6 +62,6 @@ def test_evaluation_leaves_the_generator_of_the_device_where_it_stood():
     state, step = make("sim")
     before = torch.sim.get_rng_state()
     af.evaluate(
-        step, make_batches(1), state, lambda model, batch: {"drawn": torch.rand_like(batch[0])}
+        step, state, make_batches(1), lambda model, batch: {"drawn": torch.rand_like(batch[0])}
     )
     assert torch.equal(torch.sim.get_rng_state(), before)

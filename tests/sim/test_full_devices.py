@@ -75,7 +75,7 @@ def test_a_batch_that_does_not_fit_is_as_one_that_was_cut_from_the_start(names, 
 def built(*transforms):
     model = make_model()
     plan = af.Plan(forward, model, OPTIMIZERS["fused"](model.parameters()))
-    return af.build(af.init(), af.compose(af.place(), *transforms)(plan))
+    return af.build(af.compose(af.place(), *transforms)(plan), af.init())
 
 
 def parameters(step):

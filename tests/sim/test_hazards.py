@@ -22,7 +22,7 @@ from tests.support.processes import launch
     "transforms",
     [
         [lambda: af.skip_nonfinite(), lambda: af.schedule(lambda number: 0.9**number)],
-        [lambda: af.skip_nonfinite(), lambda: af.average(0.9), lambda: af.clip(0.1)],
+        [lambda: af.skip_nonfinite(), lambda: af.ema(0.9), lambda: af.clip(0.1)],
         [lambda: af.skip_spikes(), lambda: af.accumulate(2)],
     ],
 )
@@ -49,7 +49,7 @@ def on_the_other_device():
 
 @pytest.mark.parametrize("optimizer", ["fused", "foreach"])
 def test_values_are_read_from_the_stream_of_a_device_that_is_not_the_current_one(optimizer):
-    transforms = [af.skip_nonfinite(), af.schedule(lambda number: 0.5**number), af.average(0.9)]
+    transforms = [af.skip_nonfinite(), af.schedule(lambda number: 0.5**number), af.ema(0.9)]
     found, expected = (
         train(device, transforms, optimizer=optimizer, overflows=True)
         for device in (on_the_other_device(), "cpu")
@@ -63,7 +63,7 @@ def test_random_numbers_are_those_of_a_device_that_is_not_the_current_one():
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = af.Plan(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), model, optimizer)
-        state, step = af.build(state, af.compose(af.place(), af.reproducible(4))(plan))
+        state, step = af.build(af.compose(af.place(), af.reproducible(4))(plan), state)
         native.default_generator(1).manual_seed(seed)  # virtual ranks have seeds of their own
         found = []
         for batch in make_batches():
@@ -78,7 +78,7 @@ def test_a_model_that_nobody_places_is_refused():
     model = make_model()
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"place\(\)"):
-        af.build(af.init(), plan)
+        af.build(plan, af.init())
 
 
 def test_ranks_that_the_script_started_keep_their_device_and_tensors_come_back_to_theirs():
@@ -151,7 +151,7 @@ DEVICE_SLEEPS = """
 
     model = make_model()
     plan = af.Plan(sleeping, model, OPTIMIZERS["foreach"](model.parameters()))
-    state, step = af.build(state, af.compose(af.place(), af.wrap_ddp(), af.skip_nonfinite())(plan))
+    state, step = af.build(af.compose(af.place(), af.wrap_ddp(), af.skip_nonfinite())(plan), state)
     for batch in make_batches():
         mark()
         state, _ = step(state, batch)
@@ -186,7 +186,7 @@ def test_embeddings_with_sparse_gradients_are_refused_where_the_device_sums_none
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = af.Plan(lambda model, batch: model(batch).mean(), model, optimizer)
         try:
-            af.build(state, af.compose(af.place(), af.wrap_ddp())(plan))
+            af.build(af.compose(af.place(), af.wrap_ddp())(plan), state)
         except ValueError as error:
             say(error)
         """,
@@ -212,8 +212,8 @@ def waits_of_labels(recipe):
         return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    plan = af.Plan(of_labels, model, optimizer, weight_fn=af.num_labels("labels"))
-    state, step = af.build(af.init(), af.compose(af.place(), recipe)(plan))
+    plan = af.Plan(of_labels, model, optimizer, weight_fn=af.count_labels("labels"))
+    state, step = af.build(af.compose(af.place(), recipe)(plan), af.init())
     waits = []
     for batch in af.prefetch(batches, state):
         before = native.num_kernels()
@@ -233,7 +233,7 @@ def test_a_verdict_is_read_once_however_many_functions_follow_it(optimizer):
     transforms = [
         af.skip_nonfinite(),
         af.schedule(lambda number: 0.9**number),
-        af.average(0.9),
+        af.ema(0.9),
         af.freeze("first", until=2),
     ]
     found = train("sim", transforms, optimizer=optimizer, overflows=True)
@@ -259,7 +259,7 @@ def operations_of(transforms, num_parameters):
         return torch.cat([*model]).sum() * batch.mean()
 
     plan = af.Plan(loss_fn, model, optimizer)
-    state, step = af.build(af.init(), af.compose(af.place(), *transforms)(plan), check_loss=False)
+    state, step = af.build(af.compose(af.place(), *transforms)(plan), af.init(), check_loss=False)
     for _ in range(3):
         with Operations() as seen:
             state, _ = step(state, torch.ones(2))
@@ -267,7 +267,7 @@ def operations_of(transforms, num_parameters):
 
 
 @pytest.mark.parametrize(
-    "transform", [af.clip(0.1), af.clip_value(0.1), af.average(0.9), af.with_amp("fp16")], ids=str
+    "transform", [af.clip(0.1), af.clip_value(0.1), af.ema(0.9), af.with_amp("fp16")], ids=str
 )
 @pytest.mark.parametrize("together", [[], [af.skip_nonfinite()]], ids=["alone", "where_skipped"])
 def test_no_operation_of_a_transform_is_repeated_for_each_parameter(transform, together):
@@ -304,9 +304,9 @@ def test_a_save_in_the_background_pins_its_share_once(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "empty", counted)
     model = make_model()
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state, step = af.build(af.init(), af.place()(plan))
-    af.save(tmp_path, state, step, wait=False)
-    af.load(tmp_path, state, step)
+    state, step = af.build(af.place()(plan), af.init())
+    af.save(step, state, tmp_path, wait=False)
+    af.load(step, state, tmp_path)
     share = sum(each.nbytes for each in model.parameters())
     assert max(pinned) >= share
     assert sum(pinned) < 1.5 * share

@@ -13,7 +13,7 @@ from tests.sim.programs import OPTIMIZERS, STEADY, assert_equal, make_model, tra
 
 EVERY = {
     **TRANSFORMS,
-    "average.uniform": lambda: af.average.uniform(),
+    "average.uniform": lambda: af.swa(),
     "freeze": lambda: af.freeze("first", until=3),
     "ddp": lambda: af.wrap_ddp(),
     "check_replicas": lambda: af.check_replicas(1),

@@ -59,7 +59,7 @@ def train(
         af.skip_nonfinite(),
         af.schedule(lambda number: 0.9**number),
     )
-    state, step = af.build(state, recipe(plan))
+    state, step = af.build(recipe(plan), state)
     loader = make_loader(state, dtype, strategy)
     losses, places, hazards = [], set[str](), []
     for epoch in af.prefetch(loader, state).epochs(2):
@@ -71,12 +71,12 @@ def train(
                 places |= {*waits_in(seen, since=before)}
             hazards += [each.what for each in seen if each.kind == "hazard"]
             losses.append(report.loss)
-    evaluated = float(af.evaluate(step, loader, state)["loss"])
+    evaluated = float(af.evaluate(step, state, loader)["loss"])
     saved = parameters(model)
-    af.save(folder, state, step, extras={"data": loader})
+    af.save(step, state, folder, extras={"data": loader})
     state, _ = step(state, batch)
     changed = parameters(model)
-    af.load(folder, state, step, extras={"data": loader})
+    af.load(step, state, folder, extras={"data": loader})
     return {
         "device": str(state.device),
         "rank": state.rank,
@@ -150,7 +150,7 @@ def train_parts(state: af.DistState, recipe: str) -> dict[str, Any]:
     plan = af.Plan(make_loss(state), model, OPTIMIZERS["foreach"](model.parameters()))
     plan = af.compose(af.place(), RECIPES[recipe](), af.clip(0.5))(plan)
     # A mean of one rank's rows depends on which rows it has: such a loss is refused where it is checked.
-    state, step = af.build(state, plan, check_loss=make_loss is not centred)
+    state, step = af.build(plan, state, check_loss=make_loss is not centred)
     losses = []
     for batch in make_batches():
         part = tuple(each[state.rank :: state.world_size] for each in batch)

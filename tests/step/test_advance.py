@@ -74,7 +74,7 @@ def halving(plan):
 
 TRANSFORMS = {
     "schedule": halving,
-    "average": af.average(0.5),
+    "average": af.ema(0.5),
     "freeze": af.freeze("0", until=3),
     "skip": af.skip_nonfinite(),
     "spikes": af.skip_spikes(window=4),
@@ -107,9 +107,9 @@ def test_ranks_count_updates_alike(recipe):
     def run(state, advances):
         model = ours.regression_model()
         plan = af.compose(recipe, halving)(ours.plan(model=model))
-        state, step = af.build(state, plan, check_loss=False)
+        state, step = af.build(plan, state, check_loss=False)
         for advance in advances:
-            state, _ = step(state, af.part(BATCH, state), advance=advance)
+            state, _ = step(state, af.shard_batch(BATCH, state), advance=advance)
         return ours.whole(dict(model.named_parameters()))
 
     usual, staying = (
@@ -144,9 +144,9 @@ def test_two_steps_on_one_batch_draw_different_masks_under_reproducible():
     def run(state):
         model = Masks()
         plan = af.reproducible(2)(ours.plan(model=model))
-        state, step = af.build(state, plan, check_loss=False)
-        state, _ = step(state, af.part(BATCH, state), advance=False)
-        step(state, af.part(BATCH, state))
+        state, step = af.build(plan, state, check_loss=False)
+        state, _ = step(state, af.shard_batch(BATCH, state), advance=False)
+        step(state, af.shard_batch(BATCH, state))
         return model.seen
 
     (alone,) = simulate(run, world_size=1)
@@ -167,8 +167,8 @@ def test_ranks_in_different_steps_on_one_batch_notice_it(recipe, text):
     """As when one of them caught the error of its loss."""
 
     def run(state):
-        state, step = af.build(state, recipe(ours.plan()), check_loss=False)
+        state, step = af.build(recipe(ours.plan()), state, check_loss=False)
         with pytest.raises(WorldError, match=text):
-            step(replace(state, call=state.rank), af.part(BATCH, state))
+            step(replace(state, call=state.rank), af.shard_batch(BATCH, state))
 
     simulate(run, world_size=2)

@@ -21,9 +21,9 @@ def warned(recipe, model=None, *, world_size=1, num_steps=3):
 
     def run(state):
         mine = made() if model is None else model()
-        state, step = af.build(state, recipe(af.Plan(ours.mse, mine, ours.sgd(mine.parameters()))))
+        state, step = af.build(recipe(af.Plan(ours.mse, mine, ours.sgd(mine.parameters()))), state)
         for _ in range(num_steps):
-            state, _ = step(state, af.part(BATCH, state))
+            state, _ = step(state, af.shard_batch(BATCH, state))
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -108,12 +108,12 @@ def ends(recipe, sizes, make=lambda: Narrow(nn.BatchNorm1d(4)), *, world_size=1)
     def run(state):
         model = make()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         for size in sizes[:-1]:
-            state, _ = step(state, af.part((X[:size], X[:size, :1]), state))
+            state, _ = step(state, af.shard_batch((X[:size], X[:size, :1]), state))
         before = copy.deepcopy(model.state_dict())
         try:
-            step(state, af.part((X[: sizes[-1]], X[: sizes[-1], :1]), state))
+            step(state, af.shard_batch((X[: sizes[-1]], X[: sizes[-1], :1]), state))
         except ValueError as error:
             ours.assert_close(model.state_dict(), before)
             return error
@@ -180,7 +180,7 @@ def test_a_layer_that_thaws_later_is_warned_of_at_the_next_look():
     model = made()
     model[1].eval()
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     state, _ = step(state, BATCH)
     model.train()
     with pytest.warns(UserWarning, match="should have no BatchNorm in training mode"):

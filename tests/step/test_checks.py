@@ -36,7 +36,7 @@ def trained(recipe, world_size, change=lambda model: None, after=lambda model: N
         model = copy.deepcopy(MODEL)
         change(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state, step = af.build(state, recipe(af.Plan(loss, model, optimizer)))
+        state, step = af.build(recipe(af.Plan(loss, model, optimizer)), state)
         after(model)
         for _ in range(3):
             state, _ = step(state, X.tensor_split(state.world_size)[state.rank])
@@ -73,7 +73,7 @@ def test_a_hook_that_one_rank_alone_registers_is_an_error_on_all_ranks():
     def run(state):
         model = copy.deepcopy(MODEL)
         plan = af.wrap_ddp()(af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1)))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         if state.is_main:
             model[0].weight.register_hook(lambda _: None)
         with pytest.raises((ValueError, RuntimeError)) as caught:
@@ -164,7 +164,7 @@ def test_what_micro_batches_of_weight_0_reach_has_a_gradient_of_zeros(recipe, wo
         (x, task, torch.tensor([-100, 2, -100, -100])),
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    plan = af.Plan(masked_mean, model, optimizer, weight_fn=af.num_labels(2))
+    plan = af.Plan(masked_mean, model, optimizer, weight_fn=af.count_labels(2))
     assert_equivalent(plan, recipe(plan), batches, world_sizes=(1, world_size))
 
 
@@ -178,7 +178,7 @@ def test_rows_of_a_sparse_table_that_weigh_nothing_are_updated(recipe, world_siz
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         model,
         torch.optim.SparseAdam(model.parameters(), lr=0.1),
-        weight_fn=af.num_labels(1),
+        weight_fn=af.count_labels(1),
     )
     assert_equivalent(plan, recipe(plan), batches, world_sizes=(1, world_size))
 
@@ -193,10 +193,10 @@ def test_over_shards_gradients_that_are_not_finite_do_not_come_from_micro_batche
             masked_mean,
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            weight_fn=af.num_labels(2),
+            weight_fn=af.count_labels(2),
         )
         own = af.wrap_fsdp(reduce_dtype=reduce_dtype)
-        state, step = af.build(state, af.compose(own, af.accumulate(2))(plan))
+        state, step = af.build(af.compose(own, af.accumulate(2))(plan), state)
         x = torch.ones(4, 3, dtype=model.a.weight.dtype)
         labels = [[-100, -100, 1, 2], [1, 2, -100, -100]][state.rank]
         state, report = step(state, (x, torch.tensor([0, 1, 0, 1]), torch.tensor(labels)))
@@ -245,7 +245,7 @@ def test_a_parameter_that_only_earlier_micro_batches_of_a_rank_reach_is_waited_f
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wrap = af.wrap_ddp(find_unused_parameters=finds_unused)
         recipe = af.compose(wrap, af.accumulate(2)) if size > 1 else af.compose()
-        state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+        state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
         mine = ROWS if state.is_main else ROWS[:0]
         for _ in range(2):
             state, _ = step(state, mine)
@@ -273,7 +273,7 @@ def test_a_parameter_that_only_micro_batches_of_weight_0_reach_is_waited_for_or_
         model = Experts().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plan = af.Plan(weighted, model, optimizer, weight_fn=lambda batch: batch[1].sum())
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.accumulate(2))(plan), state)
         weights = torch.tensor([[0.0], [0.0], [1.0], [1.0]], dtype=torch.float64)
         mine = slice(None) if state.is_main else slice(0)
         step(state, (ROWS[mine], weights[mine]))
@@ -310,7 +310,7 @@ def test_embeddings_with_sparse_gradients_are_refused_by_wrap_fsdp():
 def test_a_parameter_of_no_optimizer_that_is_frozen_after_build_is_named():
     model = copy.deepcopy(MODEL)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"still do so, got 0\.weight"):
         step(state, X)
@@ -359,7 +359,7 @@ def test_a_tensor_outside_of_the_model_is_warned_of_where_a_second_graph_has_it_
     def run(num_steps):
         model = copy.deepcopy(MODEL)
         plan = af.Plan(loss, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state, step = af.build(af.DistState(), plan)
+        state, step = af.build(plan, af.DistState())
         for _ in range(num_steps):
             state, _ = step(state, X)
 
@@ -385,7 +385,7 @@ def test_leaves_that_a_loss_makes_or_a_batch_holds_are_not_warned_of():
     for loss_of, batch in ((loss, X), (equation, points)):
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
         plan = af.Plan(loss_of, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state, step = af.build(af.DistState(), plan)
+        state, step = af.build(plan, af.DistState())
         for _ in range(3):
             state, _ = step(state, batch)
 
@@ -400,7 +400,7 @@ def test_a_loss_without_a_graph_is_refused_in_any_step(first):
         return found.detach() if len(calls) >= first else found
 
     plan = af.Plan(loss, MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.0))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     for _ in range(first - 1):
         state, _ = step(state, X)
     with pytest.raises(ValueError, match="must return a loss with a graph, got one that requires"):

@@ -23,7 +23,7 @@ def stepped(model, loss_fn=ours.mse, recipe=None, batch=BATCH, num_steps=1, **op
     """Train some steps in micro-batches; return what `explain` prints of it."""
     trained = [each for each in model.parameters() if each.requires_grad]
     plan = af.Plan(loss_fn, model, torch.optim.SGD(trained, lr=0.1))
-    state, step = af.build(af.DistState(), (recipe or af.accumulate(2))(plan), **options)
+    state, step = af.build((recipe or af.accumulate(2))(plan), af.DistState(), **options)
     for _ in range(num_steps):
         state, _ = step(state, batch)
     return af.explain(step, state)
@@ -192,9 +192,9 @@ def test_a_count_of_updates_is_not_warned_of_on_ranks(name):
     def run(state):
         model = Keeps(make(), write, read)
         plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for _ in range(3):
-            state, _ = step(state, af.part(BATCH, state))
+            state, _ = step(state, af.shard_batch(BATCH, state))
         return read(model.value)
 
     assert simulate(run, world_size=2) == [3, 3]
@@ -204,8 +204,8 @@ def test_a_figure_of_its_rows_that_a_forward_reads_is_warned_of_on_ranks():
     def run(state):
         model = Keeps(0.0, add_rows, float)
         plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
-        state, step = af.build(state, plan)
-        step(state, af.part(BATCH, state))
+        state, step = af.build(plan, state)
+        step(state, af.shard_batch(BATCH, state))
 
     with pytest.warns(UserWarning, match=r"should write the same in its forward .* got value"):
         simulate(run, world_size=2)
@@ -225,9 +225,9 @@ def test_rows_that_only_ranks_count_and_the_loop_leaves_are_warned_of_in_the_sec
     def run(state):
         model = Counting()
         plan = af.wrap_ddp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for _ in range(3):
-            state, _ = step(state, af.part(BATCH, state))
+            state, _ = step(state, af.shard_batch(BATCH, state))
 
     with pytest.warns(UserWarning, match=r"should write the same .* got seen") as warned:
         simulate(run, world_size=2)
@@ -238,7 +238,7 @@ def test_rows_that_only_ranks_count_and_the_loop_leaves_are_warned_of_in_the_sec
 def test_gradients_by_frequency_are_refused_where_a_batch_is_cut(recipe, world_size):
     def run(state):
         model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True), nn.Linear(3, 1))
-        af.build(state, recipe(af.Plan(ours.mse, model, ours.sgd(model.parameters()))))
+        af.build(recipe(af.Plan(ours.mse, model, ours.sgd(model.parameters()))), state)
 
     with pytest.raises(af.AccelError, match=r"must not scale gradients by how often .* got 0"):
         simulate(run, world_size=world_size)
@@ -275,7 +275,7 @@ def test_a_step_that_is_refused_is_refused_again():
 
     model = ours.regression_model()
     plan = af.accumulate(2)(af.Plan(summed, model, ours.sgd(model.parameters())))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     for _ in range(4):
         with pytest.raises(af.errors.LossError, match="got a sum"):
             step(state, BATCH)
@@ -328,7 +328,7 @@ def trained_on(collate, model, weight_fn, world_size=2):
     def run(state):
         own = copy.deepcopy(model)
         plan = af.wrap_ddp()(af.Plan(token_loss, own, ours.sgd(own.parameters()), weight_fn))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         loader = torch.utils.data.DataLoader(Tokens(), batch_size=12, collate_fn=collate)
         for batch in af.prefetch(af.shard_loader(loader, state), state):
             state, _ = step(state, batch)
@@ -372,7 +372,7 @@ def test_the_number_that_collate_fn_computes_is_named_in_place_of_a_sum(recipe, 
     def run(state, collate, **options):
         model = Reader()
         plan = recipe(af.Plan(loss_by_count, model, ours.sgd(model.parameters()), **options))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         for batch in af.shard_loader(loader, state, collate=collate):
             state, _ = step(state, batch)
         return af.explain(step, state)
@@ -390,5 +390,5 @@ def test_the_number_that_collate_fn_computes_is_named_in_place_of_a_sum(recipe, 
 
 
 def test_a_collate_fn_that_draws_is_compared_by_its_other_tensors():
-    for verdict in trained_on(masked, Reader(), af.num_labels("labels")):
+    for verdict in trained_on(masked, Reader(), af.count_labels("labels")):
         assert "agree, and their gradients" in verdict

@@ -24,12 +24,12 @@ def test_a_model_that_nothing_moves_to_the_accelerator_is_refused(recipe):
         match=r"^build: model must be on cuda:1, the device of the state, got all parameters on the "
         r'CPU; add place\(\), or train there with init\(device="cpu"\)$',
     ):
-        af.build(af.DistState(device="cuda:1"), recipe(plan_on("cpu")))
+        af.build(recipe(plan_on("cpu")), af.DistState(device="cuda:1"))
 
 
 def test_a_model_that_the_user_has_moved_needs_no_place():
     """Meta tensors take the place of an accelerator's: nothing runs."""
-    state, _ = af.build(af.DistState(device="meta"), plan_on("meta"))
+    state, _ = af.build(plan_on("meta"), af.DistState(device="meta"))
     assert state.device == torch.device("meta")
 
 
@@ -37,12 +37,12 @@ def test_a_move_that_makes_new_parameters_is_refused():
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         with pytest.raises(ValueError, match="optimizer must hold parameters of the model alone"):
-            af.build(af.DistState(), af.place()(plan_on("cpu")))
+            af.build(af.place()(plan_on("cpu")), af.DistState())
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 def test_a_state_on_the_cpu_needs_no_place():
-    state, step = af.build(af.DistState(), plan_on("cpu"))
+    state, step = af.build(plan_on("cpu"), af.DistState())
     state, report = step(state, torch.ones(4, 2))
     assert report.loss.isfinite()

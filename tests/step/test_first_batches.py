@@ -20,7 +20,7 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
 
 def built(state, recipe, model):
     plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return af.build(state, recipe(plan))
+    return af.build(recipe(plan), state)
 
 
 def test_a_model_that_an_evaluation_left_in_evaluation_mode_is_warned_of_once():
@@ -58,7 +58,7 @@ def test_equal_batches_on_all_ranks_are_warned_of_once_on_the_main_rank():
 def test_parts_and_empty_batches_are_not_warned_of(batch):
     def run(state):
         state, step = built(state, af.wrap_ddp(), nn.Linear(4, 1).double())
-        step(state, af.part(batch, state))
+        step(state, af.shard_batch(batch, state))
 
     simulate(run, world_size=2)
 
@@ -102,7 +102,7 @@ def test_buffers_that_a_forward_writes_are_warned_of_where_batches_are_cut(
         torch.manual_seed(0)
         state, step = built(state, recipe, Codes(state if reduces else None))
         for _ in range(2):
-            state, _ = step(state, af.part(X, state))
+            state, _ = step(state, af.shard_batch(X, state))
 
     with pytest.warns(UserWarning, match=WRITTEN) as warned:
         simulate(run, world_size=world_size)
@@ -118,7 +118,7 @@ def test_buffers_that_do_not_depend_on_the_cut_are_not_warned_of(recipe, world_s
         model = Codes(state if world_size > 1 else None)
         state, step = built(state, recipe, model)
         for _ in range(2):
-            state, _ = step(state, af.part(X, state))
+            state, _ = step(state, af.shard_batch(X, state))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="step: loss_fn should return the mean")

@@ -65,7 +65,7 @@ def plan_of(loss_fn=loss_fn, frozen=None, **options):
 
 
 def trained(plan, steps=2):
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     for _ in range(steps):
         state, _ = step(state, BATCH)
     return state, step
@@ -146,9 +146,9 @@ def test_forward_evaluate_and_predict_pass_frozen_models_on():
         return loss_fn(model, batch, frozen), {}
 
     for metric_fn in (None, metrics):
-        found = af.evaluate(step, [BATCH], state, metric_fn)
+        found = af.evaluate(step, state, [BATCH], metric_fn)
         assert found["loss"] == pytest.approx(expected, rel=1e-12)
-    found = af.predict(step, [BATCH], state, lambda model, batch, frozen: frozen["vae"](batch[0]))
+    found = af.predict(step, state, [BATCH], lambda model, batch, frozen: frozen["vae"](batch[0]))
     assert torch.equal(found, step.plan.frozen["vae"](X))
 
 
@@ -156,9 +156,16 @@ def test_forward_evaluate_and_predict_pass_frozen_models_on():
     ("recipe", "loss", "world_size"),
     [
         (af.compose(af.wrap_ddp(), af.accumulate(3)), perceptual, 2),
-        (af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn, 2),
+        pytest.param(
+            af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn, 2, marks=pytest.mark.slow
+        ),
         (af.compose(af.wrap_fsdp(frozen=True), af.accumulate(3)), perceptual, 2),
-        (af.wrap_fsdp(frozen=True, reshard_after_forward=False), loss_fn, 3),
+        pytest.param(
+            af.wrap_fsdp(frozen=True, reshard_after_forward=False),
+            loss_fn,
+            3,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ddp", "fsdp", "shards", "whole until the backward"],
 )
@@ -167,12 +174,11 @@ def test_ranks_and_micro_batches_give_the_result_of_one_process(recipe, loss, wo
     assert_equivalent(plan, recipe(plan), batches, world_sizes=(1, world_size), rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [loss_fn, perceptual])
-def test_frozen_models_in_shards_are_shards_between_all_calls(loss):
+def test_frozen_models_in_shards_are_shards_between_all_calls():
     def run(state):
-        plan = af.wrap_fsdp(frozen=True)(plan_of(loss))
-        state, step = af.build(state, plan)
-        batch, found = af.part(BATCH, state), []
+        plan = af.wrap_fsdp(frozen=True)(plan_of(perceptual))
+        state, step = af.build(plan, state)
+        batch, found = af.shard_batch(BATCH, state), []
 
         def note():
             assert all(isinstance(each, DTensor) for each in plan.frozen["vae"].parameters())
@@ -182,15 +188,15 @@ def test_frozen_models_in_shards_are_shards_between_all_calls(loss):
             note()
         found.append(step.forward(state, batch))
         note()
-        found.append(torch.tensor(af.evaluate(step, [batch], state)["loss"]))
+        found.append(torch.tensor(af.evaluate(step, state, [batch])["loss"]))
         note()
-        found.append(af.predict(step, [batch], state, lambda _, b, frozen: frozen["vae"](b[0])))
+        found.append(af.predict(step, state, [batch], lambda _, b, frozen: frozen["vae"](b[0])))
         note()
         return found
 
     def alone(state):
-        state, step = trained(plan_of(loss))
-        figures = step.forward(state, BATCH), af.evaluate(step, [BATCH], state)["loss"]
+        state, step = trained(plan_of(perceptual))
+        figures = step.forward(state, BATCH), af.evaluate(step, state, [BATCH])["loss"]
         return [*figures, step.plan.frozen["vae"](X)]
 
     expected = alone(af.DistState())
@@ -202,7 +208,7 @@ def test_frozen_models_in_shards_are_shards_between_all_calls(loss):
 def test_every_rank_gets_the_frozen_models_of_rank_0():
     def run(state):
         plan = plan_of(frozen={"vae": Encoder(seed=state.rank)})
-        af.build(state, af.wrap_ddp()(plan))
+        af.build(af.wrap_ddp()(plan), state)
         return plan.frozen["vae"].state_dict()
 
     first, *others = simulate(run, world_size=3)
@@ -214,7 +220,7 @@ def test_every_rank_gets_the_frozen_models_of_rank_0():
 def test_ranks_with_other_frozen_models_are_refused():
     def run(state):
         other = nn.Linear(3, 3 + state.rank).double()
-        af.build(state, af.wrap_ddp()(plan_of(ours.mse, {"vae": other})))
+        af.build(af.wrap_ddp()(plan_of(ours.mse, {"vae": other})), state)
 
     with pytest.raises(RuntimeError, match=r"frozen vae.weight \[3, 3\]"):
         simulate(run, world_size=2)
@@ -239,7 +245,7 @@ def test_frozen_models_that_cannot_be_frozen_are_refused(make, text):
     plan = plan_of(ours.mse)
     plan = af.Plan(ours.mse, plan.model, plan.optimizer, frozen=make(plan.model))
     with pytest.raises(PlanError, match=text):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def _of_memory(tensor):
@@ -270,18 +276,18 @@ def test_an_accelerator_needs_place():
     with pytest.raises(
         PlanError, match=r"frozen models must be on meta.*on the CPU; add place\(\)"
     ):
-        af.build(state, plan)
+        af.build(plan, state)
 
 
 def test_place_frozen_must_return_the_model_that_it_got():
     plan = plan_of(place_frozen=(lambda state, model: copy.deepcopy(model),))
     with pytest.raises(ArgumentTypeError, match="place_frozen must return the model"):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def test_a_frozen_model_in_training_mode_is_warned_of_once():
     plan = plan_of()
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     plan.frozen["vae"].train()
     with pytest.warns(UserWarning, match="evaluation mode, got 'vae' in training mode"):
         state, _ = step(state, BATCH)
@@ -292,7 +298,7 @@ def test_a_frozen_model_in_training_mode_is_warned_of_once():
 @pytest.mark.parametrize("write", [lambda p: p.data.mul_(1.1), lambda p: p.fill_(float("nan"))])
 def test_a_frozen_model_that_changes_between_steps_is_warned_of_once(write):
     plan = plan_of(ours.mse)
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     state, _ = step(state, BATCH)
     write(plan.frozen["vae"].blocks[1][0].weight)
     with pytest.warns(UserWarning, match=r"a change between steps in 'vae'.*extras"):
@@ -317,7 +323,7 @@ def test_frozen_models_of_odd_tensors_are_not_warned_of():
 class TestCheckpoints:
     def test_hold_names_shapes_and_hashes_and_no_values(self, tmp_path):
         state, step = trained(plan_of())
-        path = af.save(tmp_path, state, step)
+        path = af.save(step, state, tmp_path)
         manifest = read_manifest(path)
         vae = step.plan.frozen["vae"]
         assert set(manifest.frozen) == {f"frozen/vae/{n}" for n in vae.state_dict()}
@@ -327,14 +333,14 @@ class TestCheckpoints:
 
     def test_are_those_of_any_world_size(self, tmp_path):
         def run(state):
-            state, step = af.build(state, af.wrap_fsdp(frozen=True)(plan_of()))
+            state, step = af.build(af.wrap_fsdp(frozen=True)(plan_of()), state)
             for _ in range(2):
-                state, _ = step(state, af.part(BATCH, state))
-                af.save(tmp_path, state, step)
+                state, _ = step(state, af.shard_batch(BATCH, state))
+                af.save(step, state, tmp_path)
 
         simulate(run, world_size=2)
-        state, step = af.build(af.DistState(), plan_of())
-        assert af.load(tmp_path, state, step).step == 2
+        state, step = af.build(plan_of(), af.DistState())
+        assert af.load(step, state, tmp_path).step == 2
 
     @pytest.mark.parametrize(
         ("frozen", "text"),
@@ -350,29 +356,29 @@ class TestCheckpoints:
     )
     def test_of_other_frozen_models_are_refused(self, tmp_path, frozen, text):
         state, step = trained(plan_of())
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         other = plan_of(lambda model, batch: ours.mse(model, batch), frozen)
-        state, step = af.build(af.DistState(), other)
+        state, step = af.build(other, af.DistState())
         with pytest.raises(CheckpointError, match=f"(?s){text}"):
-            af.load(tmp_path, state, step)
+            af.load(step, state, tmp_path)
 
     def test_refuse_a_change_since_the_last_one(self, tmp_path):
         state, step = trained(plan_of(ours.mse))
-        af.save(tmp_path, state, step)
-        af.save(tmp_path / "again", state, step)
+        af.save(step, state, tmp_path)
+        af.save(step, state, tmp_path / "again")
         step.plan.frozen["vae"].first.weight.data.mul_(2)
         with pytest.raises(
             ArgumentError, match=r"save: frozen models must stay as they are.*extras"
         ):
-            af.save(tmp_path, state, step)
+            af.save(step, state, tmp_path)
 
     def test_of_several_steps_know_the_models_of_each(self, tmp_path):
         state, one = trained(plan_of())
         _, other = trained(plan_of(frozen={"vae": Encoder(seed=1)}))
-        path = af.save(tmp_path, state, {"one": one, "other": other})
+        path = af.save({"one": one, "other": other}, state, tmp_path)
         names = read_manifest(path).frozen
         assert {"frozen@one/vae/shift", "frozen@other/vae/shift"} < {*names}
-        assert af.load(tmp_path, state, {"one": one, "other": other}).step == state.step
+        assert af.load({"one": one, "other": other}, state, tmp_path).step == state.step
 
     def test_no_optimizer_has_the_name_of_their_entries(self):
         model = ours.regression_model()
@@ -395,8 +401,8 @@ def test_estimate_counts_frozen_models():
         "make_batch": lambda: (torch.zeros(12, 3), torch.zeros(12, 1)),
         "loss_fn": lambda model, batch: ours.mse(model, batch),
     }
-    [without] = af.estimate_memory(lambda: nn.Linear(3, 1), **options)
-    [found] = af.estimate_memory(
+    [without] = af.contrib.estimate.estimate_memory(lambda: nn.Linear(3, 1), **options)
+    [found] = af.contrib.estimate.estimate_memory(
         lambda: nn.Linear(3, 1),
         make_batch=options["make_batch"],
         loss_fn=lambda model, batch, frozen: ours.mse(
@@ -411,4 +417,6 @@ def test_estimate_counts_frozen_models():
     with pytest.raises(
         ArgumentTypeError, match="make_frozen must give a mapping of names to models"
     ):
-        af.estimate_memory(lambda: nn.Linear(3, 1), make_frozen=lambda: nn.Linear(1, 1))
+        af.contrib.estimate.estimate_memory(
+            lambda: nn.Linear(3, 1), make_frozen=lambda: nn.Linear(1, 1)
+        )

@@ -272,7 +272,7 @@ def test_named_gives_the_parameters_that_have_a_gradient():
     def loss_fn(model, batch):
         return (model["used"](batch) + model["frozen"](batch)).square().mean()
 
-    state, step = af.build(af.DistState(), af.Plan(loss_fn, model, optimizer))
+    state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     _, grads, _ = step.grads(state, torch.ones(4, 3).double())
     expected = [("used.bias", model["used"].bias), ("used.weight", model["used"].weight)]
     for each in (grads, grads.scaled(2.0), grads.scaled(2.0).map(torch.neg)):

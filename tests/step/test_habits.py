@@ -91,7 +91,7 @@ def loop(make, given, *, every=None, beside=None, num_steps=6):
         scheduler = make(optimizer)
         recipe = af.schedule(given(scheduler), every=every)
         plan = af.Plan(ours.mse, model, optimizer)
-        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), recipe)(plan), state)
         for _ in range(num_steps):
             state, report = step(state, BATCH)
             if beside is not None:
@@ -152,12 +152,12 @@ def test_a_resumed_schedule_is_not_warned_of(tmp_path):
             model = ours.regression_model()
             optimizer = ours.sgd(model.parameters())
             plan = af.schedule(exponential(optimizer))(af.Plan(ours.mse, model, optimizer))
-            new, step = af.build(state, plan)
-            new = af.resume(tmp_path, new, step)
+            new, step = af.build(plan, state)
+            new = af.resume(step, new, tmp_path)
             new, _ = step(new, BATCH)
-            af.save(tmp_path, new, step)
+            af.save(step, new, tmp_path)
             new, _ = step(new, BATCH)
-            new = af.load(tmp_path, new, step)
+            new = af.load(step, new, tmp_path)
             step(new, BATCH)
 
     assert warned(run) == []
@@ -172,7 +172,7 @@ def test_parameters_that_ranks_would_wait_for_are_warned_of_once_on_one_process(
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
     wrap = af.wrap_ddp(find_unused_parameters=True) if finds else af.wrap_ddp()
-    state, step = af.build(af.DistState(), wrap(plan))
+    state, step = af.build(wrap(plan), af.DistState())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -76,7 +76,7 @@ def test_other_names_on_another_rank_are_refused_on_all(recipe, step):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-        state, train = af.build(state, recipe(plan), check_loss=False)
+        state, train = af.build(recipe(plan), state, check_loss=False)
         batch = (torch.full((2, 3), float(state.rank)).double(), torch.ones(2, 1).double())
         for _ in range(step - 1):
             state, _ = train(state, batch)
@@ -116,7 +116,7 @@ def test_metrics_of_the_wrong_kind_are_refused_on_all_ranks(name):
             model,
             ours.adamw(model.parameters()),
         )
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         rows = 0 if state.rank else 2
         batch = (torch.ones(rows, 3).double(), torch.ones(rows, 1).double())
         with pytest.raises(af.errors.LossError, match=words):
@@ -132,7 +132,7 @@ def test_names_that_differ_between_micro_batches_are_refused():
 
     model = ours.regression_model()
     plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     inputs = torch.tensor([[0.0] * 3, [1.0] * 3]).double()
     with pytest.raises(af.errors.LossError, match=r"\[\] at first, got \['big'\]"):
         step(state, (inputs, torch.ones(2, 1).double()))

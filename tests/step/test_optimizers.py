@@ -61,6 +61,7 @@ def test_every_fused_optimizer_has_a_row():
     assert fused == {row.kind for row in ROWS.values() if row.options.get("fused")}
 
 
+@pytest.mark.slow
 def test_page_holds_the_table_of_this_torch():
     _, written, _ = split_page(PAGE.read_text(encoding="utf-8"))
     assert written.strip() == table().strip(), (
@@ -76,7 +77,7 @@ def test_closure_is_refused_before_anything_is_trained():
         match=r"build: optimizer must update from gradients alone, got LBFGS, whose step evaluates "
         r"the loss again; use another, or step\.grads in a loop of your own",
     ):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def test_gradient_function_gives_a_second_order_optimizer_its_graph():
@@ -92,7 +93,7 @@ def test_gradient_function_gives_a_second_order_optimizer_its_graph():
         optimizer.step()
 
     plan = af.Plan(mse, model, torch_optimizer.Adahessian(model.parameters()))
-    state, step = af.build(af.DistState(), with_graph(plan))
+    state, step = af.build(with_graph(plan), af.DistState())
     torch.manual_seed(0)
     for batch in batches(torch.float64):
         state, _ = step(state, batch)

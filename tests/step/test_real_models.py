@@ -104,17 +104,17 @@ def trained(name, dtype, loss_of):
             return F.cross_entropy(getattr(found, "logits", found), batch["y"])
         return model(input_ids=batch["x"], labels=batch["x"]).loss
 
-    weights = {"text": af.num_labels("x", shift=1), "all of the text": af.num_labels("x")}
+    weights = {"text": af.count_labels("x", shift=1), "all of the text": af.count_labels("x")}
     plan = af.Plan(
         loss_of(plain),
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
-        weights.get(kind, af.num_samples),
+        weights.get(kind, af.count_samples),
     )
     recipe = af.accumulate(2)
     if dtype == torch.bfloat16:
         recipe = af.compose(recipe, af.with_amp("bf16"))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -47,7 +47,7 @@ def test_another_reduction_is_refused_on_every_rank(cut, case):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), reduction=reduction)
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         with pytest.raises(af.errors.LossError, match=words):
             step(state, parts[state.rank][0])
 
@@ -69,7 +69,7 @@ def test_the_first_global_batch_of_two_samples_is_compared(recipe, sizes):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(summed, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         for size in sizes[:-1]:
             state, _ = step(state, ours.rows(BATCH, 0, size[state.rank]))
         with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
@@ -87,7 +87,7 @@ def test_single_samples_of_ranks_are_joined_in_any_structure(of):
     def run(state):
         model = nn.Linear(3, 1).double()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)[state.rank :][:1]
         with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
             step(state, of((x, x[:, :1])))
@@ -104,7 +104,7 @@ def test_a_batch_that_cannot_be_compared_is_followed_by_others():
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_ddp()(plan))
+        state, step = af.build(af.wrap_ddp()(plan), state)
         state, _ = step(state, ours.rows(BATCH, 0, 3))
         assert "could not be compared" in af.explain(step, state)
         assert "ValueError: too short" in af.explain(step, state)
@@ -130,7 +130,7 @@ def test_parts_without_items_are_left_out():
     plan = af.Plan(
         loss_fn, model, ours.sgd(model.parameters()), weight_fn=lambda batch: batch[1].sum()
     )
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     for batch in batches:
         state, _ = step(state, batch)
         if batch is not batches[-1]:
@@ -150,7 +150,7 @@ def test_what_is_neither_is_warned_of_on_the_main_rank(recipe, world_size):
 
     def run(state):
         model = ours.regression_model()
-        state, step = af.build(state, recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+        state, step = af.build(recipe(af.Plan(loss_fn, model, ours.sgd(model.parameters()))), state)
         step(state, parts[state.rank][0])
         return af.explain(step, state).splitlines()[-1]
 
@@ -171,7 +171,7 @@ def test_a_loss_whose_batches_the_user_cuts_is_described_without_a_warning():
 
     model = ours.regression_model()
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate(split=lambda batch: [batch])(plan))
+    state, step = af.build(af.accumulate(split=lambda batch: [batch])(plan), af.DistState())
     step(state, BATCH)  # a warning would be an error
     assert "is neither a mean nor a sum" in af.explain(step, state)
 
@@ -199,7 +199,7 @@ def test_a_batch_that_is_never_cut_is_not_compared():
 def test_a_list_is_a_batch_or_holds_microbatches(recipe, batch):
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     step(state, batch)
     assert "check      the loss is a mean over the items" in af.explain(step, state)
 
@@ -244,10 +244,10 @@ def test_shifted_labels_are_counted_without_the_first_of_each_row(world_size, nu
 
     def run(state):
         model = ours.token_model()
-        weight_fn = af.num_labels("labels", shift=1)
+        weight_fn = af.count_labels("labels", shift=1)
         plan = af.Plan(causal_loss, model, ours.sgd(model.parameters()), weight_fn)
         recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         rows = torch.arange(6).tensor_split(world_size)[state.rank]
         state, report = step(state, {name: each[rows] for name, each in batch.items()})
         return float(report.loss), model.state_dict()
@@ -275,10 +275,10 @@ def test_labels_count_as_much_as_their_classes_weigh(world_size, num_microbatche
 
     def run(state):
         model = ours.token_model()
-        weight_fn = af.num_labels("labels", shift=shift, class_weight=CLASS_WEIGHT)
+        weight_fn = af.count_labels("labels", shift=shift, class_weight=CLASS_WEIGHT)
         plan = af.Plan(weighted_loss, model, ours.sgd(model.parameters()), weight_fn)
         recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         rows = torch.arange(6).tensor_split(world_size)[state.rank]
         mine = {name: batch[name][rows] for name in ("inputs", "labels")} | {"shift": shift}
         for _ in range(2):
@@ -298,8 +298,8 @@ def test_a_loss_over_one_label_a_sample_is_compared():
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
     model = nn.Linear(3, 3).double()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn=af.num_labels(1))
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn=af.count_labels(1))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
         step(state, (INPUTS, labels))
 
@@ -313,9 +313,9 @@ def test_a_loss_over_one_label_a_sample_is_compared():
 )
 def test_another_shift_is_refused(loss_fn, shift, words):
     model = ours.token_model()
-    weight_fn = af.num_labels("labels", shift=shift)
+    weight_fn = af.count_labels("labels", shift=shift)
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn)
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     with pytest.raises(af.errors.LossError, match=words):
         step(state, causal_batch())
 
@@ -324,8 +324,8 @@ def test_another_shift_is_refused(loss_fn, shift, words):
 def test_evaluate_gives_the_mean_over_items_of_a_sum(metric_fn):
     model = ours.regression_model()
     plan = af.Plan(summed, model, ours.sgd(model.parameters()), reduction="sum")
-    state, step = af.build(af.DistState(), plan)
-    found = af.evaluate(step, [BATCH, ours.rows(BATCH, 0, 3)], state, metric_fn)
+    state, step = af.build(plan, af.DistState())
+    found = af.evaluate(step, state, [BATCH, ours.rows(BATCH, 0, 3)], metric_fn)
     total = summed(model, BATCH) + summed(model, ours.rows(BATCH, 0, 3))
     assert found["loss"] == pytest.approx(float(total.detach()) / 11, rel=1e-12)
 
@@ -335,11 +335,11 @@ def test_bad_arguments_are_refused():
     with pytest.raises(af.AccelError, match='reduction must be "mean" or "sum", got \'none\''):
         af.Plan(ours.mse, model, ours.sgd(model.parameters()), reduction="none")
     with pytest.raises(af.AccelError, match="shift must be an integer >= 0, got -1"):
-        af.num_labels("labels", shift=-1)
+        af.count_labels("labels", shift=-1)
     with pytest.raises(af.AccelError, match="shift must be an integer >= 0, got True"):
-        af.num_labels("labels", shift=True)
+        af.count_labels("labels", shift=True)
     with pytest.raises(af.AccelError, match=r"lead to labels \[num_samples, length, ...\]"):
-        af.num_labels("labels", shift=1)({"labels": torch.ones(3)})
+        af.count_labels("labels", shift=1)({"labels": torch.ones(3)})
     with pytest.raises(af.errors.PlanError, match="local_sgd must train on a mean"):
         trained([[BATCH], [BATCH]], af.local_sgd(2), reduction="sum")
 
@@ -350,7 +350,7 @@ def stepped(loss_fn, recipe, parts, num_steps=1, **options):
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         for _ in range(num_steps):
             state, _ = step(state, parts[state.rank][0])
         return af.explain(step, state).splitlines()[-1]
@@ -365,7 +365,7 @@ def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_s
 
     model = ours.regression_model()
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     state, _ = step(state, BATCH)
     with pytest.warns(UserWarning, match="got one in batch 2 that is neither a mean nor a sum"):
         step(state, (BATCH[0] + 10, BATCH[1]))
@@ -489,7 +489,7 @@ def test_recomputed_blocks_get_the_draws_of_their_forward(wrapped):
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(3, 1).double())
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.accumulate(2)(plan))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
     step(state, BATCH)
     assert "those of its parts agree, and their gradients" in af.explain(step, state)
 
@@ -502,7 +502,7 @@ def test_a_loss_of_the_whole_batch_by_collectives_is_not_warned_of():
 
         model = ours.regression_model()
         plan = af.wrap_ddp()(af.Plan(loss_fn, model, ours.sgd(model.parameters())))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         step(state, ours.dealt_evenly([BATCH], 2)[state.rank][0])
         return af.explain(step, state).splitlines()[-1]
 
@@ -514,7 +514,7 @@ def test_each_term_is_compared():
     def loss_fn(model, batch):
         return {"good": ours.mse(model, batch), "bad": summed(model, batch)}
 
-    weight_fn = dict.fromkeys(("good", "bad"), af.num_samples)
+    weight_fn = dict.fromkeys(("good", "bad"), af.count_samples)
     with pytest.warns(UserWarning, match="neither.*of the term 'bad' parts give"):
         stepped(loss_fn, af.accumulate(2), [[BATCH]], weight_fn=weight_fn)
 

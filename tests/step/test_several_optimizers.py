@@ -18,7 +18,7 @@ EVEN = [
     [
         af.reproducible(4),
         af.compose(af.wrap_ddp(), af.accumulate("auto")),
-        af.compose(af.wrap_ddp(), af.average(0.9), af.check_replicas(1), af.skip_nonfinite()),
+        af.compose(af.wrap_ddp(), af.ema(0.9), af.check_replicas(1), af.skip_nonfinite()),
     ],
     ids=["reproducible", "auto", "average"],
 )
@@ -35,7 +35,7 @@ def test_one_overflow_skips_all_of_them(fused):
     optimizers = split(model, fused=fused)
     plan = af.Plan(ours.mse, model, optimizers)
     recipe = af.compose(af.with_amp("fp16", init_scale=2.0**10), af.schedule(halved))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     batches = [tuple(each.float() for each in batch) for batch in EVEN]
     state, report = step(state, batches[0])
     assert report.applied
@@ -59,7 +59,7 @@ def test_a_schedule_moves_the_optimizer_that_it_names():
     recipe = af.compose(
         af.schedule(scheduler, optimizer="matrices"), af.schedule(halved, optimizer="rest")
     )
-    state, step = af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizers)))
+    state, step = af.build(recipe(af.Plan(ours.mse, model, optimizers)), af.DistState())
     for batch in EVEN[:2]:
         state, _ = step(state, batch)
     rates = [each.param_groups[0]["lr"] for each in optimizers.values()]
@@ -124,7 +124,7 @@ def test_optimizers_that_overlap_are_refused():
     }
     words = "must hold different parameters.* got 0.weight in 'all' and 'first'; give it to one"
     with pytest.raises(af.errors.PlanError, match=words):
-        af.build(af.DistState(), af.Plan(ours.mse, model, optimizers))
+        af.build(af.Plan(ours.mse, model, optimizers), af.DistState())
 
 
 def test_schedules_of_unknown_or_other_optimizers_are_refused():
@@ -139,4 +139,4 @@ def test_schedules_of_unknown_or_other_optimizers_are_refused():
         af.schedule(scheduler, optimizer="rest")(plan)
     both = af.compose(af.schedule(halved), af.schedule(halved, optimizer="rest"))
     with pytest.raises(af.errors.PlanError, match="name different optimizers"):
-        af.build(af.DistState(), both(plan))
+        af.build(both(plan), af.DistState())

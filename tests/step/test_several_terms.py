@@ -27,10 +27,10 @@ def trained(state, *transforms, found=FIXED, loss_fn=terms, dtype=torch.float64)
     """Train on equal parts; return the model and the reports."""
     model = Detector(dtype)
     plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()), WEIGHTS)
-    state, step = af.build(state, af.compose(*transforms)(plan))
+    state, step = af.build(af.compose(*transforms)(plan), state)
     reports = []
     for inputs, *masks in found:
-        state, report = step(state, af.part((inputs.to(dtype), *masks), state))
+        state, report = step(state, af.shard_batch((inputs.to(dtype), *masks), state))
         reports.append(report)
     return model, reports
 
@@ -157,9 +157,9 @@ def test_terms_may_have_tables_with_sparse_gradients():
     def run(state):
         model = Tables()
         plan = af.Plan(terms, model, torch.optim.SGD(model.parameters(), lr=0.1), WEIGHTS)
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.accumulate(2))(plan), state)
         for batch in FIXED:
-            state, _ = step(state, af.part(batch, state))
+            state, _ = step(state, af.shard_batch(batch, state))
         return model.state_dict()
 
     for found in simulate(run, world_size=2):
@@ -182,14 +182,14 @@ def test_metrics_beside_terms_are_sums_over_counts():
 def built(state, loss_fn):
     model = Detector()
     plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()), WEIGHTS)
-    return af.build(state, af.compose(af.wrap_ddp(), af.accumulate(2))(plan))
+    return af.build(af.compose(af.wrap_ddp(), af.accumulate(2))(plan), state)
 
 
 def evaluated(state, batch, loss_fn=with_metrics, metric_fn=None):
     state, step = built(state, loss_fn)
     data = list(zip(*batch, strict=True))
     loader = af.shard_loader(DataLoader(data, batch_size=3), state)
-    return af.evaluate(step, loader, state, metric_fn)
+    return af.evaluate(step, state, loader, metric_fn)
 
 
 @pytest.mark.parametrize("metric_fn", [None, with_metrics], ids=["loss_fn", "metric_fn"])

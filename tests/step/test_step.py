@@ -137,7 +137,7 @@ def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
     model = ours.regression_model()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=0.1)
-    state, step = af.build(af.DistState(), af.clip(1.0)(af.Plan(ours.mse, model, optimizer)))
+    state, step = af.build(af.clip(1.0)(af.Plan(ours.mse, model, optimizer)), af.DistState())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     _, grads, _ = step.grads(state, BATCH)
     assert len(grads.tensors) == 2
@@ -152,7 +152,7 @@ def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
 def test_a_step_names_its_plan():
     _, step, _ = built(af.clip(2.0))
     assert repr(step) == (
-        "Step(Plan(mse, Sequential, SGD, weight_fn=num_samples, gradients=[clip(2.0)]))"
+        "Step(Plan(mse, Sequential, SGD, weight_fn=count_samples, gradients=[clip(2.0)]))"
     )
 
 
@@ -190,7 +190,7 @@ def test_parameters_that_a_move_has_replaced_are_no_longer_the_optimizers():
     """To the meta device, torch makes new parameters; to an accelerator it keeps them."""
     plan = af.place()(ours.plan(optimizer=ours.adamw))
     with pytest.raises(ValueError, match="or make the optimizer after what replaces parameters"):
-        af.build(af.DistState(device="meta"), plan)
+        af.build(plan, af.DistState(device="meta"))
 
 
 @pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_a_step_on_an_accelerator_is_the_step_on_the_cpu(precision):
         model = ours.regression_model().float()
         plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
         recipe = af.compose(af.place(), af.with_amp(precision), af.accumulate(2), af.clip(1.0))
-        state, step = af.build(af.init(device=device), recipe(plan))
+        state, step = af.build(recipe(plan), af.init(device=device))
         for _ in range(5):
             state, report = step(state, tuple(value.float() for value in BATCH))
         losses.append(float(report.loss))
@@ -243,9 +243,9 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
         af.skip_nonfinite(),
         af.schedule(falling),
         af.schedule(patient, metric=lambda report: 1.0),
-        af.average(0.9),
+        af.ema(0.9),
     )
-    state, step = af.build(af.init(device=device), recipe(plan))
+    state, step = af.build(recipe(plan), af.init(device=device))
     batches = [tuple(value.float().to(device) for value in BATCH) for _ in range(30)]
     batches[7][0].fill_(float("inf"))
     state, _ = step(state, batches[0])  # makes the momenta
@@ -260,7 +260,7 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
     mean = weights[0]
     for weight in [*weights[1:8], *weights[9:]]:  # all but the skipped update
         mean = 0.9 * mean + 0.1 * weight
-    with af.use_average(step):
+    with af.averaged(step):
         torch.testing.assert_close(model[0].weight.detach(), mean, rtol=1e-4, atol=1e-5)
     rate = float(plan.optimizer.param_groups[0]["lr"])
     assert rate == pytest.approx(0.01 * 0.99**30, rel=1e-5)

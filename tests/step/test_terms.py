@@ -21,7 +21,7 @@ def plan(loss_fn=terms, weight_fn=WEIGHTS, **options):
 
 def trained(state, loss_fn, *transforms, weight_fn=WEIGHTS):
     """Train on one batch of four samples a rank; return the report."""
-    state, step = af.build(state, af.compose(*transforms)(plan(loss_fn, weight_fn)))
+    state, step = af.build(af.compose(*transforms)(plan(loss_fn, weight_fn)), state)
     return step(state, a_batch([1, 0, 2, 0], [0, 1, 1, 0]))[1]
 
 
@@ -54,7 +54,7 @@ def test_a_plan_refuses_a_sum_of_terms():
 
 
 def test_a_plan_copies_the_mapping_and_prints_it():
-    given = {"cls": af.num_labels("labels"), "box": af.num_samples}
+    given = {"cls": af.count_labels("labels"), "box": af.count_samples}
     made = plan(weight_fn=given)
     given.clear()
     assert made.terms == ("cls", "box")
@@ -150,7 +150,7 @@ def refused(loss_fn, wrap, first=0):
             is_broken = state.rank == 1 and sum(steps) > first
             return (loss_fn if is_broken else terms)(model, batch)
 
-        state, step = af.build(state, wrap(plan(of_rank)), check_loss=False)
+        state, step = af.build(wrap(plan(of_rank)), state, check_loss=False)
         for _ in range(first):
             state, _ = step(state, a_batch([1, 2], [1, 1]))
         with pytest.raises(LossError) as raised:
@@ -192,7 +192,7 @@ def test_wrap_fsdp_refuses_terms_that_are_other_on_one_rank_on_all(loss_fn, text
 def test_a_dict_without_a_mapping_of_weights_is_refused():
     text = "0-dim floating-point tensor, got dict; give a weight_fn for each, Plan(..., weight_fn={name: "
     with pytest.raises(LossError, match=re.escape(text)):
-        trained(af.DistState(), terms, weight_fn=af.num_samples)
+        trained(af.DistState(), terms, weight_fn=af.count_samples)
 
 
 @pytest.mark.parametrize(
@@ -211,18 +211,18 @@ def test_metrics_beside_terms_are_pairs_with_names_of_their_own(metrics, text):
 
 
 def test_evaluate_refuses_other_terms():
-    state, step = af.build(af.DistState(), plan(missing))
+    state, step = af.build(plan(missing), af.DistState())
     with pytest.raises(
         LossError, match=re.escape("evaluate: loss_fn must return terms ['box', 'cls']")
     ):
-        af.evaluate(step, [FIXED[0]], state)
+        af.evaluate(step, state, [FIXED[0]])
     with pytest.raises(
         LossError, match=re.escape("evaluate: metric_fn must return terms ['box', ")
     ):
-        af.evaluate(step, [FIXED[0]], state, lambda model, batch: (missing(model, batch), {}))
+        af.evaluate(step, state, [FIXED[0]], lambda model, batch: (missing(model, batch), {}))
     with pytest.raises(LossError, match="evaluate: metric_fn must return metric 'error' as a pair"):
         af.evaluate(
-            step, [FIXED[0]], state, lambda model, batch: (terms(model, batch), {"error": 1.0})
+            step, state, [FIXED[0]], lambda model, batch: (terms(model, batch), {"error": 1.0})
         )
 
 
@@ -248,13 +248,13 @@ def test_evaluate_refuses_other_terms():
 )
 def test_what_cannot_be_exact_is_refused_in_build(transform, world_size, text):
     with pytest.raises(PlanError, match=re.escape(text)):
-        simulate(lambda state: af.build(state, transform(plan())), world_size=world_size)
+        simulate(lambda state: af.build(transform(plan()), state), world_size=world_size)
 
 
 def test_ranks_with_other_terms_are_refused():
     def run(state):
         names = {"cls": len, "mask" if state.rank else "box": len}
-        af.build(state, af.wrap_ddp()(plan(weight_fn=names)))
+        af.build(af.wrap_ddp()(plan(weight_fn=names)), state)
 
     with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
         simulate(run, world_size=2)

@@ -24,9 +24,9 @@ def growing_mean(averaged, current, num_averaged):
 
 
 RULES = {
-    "a function of the count": (af.average(growing), growing_mean),
-    "exponential": (af.average(0.9), swa_utils.get_ema_multi_avg_fn(0.9)),
-    "uniform": (af.average.uniform(), mean_so_far),
+    "a function of the count": (af.ema(growing), growing_mean),
+    "exponential": (af.ema(0.9), swa_utils.get_ema_multi_avg_fn(0.9)),
+    "uniform": (af.swa(), mean_so_far),
 }
 
 each_rule = pytest.mark.parametrize(("recipe", "theirs"), RULES.values(), ids=RULES)
@@ -34,7 +34,7 @@ each_rule = pytest.mark.parametrize(("recipe", "theirs"), RULES.values(), ids=RU
 
 def means(step):
     """Copy the parameters that `use_average` shows."""
-    with af.use_average(step):
+    with af.averaged(step):
         return {name: value.clone() for name, value in step.plan.model.state_dict().items()}
 
 
@@ -57,5 +57,5 @@ def by_hand(batches, theirs, num_warmup=0):
 def make(recipe, state=None, model=None):
     model = model or ours.regression_model()
     return af.build(
-        state or af.DistState(), recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
+        recipe(af.Plan(ours.mse, model, ours.adamw(model.parameters()))), state or af.DistState()
     )

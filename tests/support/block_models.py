@@ -67,7 +67,7 @@ def train(state, recipe, *, model=None, loss_fn=ours.mse, optimizer=ours.adamw, 
     if before is not None:
         before(model, made)
     plan = recipe(af.Plan(loss_fn, model, made))
-    state, step = af.build(state, plan, check_loss=False)
+    state, step = af.build(plan, state, check_loss=False)
     for batch in batches():
         state, _ = step(state, part(batch, state))
     return model, made, step, state

@@ -53,7 +53,7 @@ def plain_sgd(parameters):
 
 
 def run(plan, batches):
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     reports = []
     for batch in batches:
         state, report = step(state, batch)

@@ -104,14 +104,14 @@ def built(state, make, wrap, k, length, optimizer=sgd):
     optimizer = optimizer(model.parameters())
     skip = af.skip_nonfinite() if wrap != "local_sgd" else af.compose()
     recipe = af.compose(WRAPS[wrap](), af.accumulate(k), skip, af.schedule(make(optimizer, length)))
-    return af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+    return af.build(recipe(af.Plan(ours.mse, model, optimizer)), state)
 
 
 def go_on(state, step, batches):
     rates = []
     for batch in batches:
         rate = float(step.plan.optimizer.param_groups[0]["lr"])
-        state, report = step(state, af.part(batch, state))
+        state, report = step(state, af.shard_batch(batch, state))
         rates += [rate] if report.applied else []
     return state, rates
 

@@ -45,14 +45,14 @@ def learned(
     for rank in ranks:
         for what in WHATS:
             now = what, rank
-            mine = 3 if now == ("batch", state.rank) else af.part(batch, state)
+            mine = 3 if now == ("batch", state.rank) else af.shard_batch(batch, state)
             try:
                 state, report = step(state, mine)
                 found.append(report.extras["stop"])
             except Exception as error:
                 found.append("another rank could not" not in str(error))
         now = "", 0
-        state, report = step(state, af.part(batch, state))
+        state, report = step(state, af.shard_batch(batch, state))
         assert report.extras["stop"] is False
     return found, ours.whole(step.plan.model.state_dict())
 

@@ -209,7 +209,7 @@ def trained(
 
     def run(state: af.DistState) -> list[Tensor]:
         model, optimizer = started[state.rank]
-        state, step = af.build(state, recipe(af.Plan(mse, model, optimizer)))
+        state, step = af.build(recipe(af.Plan(mse, model, optimizer)), state)
         for batch in parts[state.rank]:
             state, _ = step(state, batch)
         return list(model.parameters())
@@ -278,7 +278,7 @@ def check_skip(row: Row, before: list[Batch], bad: Batch, after: list[Batch]) ->
     """Train around one bad batch, against a loop by hand that leaves it out."""
     model, optimizer = row.start(torch.float32)
     recipe = af.with_amp("fp16", init_scale=INIT_SCALE)
-    state, step = af.build(af.DistState(), recipe(af.Plan(mse, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(mse, model, optimizer)), af.DistState())
     for batch in before:
         state, report = step(state, batch)
         assert report.applied

@@ -74,12 +74,12 @@ def check_checkpoint(row: Row, wrap: af.Transform) -> None:
         mine = parts[state.rank]
         first, second = [each[state.rank] for each in started]
         _, now, step = go(state, recipe, first, mine[:NUM_BEFORE])
-        af.save(folder, now, step)
+        af.save(step, now, folder)
         for batch in mine[NUM_BEFORE:]:
             now, _ = step(now, batch)
         expected = held(*first)
-        now, step = af.build(state, recipe(af.Plan(mse, *second)))
-        now = af.load(folder, now, step)
+        now, step = af.build(recipe(af.Plan(mse, *second)), state)
+        now = af.load(step, now, folder)
         for batch in mine[NUM_BEFORE:]:
             now, _ = step(now, batch)
         return held(*second), expected
@@ -94,7 +94,7 @@ def go(
 ) -> tuple[Any, af.DistState, af.Step]:
     """Train some steps; return the model, the state and the step."""
     model, optimizer = started
-    state, step = af.build(state, recipe(af.Plan(mse, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(mse, model, optimizer)), state)
     for batch in mine:
         state, _ = step(state, batch)
     return model, state, step

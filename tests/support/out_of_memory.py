@@ -74,7 +74,7 @@ def limited(limit, where="after", full=FULL["accelerator"]):
 
 def make(state, loss_fn, recipe):
     plan = ours.plan(model=model_with_statistics(), optimizer=ours.adamw, loss_fn=loss_fn)
-    return af.build(state, recipe(plan))
+    return af.build(recipe(plan), state)
 
 
 def go_on(state, step, parts):
@@ -144,7 +144,7 @@ def save_after_one(folder, recipe, world_size):
     def run(state):
         state, step = make(state, limited(2), recipe)
         state, _ = step(state, ones(8))
-        af.save(folder, state, step)
+        af.save(step, state, folder)
 
     simulate(run, world_size=world_size)
 
@@ -154,7 +154,7 @@ def count_after(folder, recipe, world_size):
 
     def run(state):
         state, step = make(state, ours.mse, recipe)
-        _, report = step(af.load(folder, state, step), ones(2))
+        _, report = step(af.load(step, state, folder), ones(2))
         return report.extras.get("num_microbatches")
 
     return simulate(run, world_size=world_size)

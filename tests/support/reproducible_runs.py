@@ -49,7 +49,7 @@ def built(state, recipe, model=None, loss_fn=ours.mse):
     """Build with `reproducible`, unless the recipe holds it."""
     model = Net() if model is None else model
     plan = recipe(af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=0.05)))
-    return af.build(state, plan if plan.strategy else af.reproducible()(plan))
+    return af.build(plan if plan.strategy else af.reproducible()(plan), state)
 
 
 def train(state, step, data):
@@ -118,8 +118,8 @@ RECIPES = {
     "norm": af.skip_nonfinite(),
     "spikes": af.skip_spikes(window=4),
     "value": af.clip_value(0.1),
-    "average": af.average(0.9),
-    "uniform average": af.average.uniform(),
+    "average": af.ema(0.9),
+    "uniform average": af.swa(),
     "replicas": af.check_replicas(2),
     "plateau": follow_loss,
     "schedule": af.schedule(lambda num_updates: 1.0 / (1 + num_updates)),

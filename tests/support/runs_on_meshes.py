@@ -40,8 +40,8 @@ def train(state, model, parts, recipe, *, loss_fn, optimizer=ours.adamw, **given
     with torch.no_grad():
         for parameter in mine.parameters():
             parameter.add_(state.rank)  # the values of rank 0 are everyone's
-    plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), af.num_labels("labels"), **given)
-    state, step = af.build(state, recipe(plan))
+    plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), af.count_labels("labels"), **given)
+    state, step = af.build(recipe(plan), state)
     found = []
     for part in parts[state.data.rank]:
         state, report = step(state, part)

@@ -39,7 +39,7 @@ def scheduled(state, parts, skipped, recipe, optimizer):
     model = ours.regression_model()
     optimizer = optimizer(model.parameters())
     plan = af.Plan(ours.mse, model, optimizer)
-    state, step = af.build(state, af.compose(af.wrap_ddp(), recipe(optimizer))(plan))
+    state, step = af.build(af.compose(af.wrap_ddp(), recipe(optimizer))(plan), state)
     rates = []
     for index, (inputs, targets) in enumerate(parts):
         rate = float(optimizer.param_groups[0]["lr"])
@@ -71,7 +71,7 @@ def late(advance):
     def begin(state, plan):
         return DeviceSchedule.in_plan(plan, advance, state.device, LateRead())
 
-    return lambda plan: replace(plan, after_update=(*plan.after_update, af.Stateful(begin)))
+    return lambda plan: replace(plan, after_update=(*plan.after_update, af.extend.Stateful(begin)))
 
 
 def by_host(make_scheduler, optimizer):

@@ -82,7 +82,7 @@ def plan(
     model: nn.Module | None = None,
     optimizer: MakeOptimizer = sgd,
     loss_fn: Any = mse,
-    weight_fn: Any = af.num_samples,
+    weight_fn: Any = af.count_samples,
 ) -> af.Plan:
     """Make a plan for the small model, or for another one."""
     model = model or regression_model()
@@ -96,7 +96,7 @@ def built(
 
     Tests of plans count forwards, so its loss is not compared; tests/step/test_reduction.py is about that.
     """
-    return af.build(state or af.DistState(), recipe(plan(**given)), check_loss=False)
+    return af.build(recipe(plan(**given)), state or af.DistState(), check_loss=False)
 
 
 def trained_by_hand(
@@ -122,7 +122,7 @@ def trained(
     *,
     loss_fn: Any = mse,
     optimizer: MakeOptimizer = adamw,
-    weight_fn: Any = af.num_samples,
+    weight_fn: Any = af.count_samples,
 ) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Return losses and parameters of every rank; `parts[rank]` is that rank's batches."""
     models = [copy.deepcopy(model) for _ in parts]
@@ -130,7 +130,7 @@ def trained(
     def run(state: af.DistState) -> tuple[list[float], dict[str, Tensor]]:
         mine = models[state.rank]
         plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), weight_fn)
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         losses = []
         for batch in parts[state.rank]:
             state, report = step(state, batch)

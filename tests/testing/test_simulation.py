@@ -375,7 +375,9 @@ def test_plans_that_weigh_a_masked_loss_by_samples_are_distinguished():
         "labels": torch.tensor([[1, -100, -100], [2, 0, 3]]),
     }
     batch["inputs"][1] *= -0.5
-    right = af.Plan(ours.token_loss, model, ours.adamw(model.parameters()), af.num_labels("labels"))
+    right = af.Plan(
+        ours.token_loss, model, ours.adamw(model.parameters()), af.count_labels("labels")
+    )
     wrong = af.Plan(ours.token_loss, model, right.optimizer)
     assert_equivalent(right, af.accumulate(2)(right), [batch])
     with pytest.raises(AssertionError, match="must train the same model"):

@@ -45,17 +45,17 @@ PROGRAM = """
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     recipe = af.compose(
-        af.wrap_ddp(), af.accumulate(2), af.clip(0.5), af.average(0.9),
+        af.wrap_ddp(), af.accumulate(2), af.clip(0.5), af.ema(0.9),
         af.schedule(lambda step: 1 / (1 + 0.01 * step)),
     )
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
     # 13 samples: the last batch of an epoch has one, for up to three ranks.
     features = torch.arange(39, dtype=torch.float64).reshape(13, 3).sin()
     data = TensorDataset(features, features.sum(1, keepdim=True))
     train = DataLoader(data, batch_size=4, shuffle=True, num_workers=given["workers"])
     loader = af.shard_loader(train, state)
     tests = af.shard_loader(DataLoader(data, batch_size=4), state)
-    state = af.resume(given["folder"], state, step, {{"loader": loader}})
+    state = af.resume(step, state, given["folder"], {{"loader": loader}})
     say("from", state.step)
     for epoch in loader.epochs(given["epochs"], since=state):
         for batch in epoch:
@@ -65,12 +65,16 @@ PROGRAM = """
             # Ranks agree on these, since all draw from one seed.
             if chance.random() < 0.3:
                 af.save(
-                    given["folder"], state, step, extras={{"loader": loader}}, keep=2,
+                    step,
+                    state,
+                    given["folder"],
+                    extras={{"loader": loader}},
+                    keep=2,
                     wait=chance.random() < 0.5,
                 )
             if chance.random() < 0.1:
-                af.evaluate(step, tests, state)
-    with af.use_average(step):
+                af.evaluate(step, state, tests)
+    with af.averaged(step):
         averages = [each.tolist() for each in model.parameters()]
     if state.is_main:
         kept = [each.tolist() for each in model.parameters()]

@@ -25,7 +25,7 @@ def main(library: str, folder: Path) -> None:
     model = nn.Linear(3, 1)
     recipe = af.compose(af.wrap_ddp(), af.clip(1.0), af.log_to(run, folder / "log.jsonl", every=2))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
     data = [(x, x.sum(0, keepdim=True)) for x in torch.randn(16, 3)]
     loader = af.shard_loader(DataLoader(data, batch_size=4, shuffle=True), state)
     for epoch in loader.epochs(2):

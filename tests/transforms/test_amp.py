@@ -17,7 +17,7 @@ NONE = {"avx2": True, "avx512_bf16": False}
 
 
 def build(state, precision):
-    return af.build(state, af.compose(af.with_amp(precision), af.wrap_ddp())(ours.plan()))
+    return af.build(af.compose(af.with_amp(precision), af.wrap_ddp())(ours.plan()), state)
 
 
 def warned(precision, world_size=1):

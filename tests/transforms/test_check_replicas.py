@@ -14,7 +14,7 @@ def test_rows_in_other_places_are_found():
     def run(state):
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.0))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.check_replicas(1))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.check_replicas(1))(plan), state)
         if state.rank:
             with torch.no_grad():
                 model[0].weight.copy_(model[0].weight.flip(0).clone())
@@ -67,7 +67,7 @@ def test_groups_of_shards_are_compared_shard_by_shard():
         model = ours.regression_model()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         recipe = af.compose(af.wrap_fsdp(replicate=2), af.check_replicas(2))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         state, _ = step(state, BATCH)
         if state.rank == bad_rank:
             with torch.no_grad():

@@ -57,7 +57,7 @@ def test_a_graph_without_a_break_around_blocks_is_refused(settings, name):
     plan = recipe(ours.plan(model=stack(), optimizer=ours.adamw))
     text = rf"checkpoint_activations must have blocks that .* outside of a graph, got {name}.*; use compiled"
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 @pytest.mark.parametrize(("blocks", "chosen"), CHOICES, ids=[str(each) for each, _ in CHOICES])
@@ -221,7 +221,7 @@ def test_with_offload_an_accelerator_holds_nothing_of_what_goes_into_the_blocks(
         model = nn.Sequential(*[Block(width) for _ in range(depth)])
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
         recipe = af.compose(af.place(), af.checkpoint_activations(offload=offload))
-        state, step = af.build(af.init(), recipe(plan))
+        state, step = af.build(recipe(plan), af.init())
         for _ in range(3):  # steps 1 and 2 keep the outputs, to compare them
             state, _ = step(state, torch.ones(size, width))
     # The first block's input is the batch, and the loss keeps the last block's output anyway.
@@ -244,7 +244,7 @@ def test_blocks_that_match_nothing_are_refused_on_every_rank():
         recipe = af.compose(af.wrap_ddp(), af.checkpoint_activations(blocks="absent"))
         text = r"checkpoint_activations\(blocks\) must match .*got 'absent'"
         with pytest.raises(ValueError, match=text):
-            af.build(state, recipe(plan))
+            af.build(recipe(plan), state)
 
     simulate(run, world_size=2)
 
@@ -257,7 +257,7 @@ def test_a_model_that_repeats_nothing_must_name_them():
     with pytest.raises(
         ValueError, match="repeated in a list or sequence, got none in Linear; name"
     ):
-        af.build(af.DistState(), af.checkpoint_activations()(plan))
+        af.build(af.checkpoint_activations()(plan), af.DistState())
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
     """The learning rate differs in every step; some batches are shorter, each by another number."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     eager, plan = (recipe(make_plan(ours.regression_model().to(wide), optimizer)) for _ in range(2))
-    states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
+    states = [af.build(each, af.DistState()) for each in (eager, af.compiled(scope="step")(plan))]
     graphs, breaks = num_graphs(), num_breaks()
     sizes = [size for each in shorter for size in (*[8] * 9, each)]
     not_applied = [], []
@@ -133,7 +133,7 @@ def test_every_mode_trains_the_same_and_warns_of_nothing(mode, capfd):
 @compiles
 def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     graphs = num_graphs()
     batch = make_batches(8)[0]
     loss = step.forward(state, batch)
@@ -150,9 +150,9 @@ def test_a_run_of_compiled_steps_continues_from_a_checkpoint_with_the_same_bits(
     whole, stopped, resumed = (recipe(make_plan()) for _ in range(3))
     run(whole, batches)
     state, step, _ = run(stopped, batches[:3])
-    af.save(tmp_path, state, step)
-    state, step = af.build(af.DistState(), resumed)
-    state = af.load(tmp_path, state, step)
+    af.save(step, state, tmp_path)
+    state, step = af.build(resumed, af.DistState())
+    state = af.load(step, state, tmp_path)
     for batch in batches[state.step :]:
         state, _ = step(state, batch)
     ours.assert_identical(resumed.model.state_dict(), whole.model.state_dict())
@@ -217,7 +217,7 @@ def test_blocks_of_more_widths_than_torch_keeps_graphs_for_are_all_compiled():
     widths = [*range(3, 13), 1]
     model = nn.Sequential(*map(nn.Linear, widths, widths[1:])).double()
     plan = af.compiled(scope="blocks")(make_plan(model))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     graphs = num_graphs()
     step(state, make_batches(4)[0])
     assert num_graphs() - graphs == len(model)
@@ -246,7 +246,7 @@ BREAKS = {"loss": (Block, reading_loss), "block": (Reading, ours.mse)}
 def test_fullgraph_refuses_a_break_in_the_first_step(scope, place):
     block, loss_fn = BREAKS[place]
     plan = af.compiled(scope=scope, fullgraph=True)(make_plan(stack(block=block), loss_fn=loss_fn))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     with pytest.raises(torch._dynamo.exc.Unsupported):
         step(state, make_batches(4)[0])
 
@@ -263,7 +263,7 @@ def test_a_break_that_is_allowed_trains_the_same(scope, place, fullgraph):
     eager, plan = (make_plan(stack(block=block), loss_fn=loss_fn) for _ in range(2))
     batches = make_batches(4, 4, 4)
     run(eager, batches)
-    state, step = af.build(af.DistState(), af.compiled(scope=scope, fullgraph=fullgraph)(plan))
+    state, step = af.build(af.compiled(scope=scope, fullgraph=fullgraph)(plan), af.DistState())
     graphs, breaks = num_graphs(), num_breaks()
     for batch in batches:
         state, _ = step(state, batch)
@@ -280,7 +280,7 @@ def test_a_break_that_is_allowed_trains_the_same(scope, place, fullgraph):
 )
 def test_dynamic_sets_how_many_graphs_three_batch_sizes_take(scope, dynamic, expected):
     plan = af.compiled(scope=scope, dynamic=dynamic)(make_plan(stack(), plain_sgd))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     graphs = num_graphs()
     for batch in make_batches(8, 6, 4):
         state, _ = step(state, batch)
@@ -304,7 +304,7 @@ def test_a_mode_reaches_the_compiler_as_its_options(scope, mode, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     plan = af.compiled(scope=scope, mode=mode)(make_plan(stack(), plain_sgd))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     if scope != "step":  # these are compiled once they are called
         step(state, make_batches(4)[0])
     [options] = asked
@@ -326,13 +326,13 @@ def test_more_models_than_torch_keeps_graphs_for_are_compiled_all_the_same():
 @pytest.mark.parametrize("optimizer", [ours.adamw, plain_sgd])
 def test_what_comes_after_a_compiled_step_comes_after_it(optimizer):
     """A schedule and an average of the parameters come after the step."""
-    recipe = af.compose(af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5))
+    recipe = af.compose(af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.ema(0.5))
     batches = make_batches(4, 4, 4)
     found = []
     for each in (recipe, af.compose(recipe, af.compiled(scope="step"))):
         plan = each(make_plan(optimizer=optimizer))
         _, step, _ = run(plan, batches)
-        with af.use_average(step):
+        with af.averaged(step):
             means = {f"mean {name}": v.clone() for name, v in plan.model.state_dict().items()}
         rate = torch.tensor(plan.optimizer.param_groups[0]["lr"])
         found.append({**plan.model.state_dict(), **means, "rate": rate})
@@ -361,7 +361,7 @@ def test_cuda_graphs_are_captured_and_compute_the_same_and_keep_reports(scope, m
     for recipe in (af.compose(), af.compiled(scope=scope, mode="reduce-overhead")):
         assert not calls
         plan = make_plan(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, capturable=True))
-        state, step = af.build(af.init(), af.compose(af.place(), recipe)(plan))
+        state, step = af.build(af.compose(af.place(), recipe)(plan), af.init())
         reports = []
         for batch in make_batches(4)[:1] * 12:
             state, report = step(state, batch)
@@ -377,7 +377,7 @@ def test_simulated_ranks_leave_the_compiler_of_their_process_on():
     """The first step runs the model uncompiled, in the thread of its rank."""
 
     def train(state):
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.compiled())(make_plan()))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.compiled())(make_plan()), state)
         step(state, make_batches(4)[0])
 
     simulate(train, world_size=2)

@@ -46,7 +46,7 @@ def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer
     for recipe in (af.compose(), af.compiled(scope="step")):
         plan = recipe(make_plan(optimizer=lambda p: optimizer(p, lr=0.01)))
         cycle = torch.optim.lr_scheduler.OneCycleLR(plan.optimizer, 0.1, total_steps=13)
-        state, step = af.build(af.DistState(), af.schedule(cycle)(plan))
+        state, step = af.build(af.schedule(cycle)(plan), af.DistState())
         graphs = num_graphs()
         for batch in batches:
             state, _ = step(state, batch)
@@ -60,16 +60,16 @@ def test_a_longer_schedule_is_followed_by_a_compiled_step_that_resumes(tmp_path)
     def built(recipe, length):
         plan = recipe(make_plan(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))
         cycle = torch.optim.lr_scheduler.OneCycleLR(plan.optimizer, 0.2, total_steps=length)
-        return *af.build(af.DistState(), af.schedule(cycle, every=2)(plan)), plan
+        return *af.build(af.schedule(cycle, every=2)(plan), af.DistState()), plan
 
     ends, batches = [], make_batches(*[8] * 7)
     for number, recipe in enumerate((af.compose(), af.compiled(scope="step"))):
         state, step, _ = built(recipe, 5)
         for batch in batches[:4]:
             state, _ = step(state, batch)
-        af.save(tmp_path / str(number), state, step)
+        af.save(step, state, tmp_path / str(number))
         state, step, plan = built(recipe, 9)
-        state = af.load(tmp_path / str(number), state, step, schedule="program")
+        state = af.load(step, state, tmp_path / str(number), schedule="program")
         for batch in batches[4:]:
             state, _ = step(state, batch)
         ends.append(plan.model.state_dict())
@@ -79,7 +79,7 @@ def test_a_longer_schedule_is_followed_by_a_compiled_step_that_resumes(tmp_path)
 @compiles
 def test_a_hyperparameter_that_changes_is_followed():
     eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
-    states = [af.build(af.DistState(), each) for each in (eager, af.compiled(scope="step")(plan))]
+    states = [af.build(each, af.DistState()) for each in (eager, af.compiled(scope="step")(plan))]
     for batch, momentum in zip(make_batches(4, 4, 4), (0.9, 0.9, 0.5), strict=True):
         for index, each in enumerate((eager, plan)):
             state, step = states[index]
@@ -124,7 +124,7 @@ def test_what_a_user_changes_between_steps_is_followed(monkeypatch):
         model = nn.Sequential(nn.Linear(3, 2), nn.LeakyReLU(0.1), nn.Linear(2, 1)).double()
         for number, each in enumerate(model.parameters()):
             nn.init.constant_(each, 0.1 - 0.2 * (number % 2))
-        state, step = af.build(af.DistState(), recipe(make_plan(model, loss_fn=scaled_loss)))
+        state, step = af.build(recipe(make_plan(model, loss_fn=scaled_loss)), af.DistState())
         losses = []
         for change in changes:
             change(model)

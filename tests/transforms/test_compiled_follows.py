@@ -159,7 +159,7 @@ def trained(recipe, name):
     losses = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compile_guards)
-        state, step = af.build(af.DistState(), recipe(af.Plan(loss_fn, model, optimizer)))
+        state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), af.DistState())
         changes = changed(CHANGES[name], model, patch)
         try:
             for _ in changes:

@@ -26,7 +26,7 @@ def built(recipe=STEP, optimizer=None):
     model = nn.Sequential(nn.Linear(3, 1)).double()
     optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     plan = af.Plan(lambda m, x: m(x).square().mean(), model, optimizer(model.parameters()))
-    return *af.build(af.DistState(), recipe(plan)), model, plan.optimizer
+    return *af.build(recipe(plan), af.DistState()), model, plan.optimizer
 
 
 def replace(owner, name):

@@ -39,7 +39,7 @@ from tests.support import strategies as ours
 model = ours.regression_model()
 plan = af.compiled(scope=sys.argv[1])(af.Plan(ours.mse, model, ours.adamw(model.parameters())))
 try:
-    af.build(af.DistState(), plan)
+    af.build(plan, af.DistState())
 except ValueError as error:
     print(json.dumps(str(error)))
 """
@@ -48,7 +48,7 @@ except ValueError as error:
 def test_a_torch_below_a_path_with_a_space_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(torch, "__file__", "/home/a user/torch/__init__.py")
     with pytest.raises(ValueError, match="below a path without a space, got /home/a user/torch"):
-        af.build(af.DistState(), af.compiled()(make_plan()))
+        af.build(af.compiled()(make_plan()), af.DistState())
 
 
 @pytest.mark.slow
@@ -98,14 +98,14 @@ def test_unknown_settings_are_refused_when_given(settings, text):
 def test_compiling_twice_is_refused(scopes, text):
     plan = af.compose(*[af.compiled(scope=scope) for scope in scopes])(make_plan())
     with pytest.raises(ValueError, match=f"build: plan must {text}.*leave out one"):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def test_a_whole_step_of_several_ranks_is_refused():
     def refused(state):
         recipe = af.compose(af.wrap_ddp(), af.compiled(scope="step"))
         with pytest.raises(ValueError, match="must have a world of one, got 2 ranks") as raised:
-            af.build(state, recipe(make_plan()))
+            af.build(recipe(make_plan()), state)
         return str(raised.value)
 
     for text in simulate(refused, world_size=2):
@@ -133,7 +133,7 @@ def test_a_whole_step_with_what_is_in_no_graph_is_refused(recipe, name):
     plan = af.compose(recipe, af.compiled(scope="step"))(make_plan())
     text = rf"must hold all from micro-batches to the update, got .*{name}.*; leave it out, or"
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_whole_step_with_hooks_that_no_graph_calls_is_refused(hook, name):
     hook(plan)
     text = f"must have an optimizer and parameters without hooks, .* got those of {name}; remove"
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 @pytest.mark.parametrize("options", [{"param_dtype": torch.bfloat16}, {"offload": True}])
@@ -159,7 +159,7 @@ def test_a_whole_step_with_shards_on_one_rank_is_refused(options):
     [name] = options
     text = rf'wrap_fsdp\({name}\) must not be used with compiled\(scope="step"\), .*; leave it out'
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 @needs_compiler
@@ -184,7 +184,7 @@ def test_an_optimizer_that_fits_into_no_graph_is_refused_by_name(kind, reason, m
     text = rf"must have an optimizer that fits into a graph, got {name}: {reason}.*such as AdamW"
     before = copy.deepcopy(plan.model.state_dict())
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
     ours.assert_identical(plan.model.state_dict(), before)
 
 
@@ -207,7 +207,7 @@ def test_an_optimizer_that_counts_on_the_host_is_refused_with_the_options_that_i
 def test_a_model_without_repeated_blocks_is_refused():
     text = r"must find modules of one class repeated in .*, got none; use scope=\"loss\""
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(), af.compiled(scope="blocks")(make_plan(nn.Linear(3, 1).double())))
+        af.build(af.compiled(scope="blocks")(make_plan(nn.Linear(3, 1).double())), af.DistState())
 
 
 @compiles
@@ -216,7 +216,7 @@ def test_a_loss_that_breaks_the_graph_is_refused_by_the_step():
         return ours.mse(model, batch) * float(batch[0].sum() > 0)
 
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD, loss_fn=loss_fn))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     with pytest.raises(
         ValueError, match=r'must hold the step in one graph, got .*; use scope="los'
     ):
@@ -296,7 +296,7 @@ def test_cuda_graphs_are_refused_where_gradients_of_several_runs_are_added_up(ad
         r'mode="max-autotune-no-cudagraphs", or scope="step"$'
     )
     with pytest.raises(ValueError, match=text):
-        af.build(af.DistState(device="cuda"), plan)
+        af.build(plan, af.DistState(device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_gradients_are_copied_where_they_may_be_memory_of_a_cuda_graph(mode, cop
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # as torch warms it up
 def test_gradients_of_a_cuda_graph_are_kept_by_the_next_run():
     recipe = af.compose(af.place(), af.compiled(mode="reduce-overhead"))
-    state, step = af.build(af.init(), recipe(make_plan()))
+    state, step = af.build(recipe(make_plan()), af.init())
     for batch in make_batches(4)[:1] * 3:  # the third run replays the graph
         state, grads, _ = step.grads(state, batch)
     kept = [each.clone() for each in grads.tensors]
@@ -346,7 +346,7 @@ def test_an_optimizer_refused_for_counting_on_the_host_is_taken_as_the_message_a
     def built(**options):
         optimizer = functools.partial(torch.optim.AdamW, lr=0.05, **options)
         recipe = af.compose(af.place(), af.compiled(scope="step"))
-        return af.build(af.init(), recipe(make_plan(optimizer=optimizer)))
+        return af.build(recipe(make_plan(optimizer=optimizer)), af.init())
 
     with pytest.raises(
         ValueError, match="it counts on the host; make it with capturable=True or fused"

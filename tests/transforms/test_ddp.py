@@ -20,7 +20,7 @@ BATCH = (torch.arange(12.0).reshape(4, 3) / 10, torch.ones(4, 1))
 def built(state, model=None, **options):
     model = ours.regression_model().float() if model is None else model
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-    return af.build(state, af.wrap_ddp(**options)(plan))
+    return af.build(af.wrap_ddp(**options)(plan), state)
 
 
 def drawn(state, num_features, num_targets):
@@ -122,7 +122,7 @@ def test_synchronised_batch_statistics_are_those_of_the_global_batch():
         state, model = af.init(timeout_s=60), normalising()
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         recipe = af.compose(af.place(), af.wrap_ddp(sync_batchnorm=True))
-        state, step = af.build(state, recipe(plan))
+        state, step = af.build(recipe(plan), state)
         for part in ours.dealt(*uneven_batches())[state.rank]:
             state, _ = step(state, part)
         say(json.dumps({name: each.tolist() for name, each in model.state_dict().items()}))
@@ -173,11 +173,11 @@ def tasks_in_turn(state, recipe, order, again=()):
     model = Heads()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     plans = [recipe(af.Plan(task, model, optimizer)) for task in TASKS]
-    steps = [af.build(state, plan)[1] for plan in plans]
+    steps = [af.build(plan, state)[1] for plan in plans]
     for number, task in enumerate(order):
         if number in again:
-            state, steps[task] = af.build(state, plans[task])
-        state, _ = steps[task](state, af.part(ROWS, state))
+            state, steps[task] = af.build(plans[task], state)
+        state, _ = steps[task](state, af.shard_batch(ROWS, state))
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 

@@ -28,7 +28,7 @@ def plan_of(*transforms, model=None, optimizer=None):
 
 def refusal(*transforms, **parts):
     with pytest.raises(PlanError) as found:
-        af.build(af.DistState(), plan_of(*transforms, **parts))
+        af.build(plan_of(*transforms, **parts), af.DistState())
     return str(found.value)
 
 
@@ -37,7 +37,7 @@ def test_one_rank_trains_as_without_it_and_clips():
     for transforms in ((af.clip(0.1),), (af.wrap_deepspeed(stage=3), af.clip(0.1), af.clip(0.5))):
         torch.manual_seed(0)
         plan = plan_of(*transforms)
-        state, step = af.build(af.DistState(), plan)
+        state, step = af.build(plan, af.DistState())
         state, report = step(state, torch.ones(4, 3))
         ends.append((plan.model.weight.detach(), report.loss, report.grad_norm))
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
@@ -171,7 +171,7 @@ def test_a_file_of_transformers_is_read(tmp_path):
         "train_micro_batch_size_per_gpu": "auto",
     }
     path.write_text(json.dumps(given))
-    af.build(af.DistState(), plan_of(af.wrap_deepspeed(path), af.clip(0.5), af.with_amp("bf16")))
+    af.build(plan_of(af.wrap_deepspeed(path), af.clip(0.5), af.with_amp("bf16")), af.DistState())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_settings_that_differ_from_the_plan_are_refused_with_both_values(setting
         (None, af.compiled(), "got compiled() in compile_loss"),
         (None, af.compiled(scope="step"), "got compiled(scope='step') in compile_step"),
         (None, af.accumulate("auto"), "got accumulate('auto') in wrap_grad_fn"),
-        (3, af.average(0.9), "must not be combined with what needs whole parameters, got average"),
+        (3, af.ema(0.9), "must not be combined with what needs whole parameters, got average"),
         (3, af.check_replicas(every=1), "what needs whole parameters, got check_replicas(every=1)"),
         (None, af.local_sgd(every=2), "local_sgd must be the only strategy"),
         (None, af.reproducible(num_virtual_ranks=2), "at most one function in strategy"),
@@ -298,7 +298,7 @@ def test_a_missing_deepspeed_is_named_on_all_ranks():
 
     def rank(state):
         with pytest.raises(ExtraError) as found:
-            af.build(state, plan_of(af.wrap_deepspeed()))
+            af.build(plan_of(af.wrap_deepspeed()), state)
         return str(found.value)
 
     assert (
@@ -313,7 +313,7 @@ def test_a_missing_deepspeed_is_named_on_all_ranks():
 def test_ranks_of_a_mesh_are_refused():
     def rank(state):
         with pytest.raises(PlanError) as found:
-            af.build(state, plan_of(af.wrap_deepspeed()))
+            af.build(plan_of(af.wrap_deepspeed()), state)
         return str(found.value)
 
     assert set(simulate(rank, mesh={"dp": 2, "tp": 2})) == {

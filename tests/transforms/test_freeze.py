@@ -29,7 +29,7 @@ def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_
 
     transforms = [af.freeze("0"), watching]
     plan = ours.plan(optimizer=ours.adamw)
-    state, step = af.build(af.DistState(), af.compose(*transforms[:: 1 - 2 * listed_first])(plan))
+    state, step = af.build(af.compose(*transforms[:: 1 - 2 * listed_first])(plan), af.DistState())
     step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
     assert seen == [[True, True, False, False]]
 
@@ -62,7 +62,7 @@ def test_ranks_agree_on_what_is_frozen():
         plan = ours.plan(optimizer=ours.adamw)
         names = ["0", "2.bias"][state.rank]
         with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
-            af.build(state, af.compose(af.wrap_ddp(), af.freeze(names))(plan))
+            af.build(af.compose(af.wrap_ddp(), af.freeze(names))(plan), state)
 
     simulate(run, world_size=2)
 

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the sam
 
 
 @pytest.mark.parametrize(
-    ("blocks", "reshard"), [(None, True), ((Block, nn.Linear), False)], ids=str
+    ("blocks", "reshard"),
+    [pytest.param(None, True, marks=pytest.mark.slow), ((Block, nn.Linear), False)],
+    ids=str,
 )
 def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
     wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
@@ -142,7 +144,7 @@ def test_ranks_start_from_what_the_first_has():
             buffer = torch.full((3, 2), state.rank).to(kind).t()
             model.register_buffer(str(kind).partition(".")[2], buffer)
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        af.build(state, af.wrap_fsdp()(plan))
+        af.build(af.wrap_fsdp()(plan), state)
         return ours.whole(model.state_dict())
 
     first, *others = simulate(run, world_size=3)
@@ -240,7 +242,7 @@ def test_one_accelerator_trains_as_the_cpu_does(settings, fused):
         model = stack().float()
         plan = af.Plan(ours.mse, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
         recipe = af.compose(af.place(), wrap, af.accumulate(2), af.clip(0.5))
-        state, step = af.build(af.init(device=device), recipe(plan))
+        state, step = af.build(recipe(plan), af.init(device=device))
         for batch in batches():
             state, _ = step(state, tuple(each.float() for each in batch))
         found.append(ours.whole(dict(model.named_parameters())))

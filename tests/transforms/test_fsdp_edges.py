@@ -41,7 +41,7 @@ def build(state, optimizer, wraps=None, loss_fn=ours.mse, model_of=None, **optio
     """Build a step of a stack of blocks, and return its model too."""
     model = model_of() if model_of else stack().double()
     plan = af.Plan(loss_fn, model, optimizer(model.parameters()), **options)
-    state, step = af.build(state, (wraps or af.wrap_fsdp())(plan), check_loss=False)
+    state, step = af.build((wraps or af.wrap_fsdp())(plan), state, check_loss=False)
     return state, step, model
 
 
@@ -101,7 +101,7 @@ def test_the_trial_leaves_optimizer_and_generators_as_they_were():
         optimizer.table = {"counts": torch.zeros(3)}
         StepLR(optimizer, 2)
         groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-        af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, optimizer)))
+        af.build(af.wrap_fsdp()(af.Plan(ours.mse, model, optimizer)), state)
         assert not optimizer.state
         now = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
         assert now == groups
@@ -250,7 +250,7 @@ def test_a_forward_that_uses_shards_of_another_block_names_the_module():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
         model[1] = Reader(model[2])
         plan = af.Plan(lambda m, x: m(x).mean(), model, ours.sgd(model.parameters()))
-        state, step = af.build(state, af.wrap_fsdp(blocks=["0", "1", "2"])(plan))
+        state, step = af.build(af.wrap_fsdp(blocks=["0", "1", "2"])(plan), state)
         step(state, ROWS.float())
 
     for error in errors_of(run):
@@ -265,7 +265,7 @@ def test_a_copy_of_a_model_in_shards_is_refused_with_what_averages():
 
     for error in errors_of(run):
         assert isinstance(error, af.AccelError)
-        assert "average by af.average(decay)" in str(error)
+        assert "average by af.ema(decay)" in str(error)
 
 
 class Waves(nn.Module):
@@ -302,9 +302,9 @@ def test_complex_parameters_train_in_shards(world_size, k, wrap, optimizer):
         model = copy.deepcopy(made)
         plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
         recipe = af.compose(wraps, af.clip(0.5))
-        state, step = af.build(state, recipe(plan), check_loss=False)
+        state, step = af.build(recipe(plan), state, check_loss=False)
         for _ in range(3):
-            state, report = step(state, af.part(BATCH, state))
+            state, report = step(state, af.shard_batch(BATCH, state))
         return report.loss, report.grad_norm, ours.whole(model.state_dict())
 
     expected = train(af.DistState(), af.compose())
@@ -317,7 +317,7 @@ def test_real_and_complex_parameters_are_refused_with_the_pair_of_real_ones():
     def run(state):
         model = nn.Linear(3, 1)
         model.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, ours.sgd(model.parameters()))))
+        af.build(af.wrap_fsdp()(af.Plan(ours.mse, model, ours.sgd(model.parameters()))), state)
 
     for error in errors_of(run):
         assert re.search(r"one dtype, .*; hold complex ones .*view_as_complex", str(error))
@@ -340,12 +340,12 @@ def test_a_whole_model_may_be_called_without_gradients_in_the_loss_and_outside(
         state, step, model = build(state, ours.sgd, wraps, loss_fn, ours.regression_model)
         found = []
         for _ in range(3):
-            state, report = step(state, af.part(BATCH, state))
+            state, report = step(state, af.shard_batch(BATCH, state))
             with torch.no_grad():
                 found += [report.loss, model(ROWS).sum()]
-            found.append(step.forward(state, af.part(BATCH, state)))
+            found.append(step.forward(state, af.shard_batch(BATCH, state)))
         model(ROWS).sum()  # stays whole until the next use of a step
-        found.append(step.forward(state, af.part(BATCH, state)))
+        found.append(step.forward(state, af.shard_batch(BATCH, state)))
         return found, ours.whole(model.state_dict())
 
     expected = train(af.DistState(), af.compose())
@@ -364,7 +364,7 @@ def test_a_whole_model_in_another_dtype_casts_what_it_is_called_with():
             model,
             SGD(model.parameters(), lr=0.1),
         )
-        state, step = af.build(state, wraps(plan))
+        state, step = af.build(wraps(plan), state)
         state, report = step(state, ROWS.float())
         return report.loss
 
@@ -379,7 +379,7 @@ def test_only_wrap_fsdp_takes_the_whole_model_as_its_block():
     model = stack()
     plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
     with pytest.raises(af.AccelError, match="must match modules with parameters, got ''"):
-        af.build(af.DistState(), af.checkpoint_activations(blocks="")(plan))
+        af.build(af.checkpoint_activations(blocks="")(plan), af.DistState())
 
 
 META = """
@@ -401,9 +401,9 @@ def loss_fn(model, batch):
 def train(state, wraps):
     x = torch.arange(24.).double().view(8, 3).sin()
     model = ours.regression_model()
-    state, step = af.build(state, wraps(af.Plan(loss_fn, model, ours.sgd(model.parameters()))))
+    state, step = af.build(wraps(af.Plan(loss_fn, model, ours.sgd(model.parameters()))), state)
     for _ in range(3):
-        state, _ = step(state, af.part((x, x[:, :1]), state))
+        state, _ = step(state, af.shard_batch((x, x[:, :1]), state))
     return ours.whole(model.state_dict())
 
 class Rank(torch.optim.SGD):
@@ -423,7 +423,7 @@ except af.AccelError as error:
     say("refused")
 model = ours.regression_model()
 try:
-    af.build(state, af.wrap_fsdp()(af.Plan(ours.mse, model, Rank(model.parameters(), lr=0.1))))
+    af.build(af.wrap_fsdp()(af.Plan(ours.mse, model, Rank(model.parameters(), lr=0.1))), state)
 except af.AccelError as error:
     say("off" if "is off by" in str(error) else str(error))
 """

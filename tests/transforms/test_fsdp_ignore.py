@@ -32,7 +32,7 @@ def loss_fn(model, batch):
 def trained(state, recipe, *, model=None, num=3):
     model = Distilled() if model is None else model
     optimizer = ours.adamw([each for each in model.parameters() if each.requires_grad])
-    state, step = af.build(state, recipe(af.Plan(loss_fn, model, optimizer)), check_loss=False)
+    state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state, check_loss=False)
     norms = []
     for batch in batches(num):
         state, report = step(state, part(batch, state))
@@ -99,7 +99,7 @@ def test_a_model_of_modules_may_ignore_one_of_them():
             return (model["student"](batch[0]) - model["teacher"](batch[0])).square().mean()
 
         optimizer = ours.adamw(model["student"].parameters())
-        state, step = af.build(state, recipe(af.Plan(distil, model, optimizer)), check_loss=False)
+        state, step = af.build(recipe(af.Plan(distil, model, optimizer)), state, check_loss=False)
         for batch in batches():
             state, report = step(state, part(batch, state))
         assert not any(isinstance(each, DTensor) for each in model["teacher"].parameters())
@@ -111,20 +111,21 @@ def test_a_model_of_modules_may_ignore_one_of_them():
     assert found == pytest.approx([expected] * 3, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_and_without_shards(tmp_path):
     expected = trained(af.DistState(), af.compose(), num=4)[0].state_dict()
     wrap = af.wrap_fsdp(ignore=IGNORE)
 
     def run(state):
         _, state, step, _ = trained(state, wrap, num=2)
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
 
     def resume(state, recipe):
         model, state, step, _ = trained(state, recipe, num=0)
         with torch.no_grad():
             for each in model.parameters():
                 each.zero_()
-        state = af.load(tmp_path, state, step)
+        state = af.load(step, state, tmp_path)
         for batch in batches(4)[2:]:
             state, _ = step(state, part(batch, state))
         return {name: value.clone() for name, value in ours.whole(model.state_dict()).items()}
@@ -146,7 +147,7 @@ def test_whole_parameters_keep_their_dtype_and_are_not_gathered():
 
         wrap = af.wrap_fsdp(ignore=["teacher", "scale"], param_dtype=torch.bfloat16)
         plan = wrap(af.Plan(loss_fn, model, optimizer))
-        state, step = af.build(state, plan, check_loss=False)
+        state, step = af.build(plan, state, check_loss=False)
         inputs, targets = part(batches()[0], state)
         step(state, (inputs.float(), targets))
         after = {name: each.data_ptr() for name, each in model.teacher.named_parameters()}

@@ -38,7 +38,7 @@ before = resident()
 model = nn.Sequential(*[Block() for _ in range({depth})])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
 plan = af.Plan(lambda model, batch: model(batch).square().mean(), model, optimizer)
-state, step = af.build(state, af.compose(af.place(), af.wrap_fsdp())(plan))
+state, step = af.build(af.compose(af.place(), af.wrap_fsdp())(plan), state)
 state, _ = step(state, torch.ones(2, {width}))
 _, grads, _ = step.grads(state, torch.ones(2, {width}))
 kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]

@@ -102,7 +102,7 @@ def test_a_penalty_is_exact_or_refused_on_all_ranks(penalty, goes_first, reshard
     def run(state):
         own, optimizer = models[state.rank]
         recipe = af.compose(af.wrap_fsdp(reshard_after_forward=reshard), af.accumulate(k))
-        state, step = af.build(state, recipe(af.Plan(loss_fn, own, optimizer)), check_loss=False)
+        state, step = af.build(recipe(af.Plan(loss_fn, own, optimizer)), state, check_loss=False)
         mine = slice(0, 2) if state.is_main else slice(2, 8)
         try:
             for rows in ROWS:

@@ -21,7 +21,7 @@ def refused(recipe, words, *, model=None, optimizer=ours.sgd, world_size=2):
         mine = models[state.rank]
         before = {name: id(each) for name, each in mine.named_parameters(remove_duplicate=False)}
         with pytest.raises(ValueError, match=words) as caught:
-            af.build(state, recipe(af.Plan(ours.mse, mine, optimizer(mine.parameters()))))
+            af.build(recipe(af.Plan(ours.mse, mine, optimizer(mine.parameters()))), state)
         after = {name: id(each) for name, each in mine.named_parameters(remove_duplicate=False)}
         assert after == before
         return isinstance(caught.value, af.AccelError)
@@ -116,10 +116,10 @@ def test_what_an_optimizer_holds_in_other_shapes_is_refused():
 def test_a_model_in_shards_is_refused_a_second_time():
     def run(state):
         plan = af.wrap_fsdp()(ours.plan(model=stack()))
-        state, _ = af.build(state, plan)
+        state, _ = af.build(plan, state)
         words = "wrap_fsdp's model must hold parameters whole, got first.weight; build once"
         with pytest.raises(af.AccelError, match=words):
-            af.build(state, plan)
+            af.build(plan, state)
 
     simulate(run, world_size=2)
 
@@ -169,7 +169,7 @@ def test_a_model_of_dtensors_is_refused_with_what_takes_it(recipe):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         words = r"model must hold its parameters whole, got weight, a DTensor; add wrap_tp\(\)"
         with pytest.raises(ValueError, match=words):
-            af.build(state, recipe(af.Plan(lambda m, x: m(x).mean(), model, optimizer)))
+            af.build(recipe(af.Plan(lambda m, x: m(x).mean(), model, optimizer)), state)
 
     simulate(run, world_size=2)
 
@@ -187,7 +187,7 @@ def test_a_parameter_that_is_replaced_after_build_is_refused():
         model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state, step = af.build(
-            state, af.wrap_fsdp()(af.Plan(lambda m, x: m(x).mean(), model, optimizer))
+            af.wrap_fsdp()(af.Plan(lambda m, x: m(x).mean(), model, optimizer)), state
         )
         state, _ = step(state, torch.ones(2, 4))
         model.weight = nn.Parameter(torch.ones(2, 4))

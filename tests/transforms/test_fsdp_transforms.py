@@ -15,14 +15,12 @@ BATCHES = [
     for size in (7, 6, 5, 4, 2)
 ]
 RECIPES = {
-    "average": af.average(0.5),
-    "uniform": af.average.uniform(num_warmup=1),
-    "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
+    "uniform": af.swa(num_warmup=1),
     "freeze": af.freeze("0", until=3),
     "clip_value": af.clip_value(0.05),
     "skip_spikes": af.skip_spikes(window=4),
     "scaled, scheduled and averaged": af.compose(
-        scaled(8.0), af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.average(0.5)
+        scaled(8.0), af.schedule(lambda num_updates: 1 / (num_updates + 1)), af.ema(0.5)
     ),
 }
 
@@ -32,10 +30,10 @@ def train(state, recipe, start=0, folder=None, skips=True):
     out."""
     state, step = ours.built(recipe, state, optimizer=ours.adamw)
     if start:
-        state = af.load(folder, state, step)
+        state = af.load(step, state, folder)
     for index, batch in list(enumerate(BATCHES))[start:]:
         if index == 2 and folder:
-            af.save(folder, state, step)
+            af.save(step, state, folder)
         is_bad = index == 3 and (step.plan.accept or state.scaler)
         if is_bad and not skips:
             continue
@@ -44,7 +42,7 @@ def train(state, recipe, start=0, folder=None, skips=True):
         state, _ = step(state, (mine[0] * bad, mine[1]))
     found = copied(step.plan.model)
     if "average" in repr(step.plan):
-        with af.use_average(step):
+        with af.averaged(step):
             found |= {f"mean {name}": each for name, each in copied(step.plan.model).items()}
     return found
 
@@ -64,7 +62,10 @@ def test_it_is_the_same_over_shards(name):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("skip_spikes", (1, 2)), ("scaled, scheduled and averaged", (3, 2))],
+    [
+        ("skip_spikes", (1, 2)),
+        pytest.param("scaled, scheduled and averaged", (3, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, sizes):
@@ -77,6 +78,7 @@ def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, siz
         ours.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update():
     """The call leaves parameters whole for a backward that may never come."""
 
@@ -85,15 +87,15 @@ def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update():
         inputs = torch.ones(2, 3).double()
         call = (lambda: model(inputs)) if is_called else (lambda: None)
         plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        recipe = af.compose(af.wrap_fsdp(), af.average(0.5))
-        state, step = af.build(state, recipe(plan), check_loss=False)
+        recipe = af.compose(af.wrap_fsdp(), af.ema(0.5))
+        state, step = af.build(recipe(plan), state, check_loss=False)
         for batch in BATCHES[:3]:
             mine = [each.tensor_split(2)[state.rank] for each in batch]
             state, grads, report = step.grads(state, mine)
             call()
             state, _ = step.update(state, grads, report)
             call()
-            with af.use_average(step):
+            with af.averaged(step):
                 mean = copied(model)
                 call()
         found = copied(model)

@@ -17,7 +17,7 @@ from tests.support.block_models import batches, part
 def built(state, recipe, optimizer=ours.sgd, model=None, loss_fn=ours.mse):
     model = ours.regression_model() if model is None else model
     plan = af.Plan(loss_fn, model, optimizer(model.parameters()))
-    return af.build(state, recipe(plan), check_loss=False)
+    return af.build(recipe(plan), state, check_loss=False)
 
 
 def weights(step):
@@ -189,17 +189,17 @@ def test_a_run_resumes_from_an_average_with_the_same_bits(tmp_path):
             match="save: state must be one at which local_sgd has averaged the ranks, got 1 of 2 updates "
             "after it; save where their number is a multiple of 2",
         ):
-            af.save(tmp_path, state, step)
+            af.save(step, state, tmp_path)
         state, _ = step(state, rest[0])
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         for batch in rest[1:]:
             state, _ = step(state, batch)
         expected = ours.kept_tensors(step)
-        again = af.load(tmp_path, state, step)
-        af.save(tmp_path / "again", again, step)  # ranks are equal again
+        again = af.load(step, state, tmp_path)
+        af.save(step, again, tmp_path / "again")  # ranks are equal again
 
         state, step = built(replace(state, step=0), af.local_sgd(2), ours.adamw)
-        state = af.load(tmp_path, state, step)
+        state = af.load(step, state, tmp_path)
         for batch in rest[1:]:
             state, _ = step(state, batch)
         ours.assert_identical(ours.kept_tensors(step), expected)
@@ -211,12 +211,12 @@ def test_a_run_of_one_rank_is_saved_anywhere_and_continues_in_two(tmp_path):
     def started(state):
         state, step = built(state, af.local_sgd(2))
         state, _ = step(state, batches()[0])
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
 
     def gone_on(state):
         state, step = built(state, af.local_sgd(2))
-        state = af.load(tmp_path, state, step)
-        af.save(tmp_path, state, step)  # ranks are equal
+        state = af.load(step, state, tmp_path)
+        af.save(step, state, tmp_path)  # ranks are equal
         step(state, part(batches()[1], state))  # the second of two updates
         return weights(step)
 
@@ -231,10 +231,10 @@ def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_bat
 
     def leg(state, given, *, resumed):
         state, step = built(state, af.local_sgd(1))
-        state = af.load(tmp_path, state, step) if resumed else state
+        state = af.load(step, state, tmp_path) if resumed else state
         for batch in given:
             state, _ = step(state, part(batch, state))
-        af.save(tmp_path, state, step)
+        af.save(step, state, tmp_path)
         return weights(step)
 
     simulate(lambda state: leg(state, data[:2], resumed=False), world_size=2)
@@ -252,7 +252,7 @@ def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_bat
         (af.with_amp("fp16"), "without a loss scale"),
         (af.skip_nonfinite(), "must apply every update, .*got skip_nonfinite"),
         (af.check_replicas(5), "must not be combined with .*got check_replicas"),
-        (af.average(0.9), "got average"),
+        (af.ema(0.9), "got average"),
     ],
     ids=["wrap_fsdp", "wrap_ddp", "fp16", "accept", "replicas", "average"],
 )
@@ -270,7 +270,7 @@ def test_momentum_of_sparse_gradients_is_refused():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         plan = af.Plan(lambda model, rows: model(rows).mean(), model, optimizer)
         with pytest.raises(ValueError, match="local_sgd's model must have dense gradients beside"):
-            af.build(state, af.local_sgd(1)(plan))
+            af.build(af.local_sgd(1)(plan), state)
 
     simulate(run, world_size=2)
 
@@ -283,7 +283,7 @@ def test_a_state_with_the_loss_scale_of_another_step_is_refused():
         def moving(plan):
             return replace(plan, place_model=(move,))
 
-        scaled = replace(state, scaler=af.LossScale.start(2.0))
+        scaled = replace(state, scaler=af.extend.LossScale.start(2.0))
         with pytest.raises(ValueError, match="build: local_sgd must be used without a loss scale"):
             built(scaled, af.compose(moving, af.local_sgd(2)))
         _, step = built(state, af.local_sgd(2))
@@ -321,7 +321,7 @@ def test_with_every_1_a_parameter_that_a_rank_does_not_reach_is_as_on_one_rank_o
     def run(state):
         model = copy.deepcopy(base)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
-        state, step = af.build(state, af.local_sgd(every=1)(af.Plan(loss_fn, model, optimizer)))
+        state, step = af.build(af.local_sgd(every=1)(af.Plan(loss_fn, model, optimizer)), state)
         for x in (mixed, apart, apart):
             state, _ = step(state, x.tensor_split(state.world_size)[state.rank])
         return torch.cat([each.detach().flatten() for each in model.parameters()])

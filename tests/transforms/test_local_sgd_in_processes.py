@@ -2,12 +2,16 @@
 
 import json
 
+import pytest
+
 from tests.support import strategies as ours
 from tests.support.local_sgd_by_hand import parts, trained_apart_by_hand
 from tests.support.processes import from_lists, launch
 
 TRAIN = """
 import json
+
+import pytest
 import accel_fn as af
 from tests.support import strategies as ours
 from tests.support.local_sgd_by_hand import parts
@@ -16,7 +20,7 @@ state = af.init(device="cpu", timeout_s=60)
 model = ours.regression_model(seed=state.rank)
 plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
 recipe = af.compose(af.place(), af.local_sgd(2), af.accumulate(2), af.clip(0.5))
-state, step = af.build(state, recipe(plan))
+state, step = af.build(recipe(plan), state)
 trace = []
 for batch in parts(state.world_size)[state.rank]:
     state, report = step(state, batch)
@@ -26,6 +30,7 @@ say(json.dumps(trace))
 """
 
 
+@pytest.mark.slow
 def test_processes_apart_and_their_means_are_those_by_hand():
     expected = trained_apart_by_hand(parts(2), 2, max_norm=0.5)
     traces = [json.loads(line) for line in launch(TRAIN, num_processes=2).splitlines()]

@@ -21,7 +21,7 @@ def test_one_rank_reads_its_own_request(recipe):
     plan = recipe(ours.plan(optimizer=ours.adamw))
     batch = (torch.ones(4, 3).double(), torch.zeros(4, 1).double())
     with af.Preemption() as preemption:
-        state, step = af.build(af.DistState(), preemption(plan))
+        state, step = af.build(preemption(plan), af.DistState())
         state, report = step(state, batch)
         assert report.extras["stop"] is False
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_listen_is_refused():
     def run(state):
         plan = af.wrap_ddp()(ours.plan(optimizer=ours.adamw))
         with pytest.raises(RuntimeError, match="should_stop"):
-            af.build(state, af.Preemption(())(plan) if state.rank else plan)
+            af.build(af.Preemption(())(plan) if state.rank else plan, state)
 
     simulate(run, world_size=2)
 

@@ -106,9 +106,9 @@ def trained(change, recipe, state=None):
 
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
     # both outputs of a loss that changes the model depend on how often it is called
-    state, step = af.build(state or af.DistState(), recipe(plan), check_loss=False)
+    state, step = af.build(recipe(plan), state or af.DistState(), check_loss=False)
     for _ in range(3):
-        state, _ = step(state, af.part(X, state))
+        state, _ = step(state, af.shard_batch(X, state))
     return (
         ours.whole(model.state_dict()),
         float(model.scale),
@@ -147,7 +147,7 @@ def test_parameters_that_were_frozen_for_one_forward_get_no_gradient_of_it():
             return first.square().mean() + (model(inputs) - 1).square().mean()
 
         plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.DistState(), recipe(plan))
+        state, step = af.build(recipe(plan), af.DistState())
         step(state, X)
         return model.state_dict()
 
@@ -169,7 +169,7 @@ def test_numbers_of_pythons_generator_are_refused():
     model = nn.Sequential(nn.Sequential(Noisy(3, 3), Noisy(3, 3)), nn.Linear(3, 1)).double()
     plan = af.Plan(lambda model, x: model(x).square().mean(), model, ours.sgd(model.parameters()))
     recipe = af.checkpoint_activations(blocks=Noisy)
-    state, step = af.build(af.DistState(), recipe(plan), check_loss=False)
+    state, step = af.build(recipe(plan), af.DistState(), check_loss=False)
     with pytest.raises(af.errors.LossError, match="draw random numbers from torch"):
         step(state, X)
 
@@ -184,7 +184,7 @@ def test_outputs_written_in_place_are_not_taken_for_others():
 
     model = Halved()
     plan = af.Plan(lambda model, x: model(x).square().mean(), model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpoint_activations()(plan))
+    state, step = af.build(af.checkpoint_activations()(plan), af.DistState())
     step(state, X)
 
 
@@ -200,7 +200,7 @@ def test_attributes_that_a_recomputation_writes_stay_those_of_the_forward():
 
     model = nn.Sequential(nn.Sequential(Counting(), Counting()), nn.Linear(3, 1)).double()
     plan = af.Plan(lambda model, x: model(x).square().mean(), model, ours.sgd(model.parameters()))
-    state, step = af.build(af.DistState(), af.checkpoint_activations()(plan))
+    state, step = af.build(af.checkpoint_activations()(plan), af.DistState())
     for _ in range(3):
         state, _ = step(state, X)
     assert [each.calls for each in model[0]] == [3, 3]

@@ -55,7 +55,7 @@ def sent():
 state = af.init(device="cpu", timeout_s=60)
 model = torch.nn.Linear(1024, 1024)
 plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), 0.1))
-state, step = af.build(state, af.reproducible(num_virtual_ranks=8)(plan))
+state, step = af.build(af.reproducible(num_virtual_ranks=8)(plan), state)
 batch = torch.ones(8 // state.world_size, 1024), torch.ones(8 // state.world_size, 1024)
 for _ in range(3):
     state, _ = step(state, batch)
@@ -93,7 +93,7 @@ def most():
 state = af.init(device="cpu")
 model = {model}
 plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), 0.1))
-state, step = af.build(state, {owner}(plan))
+state, step = af.build({owner}(plan), state)
 batch = torch.ones(16, {width}), torch.ones(16, {width})
 for _ in range(3):
     state, _ = step(state, batch)

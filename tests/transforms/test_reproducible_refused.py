@@ -30,7 +30,7 @@ def refused(recipe, world_size=1, make=ours.regression_model):
 
     def run(state):
         with pytest.raises(af.AccelError) as caught:
-            af.build(state, recipe(make_plan(make())))
+            af.build(recipe(make_plan(make())), state)
         return str(caught.value)
 
     (words,) = set(simulate(run, world_size=world_size))
@@ -74,7 +74,7 @@ def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ran
 
     def run(state, culprits):
         model = Normed(nn.BatchNorm1d(4).eval())
-        state, step = af.build(state, af.reproducible(2)(make_plan(model)))
+        state, step = af.build(af.reproducible(2)(make_plan(model)), state)
         state, _ = step(state, (torch.ones(2, 3), torch.ones(2, 1)))
         model.train(state.rank in culprits)
         with pytest.raises(af.AccelError) as caught:
@@ -126,7 +126,7 @@ def test_a_forward_that_changes_what_is_saved_is_raised_on_all_ranks_after_the_f
     """The change may happen on one rank only."""
 
     def run(state):
-        state, step = af.build(state, af.reproducible(2)(make_plan(Counting(persistent=True))))
+        state, step = af.build(af.reproducible(2)(make_plan(Counting(persistent=True))), state)
         part = (torch.tensor([[0.0] * 3, [1.0] * 3]), torch.ones(2, 1))
         part = tuple(each.tensor_split(2)[state.rank] for each in part)
         for _ in range(2):  # a second attempt fails too
@@ -141,7 +141,7 @@ def test_a_forward_that_changes_what_is_saved_is_raised_on_all_ranks_after_the_f
 
 def test_what_is_not_saved_may_change():
     plan = af.reproducible(2)(make_plan(Counting(persistent=False)))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     step(state, (torch.ones(2, 3), torch.ones(2, 1)))
     assert plan.model.calls == 2
 
@@ -159,7 +159,7 @@ class Looked(nn.Module):
 
 def test_sparse_gradients_that_a_forward_makes_are_named_by_the_step_on_all_ranks():
     def run(state):
-        state, step = af.build(state, af.reproducible(4)(make_plan(Looked())))
+        state, step = af.build(af.reproducible(4)(make_plan(Looked())), state)
         with pytest.raises(
             ValueError, match=r"step: .* dense gradients, got 'rows'; use sparse=False"
         ):
@@ -195,7 +195,7 @@ def test_a_table_whose_forward_writes_to_its_weight_is_named(recipe, world_size,
 )
 def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
     simulate(
-        lambda state: af.build(state, recipe(make_plan(bounded(nn.Embedding)))),
+        lambda state: af.build(recipe(make_plan(bounded(nn.Embedding))), state),
         world_size=world_size,
     )
 
@@ -207,7 +207,7 @@ def test_where_a_rank_trains_alone_such_a_table_is_fine(recipe, world_size):
 def test_samples_that_do_not_fill_the_slots_are_refused_on_all_ranks(num_virtual_ranks, sizes, got):
     def run(state):
         state, step = af.build(
-            state, af.reproducible(num_virtual_ranks)(make_plan(ours.regression_model()))
+            af.reproducible(num_virtual_ranks)(make_plan(ours.regression_model())), state
         )
         size = sizes[state.rank]
         with pytest.raises(af.AccelError) as caught:
@@ -239,7 +239,7 @@ class Failing:
 def second_loss():
     """Return the loss of the second update where nothing fails."""
     plan = make_plan(ours.regression_model())
-    state, step = af.build(af.DistState(), af.reproducible(4)(plan))
+    state, step = af.build(af.reproducible(4)(plan), af.DistState())
     state, _ = step(state, part_of(state))
     return float(step(state, part_of(state))[1].loss)
 
@@ -249,7 +249,7 @@ def test_all_ranks_raise_what_a_loss_raises_on_one_of_them_and_can_go_on(goes_on
     def run(state):
         model, loss_fn = ours.regression_model(), Failing(state, ours.mse)
         plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state, step = af.build(state, af.reproducible(4)(plan))
+        state, step = af.build(af.reproducible(4)(plan), state)
         state, _ = step(state, part_of(state))
         loss_fn.fails = True
         with pytest.raises((ArithmeticError, af.errors.PeerError)) as caught:
@@ -280,7 +280,7 @@ def test_a_rank_that_repeats_a_step_alone_is_an_error_on_all_ranks():
         model, keep = ours.regression_model(), Failing(state, lambda state, grads: grads)
         plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), lr=0.1))
         plan = replace(af.reproducible(2)(plan), gradients=(keep,))
-        state, step = af.build(state, plan)
+        state, step = af.build(plan, state)
         state, _ = step(state, part_of(state))
         keep.fails = True
         try:

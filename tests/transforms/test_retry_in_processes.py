@@ -43,7 +43,7 @@ def train(state, recipe, limit):
 
     model = model_with_statistics()
     plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
-    state, step = af.build(state, af.compose(recipe, scaled(8.0, growth_interval=1))(plan))
+    state, step = af.build(af.compose(recipe, scaled(8.0, growth_interval=1))(plan), state)
     counts = []
     for _ in range(3):
         state, report = step(state, (torch.ones(8, 3).double(), torch.ones(8, 1).double()))

@@ -34,7 +34,7 @@ def test_a_plateau_is_seen_in_the_users_metric():
     assert rates == [0.05, 0.05, 0.05, 0.025, 0.0125]
 
 
-SCALE = af.LossScale.start(8.0)
+SCALE = af.extend.LossScale.start(8.0)
 
 META = af.DistState(device="meta")
 SCALED = af.DistState(device="meta", scaler=SCALE)
@@ -76,15 +76,15 @@ def test_a_resumed_run_resumes_from_the_rate_as_the_host_knows_it(tmp_path):
         optimizer = fused(model.parameters())
         slow = lambda optimizer: schedulers.ExponentialLR(optimizer, 0.999)
         recipe = af.compose(scaled(8.0), by_device(slow, optimizer))
-        return *af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer))), optimizer
+        return *af.build(recipe(af.Plan(ours.mse, model, optimizer)), af.DistState()), optimizer
 
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     state, step, whole = built()
     for _ in range(30):
         state, _ = step(state, batch)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     _, again, resumed = built()
-    resumed_state = af.load(tmp_path, state, again)
+    resumed_state = af.load(again, state, tmp_path)
     for _ in range(200):
         state, _ = step(state, batch)
         resumed_state, _ = again(resumed_state, batch)
@@ -96,7 +96,7 @@ def refused(given_, text, error=ValueError, **options):
     optimizer = sgd(model.parameters())
     plan = af.Plan(ours.mse, model, optimizer)
     with pytest.raises(error, match=text):
-        af.build(af.DistState(), af.schedule(given_(optimizer), **options)(plan))
+        af.build(af.schedule(given_(optimizer), **options)(plan), af.DistState())
 
 
 def half(num_updates):
@@ -115,7 +115,7 @@ def test_a_rate_that_is_set_by_hand_is_taken_up_on_the_device():
     model = ours.regression_model()
     optimizer = fused(model.parameters())
     recipe = af.compose(scaled(8.0), by_device(exponential, optimizer))
-    state, step = af.build(af.DistState(), recipe(af.Plan(ours.mse, model, optimizer)))
+    state, step = af.build(recipe(af.Plan(ours.mse, model, optimizer)), af.DistState())
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     state, _ = step(state, batch)
     optimizer.param_groups[0]["lr"] = 0.5
@@ -136,7 +136,7 @@ def test_a_function_is_the_only_schedule_of_a_plan(makers):
     """A second function would overwrite the rate of the first."""
     plan = scheduled_by(*makers)
     with pytest.raises(ValueError, match=r"schedule must stand alone .* got 2 schedules; give one"):
-        af.build(af.DistState(), plan)
+        af.build(plan, af.DistState())
 
 
 def test_a_scheduler_over_another_optimizer_is_refused():

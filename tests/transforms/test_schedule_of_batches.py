@@ -29,13 +29,13 @@ def halved(optimizer):
 
 def test_a_window_of_batches_counts_as_one_batch():
     """The last window of an epoch has fewer batches."""
-    loader = af.window(af.shard_loader(loader_of(30), af.DistState()), 2)
+    loader = af.group_batches(af.shard_loader(loader_of(30), af.DistState()), 2)
     model = ours.regression_model()
     plan = af.Plan(ours.mse, model, sgd(model.parameters()))
     recipe = af.compose(
         af.accumulate(2, split=None), af.schedule(halved(plan.optimizer), every=loader)
     )
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     batches = [batch for epoch in loader.epochs(2) for batch in epoch]
     assert rates_of(step, state, batches) == [0.1] * 3 + [0.05] * 3
 
@@ -60,7 +60,7 @@ def test_several_updates_of_one_batch_have_the_rate_of_the_batches_before_it(kin
             return grads
 
         plan = replace(af.Plan(ours.mse, model, optimizers), gradients=(note,))
-        return af.build(state, af.schedule(fn, every=2)(plan))
+        return af.build(af.schedule(fn, every=2)(plan), state)
 
     state, critic = built(af.DistState(), "critic")
     state, generator = built(state, "generator")
@@ -77,7 +77,7 @@ def test_several_updates_of_one_batch_have_the_rate_of_the_batches_before_it(kin
 def test_a_schedule_that_is_built_in_the_middle_of_a_run_counts_from_there():
     plan = ours.plan(optimizer=sgd)
     recipe = af.schedule(halved(plan.optimizer), every=2)
-    state, step = af.build(replace(af.DistState(), step=7), recipe(plan))
+    state, step = af.build(recipe(plan), replace(af.DistState(), step=7))
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     assert rates_of(step, state, [batch] * 4) == [0.1, 0.05, 0.05, 0.025]
 
@@ -87,12 +87,12 @@ def test_a_plateau_is_seen_in_the_last_update_of_every_so_many_batches():
     scheduler = schedulers.ReduceLROnPlateau(plan.optimizer, factor=0.5, patience=0)
     metrics = iter([9.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0])
     recipe = af.schedule(scheduler, every=2, metric=lambda report: next(metrics))
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     batch = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
     assert rates_of(step, state, [batch] * 7) == [0.1] * 4 + [0.05] * 3
 
 
-SCALED = af.DistState(device="meta", scaler=af.LossScale.start(8.0))
+SCALED = af.DistState(device="meta", scaler=af.extend.LossScale.start(8.0))
 
 
 @pytest.mark.parametrize("order", [(None, 2), (2, None)], ids=["updates first", "batches first"])
@@ -119,7 +119,7 @@ def test_schedules_of_updates_and_of_epochs_stand_beside_each_other(skipped):
     recipe = af.compose(
         af.skip_nonfinite(), af.schedule(warm_up), af.schedule(halved(plan.optimizer), every=2)
     )
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     batches = [
         (
             torch.full((2, 3), float("nan") if i in skipped else 1.0).double(),
@@ -138,14 +138,14 @@ def test_a_run_that_counts_other_batches_is_refused(tmp_path):
     def built(every):
         plan = ours.plan(optimizer=sgd)
         recipe = af.schedule(halved(plan.optimizer), every=every)
-        return af.build(af.DistState(), recipe(plan))
+        return af.build(recipe(plan), af.DistState())
 
-    af.save(tmp_path, *built(2))
+    af.save(*reversed(built(2)), tmp_path)
     text = (
         r"\['schedule\(ExponentialLR, every=2\)'\] saved, \['schedule\(ExponentialLR.*3\)'\] here"
     )
     with pytest.raises(RuntimeError, match=text):
-        af.load(tmp_path, *built(3))
+        af.load(*reversed(built(3)), tmp_path)
 
 
 class Endless(IterableDataset):
@@ -194,6 +194,6 @@ def test_ranks_that_count_other_batches_are_refused():
             af.wrap_ddp(), af.schedule(halved(plan.optimizer), every=2 + state.rank)
         )
         with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
-            af.build(state, recipe(plan))
+            af.build(recipe(plan), state)
 
     simulate(run, world_size=2)

@@ -15,7 +15,7 @@ def built(recipe, *, state=None, **options):
     model = ours.regression_model()
     loss_fn = options.pop("loss_fn", ours.mse)
     plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
-    return af.build(af.DistState() if state is None else state, recipe(plan))
+    return af.build(recipe(plan), af.DistState() if state is None else state)
 
 
 def counts(state):
@@ -103,9 +103,9 @@ def test_counts_survive_a_checkpoint(tmp_path):
     state, step = built(af.compose(), weight_fn=lambda batch: 0.25)
     for batch in BATCHES[:3]:
         state, _ = step(state, batch)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     fresh, other = built(af.compose(), weight_fn=step.plan.weight_fn)
-    assert counts(af.load(tmp_path, fresh, other)) == (3, 18, 0.75)
+    assert counts(af.load(other, fresh, tmp_path)) == (3, 18, 0.75)
 
 
 def test_extras_are_put_back_before_a_function_is_called(tmp_path):
@@ -115,11 +115,11 @@ def test_extras_are_put_back_before_a_function_is_called(tmp_path):
 
     state, step, extras = run({"total": 8})
     state, _ = step(state, BATCHES[0])
-    af.save(tmp_path, state, step, extras=extras)
+    af.save(step, state, tmp_path, extras=extras)
     rate = step.plan.optimizer.param_groups[0]["lr"]
     seen = {"total": 2}
     state, other, extras = run(seen)
-    af.load(tmp_path, state, other, extras=extras)
+    af.load(other, state, tmp_path, extras=extras)
     assert seen == {"total": 8}
     assert other.plan.optimizer.param_groups[0]["lr"] == rate
 
@@ -127,7 +127,7 @@ def test_extras_are_put_back_before_a_function_is_called(tmp_path):
 def test_ranks_with_the_same_rows_count_once():
     def run(state):
         state, step = built(af.wrap_ddp(), state=state)
-        state, _ = step(state, af.part(BATCHES[0], state))
+        state, _ = step(state, af.shard_batch(BATCHES[0], state))
         return counts(state)
 
     assert simulate(run, mesh={"dp": 2, "tp": 2}) == [(1, 6, 6)] * 4

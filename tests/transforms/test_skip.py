@@ -97,7 +97,7 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule):
         parts = ours.dealt(linear_run(gains), [[1, 1]] * len(gains))
         model = linear_model()
         plan = af.Plan(ours.mse, model, tiny_sgd([model.weight]))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), recipe)(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), recipe)(plan), state)
         for part in parts[state.rank][:-1]:
             state, _ = step(state, part)
         with pytest.raises(ArithmeticError, match=f"step: the gradient norm must {rule}"):
@@ -112,7 +112,7 @@ def test_a_result_that_is_read_late_ends_the_run_a_step_later_with_its_own_norm(
     """The norm of that step does not matter."""
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     read_late(*step.plan.accept)
     *first, last = linear_run([1.0, float("nan"), float("inf"), after])
     for batch in first:
@@ -124,13 +124,13 @@ def test_a_result_that_is_read_late_ends_the_run_a_step_later_with_its_own_norm(
 def test_a_result_that_is_read_late_does_not_end_the_run_that_is_gone_back_to(tmp_path):
     model = linear_model()
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     read_late(*step.plan.accept)
     good, *bad = linear_run([1.0, float("nan"), float("nan")])
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     for batch in bad:
         state, _ = step(state, batch)
-    state = af.load(tmp_path, state, step)
+    state = af.load(step, state, tmp_path)
     _, report = step(state, good)
     assert report.applied
 
@@ -141,7 +141,7 @@ def test_a_batch_without_weight_is_no_norm_to_look_back_on(empty):
     model = linear_model()
     plan = af.Plan(ours.mse, model, tiny_sgd(model.parameters()), lambda batch: batch[1].sum())
     recipe = af.skip_spikes(window=4, max_consecutive=3)
-    state, step = af.build(af.DistState(), recipe(plan))
+    state, step = af.build(recipe(plan), af.DistState())
     for index, (inputs, targets) in enumerate(linear_run([1.0] * 10)):
         state, report = step(state, (inputs, targets * (index not in empty)))
         assert report.applied
@@ -151,7 +151,7 @@ def test_a_spike_leaves_the_loss_scale_alone():
     recipe = af.compose(scaled(1024.0), af.skip_spikes(window=4))
     model = linear_model()
     plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    state, step = af.build(af.DistState(), plan)
+    state, step = af.build(plan, af.DistState())
     for batch in linear_run([1.0, 1.0, 1.0, 1e3]):
         state, report = step(state, batch)
     assert (bool(report.applied), float(state.scaler.scale)) == (False, 1024.0)
@@ -162,7 +162,7 @@ def test_two_steps_of_one_plan_count_for_themselves():
     plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
     bad = linear_run([float("nan")])[0]
     for _ in range(2):
-        state, step = af.build(af.DistState(), plan)
+        state, step = af.build(plan, af.DistState())
         step(state, bad)
 
 
@@ -176,14 +176,14 @@ def test_a_resumed_run_knows_what_it_has_seen(saved_after, tmp_path):
     def built():
         model = linear_model()
         plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-        return af.build(af.DistState(), plan)
+        return af.build(plan, af.DistState())
 
     state, step = built()
     for batch in batches[:saved_after]:
         state, _ = step(state, batch)
-    af.save(tmp_path, state, step)
+    af.save(step, state, tmp_path)
     state, step = built()
-    state = af.load(tmp_path, state, step)
+    state = af.load(step, state, tmp_path)
     outcomes = [True, True, False, True, False, False][saved_after:]
     for batch, expected in zip(batches[saved_after:-1], outcomes, strict=True):
         state, report = step(state, batch)

@@ -91,7 +91,7 @@ def test_ranks_that_hold_the_same_rows_are_counted_once():
     def run(state):
         mine = copy.deepcopy(model)
         plan = af.Plan(loss_fn, mine, sgd(mine), weight_fn=weight_fn)
-        state, step = af.build(state, af.wrap_ddp(sync_batchnorm=True)(plan), check_loss=False)
+        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
         for ranks in PARTS:
             state, _ = step(state, ranks[state.along("dp").rank])
         return ours.whole(mine.state_dict())
@@ -106,7 +106,7 @@ def test_the_model_keeps_its_layers_and_its_keys(wrap):
         model = Normed()
         layers, keys = [*model.modules()], [*model.state_dict()]
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, wrap(sync_batchnorm=True)(plan), check_loss=False)
+        state, step = af.build(wrap(sync_batchnorm=True)(plan), state, check_loss=False)
         step(state, PARTS[0][state.rank])
         assert not any("forward" in vars(each) for each in model.modules())
         return (
@@ -123,7 +123,7 @@ def test_frozen_layers_use_their_running_statistics():
         model.norm.eval()
         model.inner.eval()
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, recipe(plan), check_loss=False)
+        state, step = af.build(recipe(plan), state, check_loss=False)
         for ranks in PARTS:
             rows = ranks[state.rank] if state.world_size > 1 else torch.cat(ranks)
             state, _ = step(state, rows)
@@ -143,7 +143,7 @@ def test_ranks_that_call_other_layers_are_refused_on_all_ranks():
     def run(state):
         model = TwoNorms()
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, af.wrap_ddp(sync_batchnorm=True)(plan), check_loss=False)
+        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
         rows = (
             ROWS.abs() if state.is_main else torch.cat([-ROWS[:, :3].abs(), ROWS[:, 3:].abs()], 1)
         )
@@ -160,7 +160,7 @@ def test_a_batch_of_one_row_is_refused_on_all_ranks_as_torch_does():
     def run(state):
         model = Normed()
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, af.wrap_ddp(sync_batchnorm=True)(plan), check_loss=False)
+        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
             step(state, ROWS[:1] if state.is_main else ROWS[:0])
 
@@ -190,7 +190,7 @@ def test_build_refuses_what_statistics_over_ranks_do_not_go_with(wrap, layer, tr
         plan = af.Plan(ours.mse, model, sgd(model))
         recipe = af.compose(wrap(sync_batchnorm=True), transform)
         with pytest.raises(af.errors.PlanError, match=f"sync_batchnorm.*{reason}"):
-            af.build(state, recipe(plan))
+            af.build(recipe(plan), state)
 
     simulate(run, world_size=2)
 
@@ -200,9 +200,9 @@ def test_half_precision_keeps_its_dtype_and_sums_in_single():
         torch.manual_seed(0)
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)).to(dtype)
         plan = af.Plan(lambda model, x: model(x).float().square().mean(), model, sgd(model))
-        state, step = af.build(state, recipe(plan), check_loss=False)
+        state, step = af.build(recipe(plan), state, check_loss=False)
         x = torch.arange(600 * 6).reshape(600, 6).sin().to(dtype)
-        step(state, af.part(x, state))
+        step(state, af.shard_batch(x, state))
         return model[0].running_var, model[1].weight
 
     right = run(af.DistState(), af.compose(), torch.bfloat16)
@@ -222,7 +222,7 @@ def test_processes_are_one_process():
 
         state, model = af.init(device="cpu", timeout_s=60), Normed()
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, af.wrap_fsdp(sync_batchnorm=True)(plan))
+        state, step = af.build(af.wrap_fsdp(sync_batchnorm=True)(plan), state)
         for ranks in PARTS:
             state, _ = step(state, ranks[state.rank])
         values = torch.cat([each.flatten() for each in ours.whole(model.state_dict()).values()])
@@ -240,7 +240,7 @@ def test_a_model_of_a_step_can_be_pickled_and_copied():
     def run(state):
         model = Normed()
         plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(state, af.wrap_ddp(sync_batchnorm=True)(plan), check_loss=False)
+        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
         step(state, PARTS[0][state.rank])
         again = pickle.loads(pickle.dumps(model))
         ours.assert_identical(copy.deepcopy(again).state_dict(), model.state_dict())

@@ -240,7 +240,7 @@ def test_wrap_tp_draws_by_rank_where_activations_are_split():
         model = Layers().double()
         nn.init.ones_(model.up.weight)
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        af.build(state, af.wrap_tp(STYLES)(plan))
+        af.build(af.wrap_tp(STYLES)(plan), state)
         torch.manual_seed(2)  # a rank's turn: up to its next collective
         model(ONES).sum().item()
         return model.seen
@@ -269,7 +269,7 @@ def test_dropout_that_would_break_whole_graphs_is_refused():
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         styles = {"blocks.*.attention.q": "colwise", "blocks.*.attention.o": "rowwise"}
         recipe = af.compose(af.wrap_tp(styles), af.compiled(scope="blocks", fullgraph=True))
-        af.build(state, recipe(plan))
+        af.build(recipe(plan), state)
 
     text = (
         r"build: compiled\(.*fullgraph=True.*\) must not be used with wrap_tp and dropout, whose draws "

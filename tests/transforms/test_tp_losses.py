@@ -41,7 +41,7 @@ def refused(loss_fn, styles=STYLES, model_of=lambda state: perceptron()):
 
     def run(state):
         plan = ours.plan(model=model_of(state), loss_fn=loss_fn)
-        state, step = af.build(state, af.wrap_tp(styles)(plan))
+        state, step = af.build(af.wrap_tp(styles)(plan), state)
         with pytest.raises(af.errors.AccelError) as caught:
             step(state, BATCH)
         return str(caught.value)
@@ -87,7 +87,7 @@ def test_a_metric_may_be_computed_from_parameters():
 
     def run(state):
         plan = ours.plan(model=perceptron(), loss_fn=loss_fn)
-        state, step = af.build(state, af.wrap_tp(STYLES)(plan))
+        state, step = af.build(af.wrap_tp(STYLES)(plan), state)
         _, report = step(state, BATCH)
         return {name: float(each) for name, each in report.metrics.items()}
 
@@ -99,9 +99,9 @@ def test_replicas_of_a_split_model_need_a_loss_that_reaches_every_parameter():
     def run(state):
         model = perceptron().append(nn.Linear(1, 1).double())
         plan = ours.plan(model=model, loss_fn=lambda model, batch: ours.mse(model[:3], batch))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.wrap_tp(STYLES))(plan))
+        state, step = af.build(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES))(plan), state)
         with pytest.raises(af.errors.LossError, match=r"got no gradient for 3\.weight, 3\.bias;"):
-            step(state, af.part(BATCH, state))
+            step(state, af.shard_batch(BATCH, state))
 
     simulate(run, mesh=SQUARE)
 
@@ -131,7 +131,7 @@ NOTE = (
 def test_a_wrong_size_in_the_users_code_has_a_note_where_layers_are_split(transform, has_note):
     def run(state):
         plan = ours.plan(model=WrongSize(*perceptron()))
-        state, step = af.build(state, transform(plan))
+        state, step = af.build(transform(plan), state)
         with pytest.raises(RuntimeError) as caught:
             step(state, BATCH)
         return NOTE in getattr(caught.value, "__notes__", ())
@@ -170,6 +170,7 @@ def attention():
     return Attention().double()
 
 
+@pytest.mark.slow
 def test_attention_of_torch_stays_whole():
     styles = {"up": ColwiseParallel(output_layouts=Replicate())}
     # The gradient of a bias of keys is rounding alone, which AdamW turns into whole updates.
@@ -177,7 +178,7 @@ def test_attention_of_torch_stays_whole():
 
     def run(state):
         model = attention()
-        af.build(state, af.wrap_tp(styles)(ours.plan(model=model)))
+        af.build(af.wrap_tp(styles)(ours.plan(model=model)), state)
         with torch.no_grad():
             return model.eval()(BATCH[0])
 
@@ -208,6 +209,7 @@ def listed():
     return Listed().double()
 
 
+@pytest.mark.slow
 def test_a_module_may_use_its_lists_and_dicts_of_parameters():
     recipe = af.compose(af.wrap_fsdp(), af.wrap_tp({"up": "colwise", "down": "rowwise"}))
     assert_one_process(recipe, SQUARE, make=listed)

@@ -58,7 +58,7 @@ def split(model, styles, state, wrap=None):
     own = copy.deepcopy(model)
     tp = af.wrap_tp({name: STYLES[each]() for name, each in styles.items()})
     recipe = af.compose(wrap or af.compose(), tp)
-    af.build(state, recipe(af.Plan(ours.mse, own, ours.sgd(own.parameters()))), check_loss=False)
+    af.build(recipe(af.Plan(ours.mse, own, ours.sgd(own.parameters()))), state, check_loss=False)
     return own
 
 
@@ -384,7 +384,7 @@ def test_a_model_that_was_split_by_hand_is_compared_too(shape, is_right):
         own, mesh = copy.deepcopy(model), af.device_mesh(state)["tp"]
         plan = {name: STYLES[style]() for name, style in ATTENTION.items()}
         parallelize_module(own, mesh, plan, src_data_rank=None)
-        af.build(state, af.wrap_tp()(af.Plan(ours.mse, own, ours.sgd(own.parameters()))))
+        af.build(af.wrap_tp()(af.Plan(ours.mse, own, ours.sgd(own.parameters()))), state)
         with nullcontext() if is_right else pytest.raises(af.errors.PlanError, match="the same"):
             own(INPUTS).isnan()
 

@@ -31,10 +31,10 @@ BATCH = (torch.linspace(-1, 1, 12).double().view(4, 3), torch.ones(4, 1).double(
 def steps(state, recipe, model, num=3, optimizer=ours.adamw, loss_fn=ours.mse):
     """Train a few steps; return losses, norms and whole parameters."""
     plan = af.Plan(loss_fn, model, optimizer(model.parameters()))
-    state, step = af.build(state, recipe(plan), check_loss=False)
+    state, step = af.build(recipe(plan), state, check_loss=False)
     found = []
     for _ in range(num):
-        state, report = step(state, af.part(BATCH, state))
+        state, report = step(state, af.shard_batch(BATCH, state))
         found.append(float(report.loss))
     return found, ours.whole(model.state_dict())
 
@@ -49,7 +49,7 @@ def assert_one_process(recipe, mesh, alone=lambda plan: plan, make=perceptron, *
 def test_every_parameter_is_on_the_axis_and_those_of_split_layers_are_parts():
     def run(state):
         model = perceptron()
-        state, step = af.build(state, af.wrap_tp(STYLES)(ours.plan(model=model)))
+        state, step = af.build(af.wrap_tp(STYLES)(ours.plan(model=model)), state)
         held = {name: tuple(each.to_local().shape) for name, each in model.named_parameters()}
         groups = step.plan.optimizer.param_groups
         assert [id(each) for group in groups for each in group["params"]] == [
@@ -67,9 +67,9 @@ def test_tied_parameters_stay_tied():
     def run(state):
         model = lm.language_model()
         plan = af.Plan(
-            lm.token_loss, model, ours.adamw(model.parameters()), af.num_labels("labels")
+            lm.token_loss, model, ours.adamw(model.parameters()), af.count_labels("labels")
         )
-        af.build(state, af.wrap_tp(lm.STYLES)(plan))
+        af.build(af.wrap_tp(lm.STYLES)(plan), state)
         return model.head.weight is model.embedding.weight
 
     assert simulate(run, mesh=TWO) == [True, True]
@@ -88,7 +88,7 @@ BESIDE = [
         af.accumulate(2),
         af.clip(0.05),
         af.schedule(lambda update: 1 / (1 + update)),
-        af.average(0.9),
+        af.ema(0.9),
     ),
     af.compose(
         af.clip_value(0.01), af.check_replicas(1), af.freeze("0.bias", until=2), af.with_amp("fp16")
@@ -119,17 +119,19 @@ def scaled():
     return nn.Sequential(Scaled(), Scaled(), nn.Linear(3, 1)).double()
 
 
+@pytest.mark.slow
 def test_blocks_with_parameters_of_their_own_are_recomputed():
     recompute = af.checkpoint_activations(blocks=Scaled)
     styles = af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"})
     assert_one_process(af.compose(styles, recompute), TWO, make=scaled)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_has_parameters_of_its_own():
     def run(state):
         model = scaled()
         styles = af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"})
-        af.build(state, styles(ours.plan(model=model)))
+        af.build(styles(ours.plan(model=model)), state)
         other = copy.deepcopy(model)
         with torch.no_grad():
             other[0].scale.zero_()
@@ -162,10 +164,10 @@ def compare_compiled(state, wrap):
     def train(state, recipe):
         model = lm.language_model()
         optimizer = ours.adamw(model.parameters())
-        plan = af.Plan(lm.token_loss, model, optimizer, af.num_labels("labels"))
-        state, step = af.build(state, recipe(plan))
+        plan = af.Plan(lm.token_loss, model, optimizer, af.count_labels("labels"))
+        state, step = af.build(recipe(plan), state)
         for _ in range(3):
-            state, report = step(state, af.part(batch, state))
+            state, report = step(state, af.shard_batch(batch, state))
         return float(report.loss), ours.whole(model.state_dict())
 
     recipe = af.compose(wrap, af.wrap_tp(lm.STYLES), af.compiled(scope="blocks"))
@@ -210,8 +212,8 @@ def test_a_plan_can_be_built_twice():
     def run(state):
         model = perceptron()
         plan = af.wrap_tp(STYLES)(ours.plan(model=model))
-        af.build(state, plan)
-        state, step = af.build(state, plan)
+        af.build(plan, state)
+        state, step = af.build(plan, state)
         state, report = step(state, BATCH)
         return float(report.loss)
 
@@ -226,9 +228,9 @@ def test_a_model_that_fsdp_has_sharded_is_refused(mesh):
 
     def run(state):
         model = perceptron()
-        af.build(state, af.wrap_fsdp()(ours.plan(model=model)))
+        af.build(af.wrap_fsdp()(ours.plan(model=model)), state)
         with pytest.raises(af.errors.PlanError, match=words):
-            af.build(state, af.compose(af.wrap_ddp(), af.wrap_tp(STYLES))(ours.plan(model=model)))
+            af.build(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES))(ours.plan(model=model)), state)
 
     simulate(run, mesh=mesh)
 
@@ -236,7 +238,7 @@ def test_a_model_that_fsdp_has_sharded_is_refused(mesh):
 def test_the_model_can_be_called_outside_of_a_step():
     def run(state):
         model = perceptron()
-        af.build(state, af.wrap_tp(STYLES)(ours.plan(model=model)))
+        af.build(af.wrap_tp(STYLES)(ours.plan(model=model)), state)
         with pytest.raises(RuntimeError):
             model(BATCH[0][:, :2])  # of a wrong width
         assert all(isinstance(each, DTensor) for each in model.parameters())
@@ -253,7 +255,7 @@ def refused(recipe, words, mesh=TWO, **given):
         model = given["make"]() if "make" in given else perceptron()
         optimizer = given.get("optimizer", ours.sgd)(model.parameters())
         with pytest.raises(ValueError, match=re.escape(words)):
-            af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
+            af.build(recipe(af.Plan(ours.mse, model, optimizer)), state)
         return True
 
     assert all(simulate(build, mesh=mesh) if mesh else simulate(build, world_size=2))
@@ -384,7 +386,7 @@ def test_a_model_that_is_split_over_another_axis_is_refused():
         )
         plan = ours.plan(model=split_by_hand(state, "dp"))
         with pytest.raises(ValueError, match=re.escape(text)):
-            af.build(state, af.compose(af.wrap_ddp(), af.wrap_tp())(plan))
+            af.build(af.compose(af.wrap_ddp(), af.wrap_tp())(plan), state)
 
     simulate(run, mesh=SQUARE)
 

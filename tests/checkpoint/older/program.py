@@ -41,10 +41,10 @@ def make_step(state, model):
     optimizer = torch.optim.AdamW(
         [each for each in model.parameters() if each.requires_grad], lr=0.1
     )
-    transforms = [af.clip(1.0), af.average(0.5), af.schedule(lambda step: 1 / (1 + step))]
+    transforms = [af.clip(1.0), af.ema(0.5), af.schedule(lambda step: 1 / (1 + step))]
     if state.world_size > 1:
         transforms.insert(0, af.wrap_ddp())
-    return af.build(state, af.compose(*transforms)(af.Plan(loss_fn, model, optimizer)))
+    return af.build(af.compose(*transforms)(af.Plan(loss_fn, model, optimizer)), state)
 
 
 def train(state, step, loader, until):
@@ -62,7 +62,7 @@ def write(folder, model):
         state, step = make_step(state, copy.deepcopy(model))
         loader = make_loader(state)
         state = train(state, step, loader, BEFORE)
-        af.save(folder, state, step, extras={"loader": loader}, only="trained")
+        af.save(step, state, folder, extras={"loader": loader}, only="trained")
 
     simulate(rank, world_size=2, seed=7)
 

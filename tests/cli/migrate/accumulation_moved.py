@@ -30,7 +30,7 @@ def training_function():
         af.clip(1.0),
     )
     plan = recipe(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     loader = af.shard_loader(loader, state)
 
     for epoch in loader.epochs(3):

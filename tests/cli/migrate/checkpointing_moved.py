@@ -25,15 +25,15 @@ def training_function(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     loader = af.shard_loader(loader, state)
 
     folder = "runs"
-    state = af.resume(folder, state, step)
+    state = af.resume(step, state, folder)
     for epoch in loader.epochs(4, since=state):
         for batch in epoch:
             state, _ = step(state, batch)
-        af.save(folder, state, step)
+        af.save(step, state, folder)
         if epoch.index + 1 == args.stop_after:
             break
     values = [value.item() for each in model.parameters() for value in each.flatten()]

@@ -38,7 +38,7 @@ def training_function():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     loader = af.shard_loader(loader, state)
 
     num_updates = 0

@@ -29,14 +29,14 @@ def training_function():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(state, plan)
+    state, step = af.build(plan, state)
     train_loader = af.shard_loader(train_loader, state)
     eval_loader = af.shard_loader(eval_loader, state)
 
     for epoch in train_loader.epochs(3):
         for batch in epoch:
             state, _ = step(state, batch)
-        metrics = af.evaluate(step, eval_loader, state, metric_fn)
+        metrics = af.evaluate(step, state, eval_loader, metric_fn)
         accuracy = metrics["accuracy"]
         af.print_on_main(accuracy, state=state)
 

@@ -144,7 +144,7 @@ def with_accel_fn(
     if way.max_norm is not None:
         transforms.append(af.clip(way.max_norm))
     plan = af.compose(*transforms)(af.Plan(loss_fn, task.model, task.optimizer))
-    state, step = af.build(af.init(device="cpu", mesh=mesh), plan)
+    state, step = af.build(plan, af.init(device="cpu", mesh=mesh))
 
     def update(index: int) -> None:
         nonlocal state
@@ -162,7 +162,7 @@ def with_accel_fn_reproducible(task: Task) -> Update:
     plan = af.compose(af.place(), af.reproducible(num_virtual_ranks=8))(
         af.Plan(loss_fn, task.model, task.optimizer)
     )
-    state, step = af.build(af.init(device="cpu"), plan)
+    state, step = af.build(plan, af.init(device="cpu"))
 
     def update(index: int) -> None:
         nonlocal state

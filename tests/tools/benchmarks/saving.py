@@ -54,7 +54,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.folder = folder
         plan = af.Plan(lambda model, batch: model(batch).mean(), self.model, self.optimizer)
-        self.state, self.step = af.build(af.DistState(), plan)
+        self.state, self.step = af.build(plan, af.DistState())
         self.writing: Any = None
         """DCP's write in the background."""
         self.accelerator: Any = None
@@ -77,9 +77,9 @@ class Run:
             "torch.save": lambda: torch.save(self._dicts(), folder / "torch.pt"),
             "DCP": lambda: dcp.save(self._flat(), checkpoint_id=folder / "dcp"),
             "accelerate": lambda: theirs.save_state(str(folder / "accelerate")),
-            "accel_fn": lambda: af.save(folder / "ours", state, step),
+            "accel_fn": lambda: af.save(step, state, folder / "ours"),
             ASYNC: self._async,
-            OURS_ASYNC: lambda: af.save(folder / "ours_async", state, step, wait=False),
+            OURS_ASYNC: lambda: af.save(step, state, folder / "ours_async", wait=False),
         }
         return self._installed(ways)
 
@@ -90,7 +90,7 @@ class Run:
             "torch.load": self._torch_load,
             "DCP": self._dcp_load,
             FLOOR: self._read,
-            "accel_fn": lambda: af.load(self.folder / "ours", self.state, self.step),
+            "accel_fn": lambda: af.load(self.step, self.state, self.folder / "ours"),
         }
         return self._installed(ways)
 

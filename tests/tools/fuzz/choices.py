@@ -139,7 +139,7 @@ LOSSES = {
     "labels": {
         "o": "3",
         "loss": "return F.cross_entropy(model(x), labels)",
-        "weight": "af.num_labels({labels})",
+        "weight": "af.count_labels({labels})",
     },
     "weighted": {
         "loss": "return ((model(x) - y).square() * w).sum() / w.sum()",
@@ -261,7 +261,7 @@ SCHEDULES = {
 }
 OTHERS = {
     "none": {},
-    "average": {"recipe": "af.average(0.9), "},
+    "average": {"recipe": "af.ema(0.9), "},
     "freeze": {
         "recipe": "af.freeze([n for n, _ in model.named_parameters()][0], until=2), ",
         "frozen": "if updates < 2: next(model.parameters()).grad = None",

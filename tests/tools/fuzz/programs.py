@@ -52,7 +52,7 @@ def by_hand(losses):
     return model
 def by_library(state, losses, made=[make() for _ in range(W)]):
     model, optimizer = made[state.rank]
-    state, step = af.build(state, af.compose({recipe})(af.Plan(loss_fn, model, optimizer{weight}{more})))
+    state, step = af.build(af.compose({recipe})(af.Plan(loss_fn, model, optimizer{weight}{more})), state)
     for i in range(len(SIZES)):
         if i == 1: {between}
         cut = {cut}

@@ -37,7 +37,7 @@ RECIPES: dict[str, Recipe] = {
         af.place(),
     ],
     "bf16": lambda: [af.with_amp("bf16")],
-    "average": lambda: [af.average(0.9)],
+    "average": lambda: [af.ema(0.9)],
     "skips": lambda: [af.skip_nonfinite(), af.skip_spikes()],
     "freeze": lambda: [af.freeze("0.weight", until=2)],
     "activations": lambda: [af.checkpoint_activations(blocks="0")],
@@ -83,15 +83,15 @@ def bits(run: Run) -> str:
     def program(state: af.DistState) -> list[Tensor]:
         own = copy.deepcopy(model)
         loss_fn = ours.mse if is_rows else ours.token_loss
-        options: dict[str, Any] = {} if is_rows else {"weight_fn": af.num_labels("labels")}
+        options: dict[str, Any] = {} if is_rows else {"weight_fn": af.count_labels("labels")}
         plan: af.Plan[Any] = af.Plan(
             loss_fn, own, OPTIMIZERS[run.optimizer](own.parameters()), **options
         )
         transforms = [*RECIPES[run.recipe](), *STRATEGIES[run.strategy][0]()]
-        state, step = af.build(state, af.compose(*transforms)(plan))
+        state, step = af.build(af.compose(*transforms)(plan), state)
         found = []
         for batch in batches:
-            state, report = step(state, af.part(batch, state))
+            state, report = step(state, af.shard_batch(batch, state))
             found.append(report.loss)
         return [*found, *map(_own, own.parameters())]
 

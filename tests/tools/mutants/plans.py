@@ -18,10 +18,10 @@ MANY = af.compose(af.wrap_ddp(), af.accumulate(2))
 
 def by_sample() -> tuple[af.Plan, af.Plan]:
     right = ours.plan(model=ours.token_model(), loss_fn=ours.token_loss, weight_fn=labels)
-    return right, MANY(replace(right, weight_fn=af.num_samples))
+    return right, MANY(replace(right, weight_fn=af.count_samples))
 
 
-labels = af.num_labels("labels")
+labels = af.count_labels("labels")
 
 
 def of(recipe: Callable[[af.Plan], af.Plan] = MANY, **wrong: Any) -> tuple[af.Plan, af.Plan]:

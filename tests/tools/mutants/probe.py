@@ -35,7 +35,7 @@ def pairs() -> Iterator[tuple[af.Plan, af.Plan, list[Any], int]]:
     overflowing = batches()
     overflowing.insert(1, (overflowing[1][0] * float("inf"), overflowing[1][1]))
     tokens = {"model": ours.token_model(), "loss_fn": ours.token_loss}
-    labelled = ours.plan(**tokens, weight_fn=af.num_labels("labels"))
+    labelled = ours.plan(**tokens, weight_fn=af.count_labels("labels"))
     both = [af.skip_nonfinite(), af.schedule(lambda n: 1 / (n + 1))]
     for wrap in (af.wrap_ddp(), af.wrap_fsdp()):
         for inner in ([], [af.clip(0.05)], [af.clip_value(0.01)]):
