@@ -82,7 +82,7 @@ def by_hand(loss_fn, batches):
 
 
 @pytest.mark.parametrize(("loss_fn", "wrap"), [(positives, "wrap_fsdp"), (two, "wrap_ddp")])
-@ours.share(0.2)
+@ours.share(0.1)
 @given(data=st.data())
 def test_ranks_and_microbatches_are_one_process(wrap, loss_fn, data):
     batches = [a_batch(data.draw(st.integers(2, 7)), seed) for seed in range(5, 8)]

@@ -156,9 +156,16 @@ def test_forward_evaluate_and_predict_pass_frozen_models_on():
     ("recipe", "loss", "world_size"),
     [
         (af.compose(af.wrap_ddp(), af.accumulate(3)), perceptual, 2),
-        (af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn, 2),
+        pytest.param(
+            af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn, 2, marks=pytest.mark.slow
+        ),
         (af.compose(af.wrap_fsdp(frozen=True), af.accumulate(3)), perceptual, 2),
-        (af.wrap_fsdp(frozen=True, reshard_after_forward=False), loss_fn, 3),
+        pytest.param(
+            af.wrap_fsdp(frozen=True, reshard_after_forward=False),
+            loss_fn,
+            3,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ddp", "fsdp", "shards", "whole until the backward"],
 )
@@ -167,10 +174,9 @@ def test_ranks_and_micro_batches_give_the_result_of_one_process(recipe, loss, wo
     assert_equivalent(plan, recipe(plan), batches, world_sizes=(1, world_size), rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [loss_fn, perceptual])
-def test_frozen_models_in_shards_are_shards_between_all_calls(loss):
+def test_frozen_models_in_shards_are_shards_between_all_calls():
     def run(state):
-        plan = af.wrap_fsdp(frozen=True)(plan_of(loss))
+        plan = af.wrap_fsdp(frozen=True)(plan_of(perceptual))
         state, step = af.build(state, plan)
         batch, found = af.part(BATCH, state), []
 
@@ -189,7 +195,7 @@ def test_frozen_models_in_shards_are_shards_between_all_calls(loss):
         return found
 
     def alone(state):
-        state, step = trained(plan_of(loss))
+        state, step = trained(plan_of(perceptual))
         figures = step.forward(state, BATCH), af.evaluate(step, [BATCH], state)["loss"]
         return [*figures, step.plan.frozen["vae"](X)]
 

@@ -61,6 +61,7 @@ def test_every_fused_optimizer_has_a_row():
     assert fused == {row.kind for row in ROWS.values() if row.options.get("fused")}
 
 
+@pytest.mark.slow
 def test_page_holds_the_table_of_this_torch():
     _, written, _ = split_page(PAGE.read_text(encoding="utf-8"))
     assert written.strip() == table().strip(), (

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -32,6 +33,54 @@ def one_step(optimizer_of, before=lambda optimizer: None):
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multiprocessing.queues:Queue._on_queue_feeder_error",
+        "torch._C._autograd:_profiler_enabled",
+        "torch._C._autograd:_get_sequence_nr",
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "torch._C._distributed_c10d:HashStore",
+        "torch._C._distributed_c10d:PrefixStore",
+        "torch._C._distributed_c10d:TCPStore",
+        "torch._C._distributed_c10d:_register_process_group",
+        "torch._C._distributed_c10d:Backend._get_sequence_number_for_group",
+        "torch._C._distributed_c10d:ProcessGroup._get_sequence_number_for_group",
+        "torch:Tensor._is_view",
+        "torch:_foreach_mul_",
+        "torch:_foreach_norm",
+        "torch._dynamo.exc:TorchDynamoException",
+        "torch._utils:ExceptionWrapper.reraise",
+        "torch._dynamo:mark_static_address",
+        "torch._inductor:list_mode_options",
+        "torch.autograd.graph:_engine_run_backward",
+        "torch.distributed:ProcessGroup._register_backend",
+        "torch.distributed:ProcessGroup._set_default_backend",
+        "torch.distributed:ProcessGroup._set_group_name",
+        "torch.distributed:ProcessGroup.get_group_store",
+        "torch.distributed.distributed_c10d:_world.pg_map",
+        "torch.nn:Module._call_impl",
+        "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
+        "torch.nn.parallel:DistributedDataParallel._post_forward",
+        "torch.nn.parallel:DistributedDataParallel._pre_forward",
+        "torch.nn.parallel:DistributedDataParallel._remove_autograd_hooks",
+        "torch.optim:Optimizer.profile_hook_step",
+        "torch.optim.optimizer:_global_optimizer_post_hooks",
+        "torch.optim.optimizer:_global_optimizer_pre_hooks",
+        "torch.utils.data._utils.signal_handling:_remove_worker_pids",
+        "torch.utils.data._utils.worker:ManagerWatchdog",
+        "torch.utils.data._utils.worker:WorkerInfo",
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+        "torch.utils._pytree:tree_flatten",
+        "torch.utils._pytree:tree_unflatten",
+    ],
+)
+def test_private_name_is_where_we_look_for_it(name):
+    assert resolve_name(name) is not None
 
 
 def step_of(loss_of):

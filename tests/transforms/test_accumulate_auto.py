@@ -33,7 +33,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("where", "world_size"), [("after", 2), ("backward", 4)])
+@pytest.mark.parametrize(
+    ("where", "world_size"), [("after", 2), pytest.param("backward", 4, marks=pytest.mark.slow)]
+)
 def test_it_is_that_run_where_the_last_rank_alone_has_no_room(where, world_size):
     parts = ours.dealt_evenly(fixed_batches(num=3, size=16), world_size)
     counts, last = checked(parts, world_size - 1, 1, where, scaled(8.0, growth_interval=2))

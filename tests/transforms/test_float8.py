@@ -235,6 +235,7 @@ def test_evaluation_is_in_float8_too_and_copies_of_a_plan_do_not_meet():
     assert float(other.forward(state, batch)) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_reproducible_has_one_hash_of_it_on_any_number_of_ranks():
     """The scales come from the largest values of a slice, which do not depend on its rank."""
     start = make_model()

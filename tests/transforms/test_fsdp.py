@@ -29,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the sam
 
 
 @pytest.mark.parametrize(
-    ("blocks", "reshard"), [(None, True), ((Block, nn.Linear), False)], ids=str
+    ("blocks", "reshard"),
+    [pytest.param(None, True, marks=pytest.mark.slow), ((Block, nn.Linear), False)],
+    ids=str,
 )
 def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
     wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)

@@ -111,6 +111,7 @@ def test_a_model_of_modules_may_ignore_one_of_them():
     assert found == pytest.approx([expected] * 3, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_and_without_shards(tmp_path):
     expected = trained(af.DistState(), af.compose(), num=4)[0].state_dict()
     wrap = af.wrap_fsdp(ignore=IGNORE)

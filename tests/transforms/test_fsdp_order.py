@@ -142,6 +142,7 @@ def test_steps_after_the_first_two_have_three_small_collectives():
     assert simulate(run, world_size=2) == [([3, 3, 3], 6)] * 2
 
 
+@pytest.mark.slow
 def test_a_forward_without_a_backward_leaves_no_gather_to_the_next_step():
     """FSDP gathers ahead by the forwards before; ranks would compare that gather in every step."""
 

@@ -112,6 +112,7 @@ def test_a_block_stays_whole_from_its_forward_to_its_backward_only_without_resha
     assert simulate(run, world_size=2) == [[*looks, {False}]] * 2
 
 
+@pytest.mark.slow
 def test_autocast_trains_and_skips_what_overflows():
     def run(state):
         model = stack().float()
@@ -191,7 +192,8 @@ def failing_in_the_backward(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("failing", "num_microbatches"), [(failing_in_a_block, 2), (failing_in_the_backward, 1)]
+    ("failing", "num_microbatches"),
+    [(failing_in_a_block, 2), pytest.param(failing_in_the_backward, 1, marks=pytest.mark.slow)],
 )
 def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
     def run(state):
@@ -217,6 +219,7 @@ def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
             torch.testing.assert_close(value, expected[name], **ours.EXACT)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_the_micro_batches_before_one_that_fails():
     """The gradients are added up in another dtype than their own."""
 

@@ -15,9 +15,7 @@ BATCHES = [
     for size in (7, 6, 5, 4, 2)
 ]
 RECIPES = {
-    "average": af.average(0.5),
     "uniform": af.average.uniform(num_warmup=1),
-    "schedule": af.schedule(lambda num_updates: 1 / (num_updates + 1)),
     "freeze": af.freeze("0", until=3),
     "clip_value": af.clip_value(0.05),
     "skip_spikes": af.skip_spikes(window=4),
@@ -64,7 +62,10 @@ def test_it_is_the_same_over_shards(name):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("skip_spikes", (1, 2)), ("scaled, scheduled and averaged", (3, 2))],
+    [
+        ("skip_spikes", (1, 2)),
+        pytest.param("scaled, scheduled and averaged", (3, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, sizes):
@@ -77,6 +78,7 @@ def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, siz
         ours.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update():
     """The call leaves parameters whole for a backward that may never come."""
 

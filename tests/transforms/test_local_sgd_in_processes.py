@@ -2,12 +2,16 @@
 
 import json
 
+import pytest
+
 from tests.support import strategies as ours
 from tests.support.local_sgd_by_hand import parts, trained_apart_by_hand
 from tests.support.processes import from_lists, launch
 
 TRAIN = """
 import json
+
+import pytest
 import accel_fn as af
 from tests.support import strategies as ours
 from tests.support.local_sgd_by_hand import parts
@@ -26,6 +30,7 @@ say(json.dumps(trace))
 """
 
 
+@pytest.mark.slow
 def test_processes_apart_and_their_means_are_those_by_hand():
     expected = trained_apart_by_hand(parts(2), 2, max_norm=0.5)
     traces = [json.loads(line) for line in launch(TRAIN, num_processes=2).splitlines()]

@@ -170,6 +170,7 @@ def attention():
     return Attention().double()
 
 
+@pytest.mark.slow
 def test_attention_of_torch_stays_whole():
     styles = {"up": ColwiseParallel(output_layouts=Replicate())}
     # The gradient of a bias of keys is rounding alone, which AdamW turns into whole updates.
@@ -208,6 +209,7 @@ def listed():
     return Listed().double()
 
 
+@pytest.mark.slow
 def test_a_module_may_use_its_lists_and_dicts_of_parameters():
     recipe = af.compose(af.wrap_fsdp(), af.wrap_tp({"up": "colwise", "down": "rowwise"}))
     assert_one_process(recipe, SQUARE, make=listed)

@@ -119,12 +119,14 @@ def scaled():
     return nn.Sequential(Scaled(), Scaled(), nn.Linear(3, 1)).double()
 
 
+@pytest.mark.slow
 def test_blocks_with_parameters_of_their_own_are_recomputed():
     recompute = af.checkpoint_activations(blocks=Scaled)
     styles = af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"})
     assert_one_process(af.compose(styles, recompute), TWO, make=scaled)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_has_parameters_of_its_own():
     def run(state):
         model = scaled()
