@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,10 @@ def judged(mutant: Drawn, source: bytes, copy: Path, covering: Covering) -> Judg
 
 
 def failures(copy: Path, tests: list[str]) -> list[str]:
-    """The tests of a copy that fail, at most two; a run that ends or hangs otherwise counts as one."""
+    """The tests of a copy that fail, at most two; a run that ends otherwise counts as one.
+
+    One that is stopped because its time is over does not: a test that hangs ends by its own time-out.
+    """
     options = [
         "-q",
         "-rfE",
@@ -125,10 +129,10 @@ def failures(copy: Path, tests: list[str]) -> list[str]:
     try:
         output, _ = process.communicate(timeout=LIMIT_S + STARTING_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
     found = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    if not found and process.returncode not in (0, 5):
+    if not found and process.returncode not in (0, 5, -signal.SIGKILL):
         found = [f"a run that ended with {process.returncode} in {time.monotonic() - begun:.0f} s"]
     return found
 

@@ -460,14 +460,14 @@ MUTANTS = [
     ),
     Mutant(
         "augmentation is the same in every epoch",
-        "data/seed_samples.py",
+        "data/sample_seeds.py",
         "seed = _seed(self._run_seed, epoch, place)",
         "seed = _seed(self._run_seed, 0, place)",
         f"{LAWS}08_seeding.py",
     ),
     Mutant(
         "augmentation is not seeded in NumPy",
-        "data/seed_samples.py",
+        "data/sample_seeds.py",
         "        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))\n",
         "",
         f"{LAWS}08_seeding.py",
