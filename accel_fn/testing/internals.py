@@ -16,7 +16,7 @@ from unittest import mock
 from accel_fn.base import rng
 from accel_fn.base.state import DistState
 from accel_fn.checkpoint import background, new_checkpoint
-from accel_fn.checkpoint.format import write
+from accel_fn.checkpoint.format import hashing, write
 from accel_fn.observe import progress
 from accel_fn.step.step import Step
 from accel_fn.testing import simulation
@@ -39,7 +39,7 @@ def simulations_apart(**limits: int) -> Iterator[None]:
 
     `max_lost_sockets` and `max_idle_sockets` bound what failed and waiting worlds may hold open.
     """
-    changed = {f"_{name.upper()}": value for name, value in limits.items()}
+    changed: dict[str, Any] = {f"_{name.upper()}": value for name, value in limits.items()}
     changed |= {"_lost": simulation._LostThreads(), "_idle": simulation._IdleWorlds()}
     with mock.patch.multiple(simulation, _UNUSED_S=0.1, **changed):
         yield
@@ -65,7 +65,7 @@ def finish_saving(state: DistState, step: Step) -> None:
 @contextmanager
 def saves_killed_after(num_files: int) -> Iterator[None]:
     """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
-    write_file, left = write.write_file, itertools.count(num_files, -1)
+    write_file, left = hashing.write_file, itertools.count(num_files, -1)
 
     def writing(path: Path, *arguments: Any) -> Any:
         if next(left) <= 0:
