@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fn as af
-from accel_fn.testing import simulate, strategies
+from accel_fn.testing import strategies
 from tests.laws.law03_worlds import dealt_batches
 from tests.support import strategies as ours
 
@@ -18,18 +18,15 @@ def summed(model, batch):
 
 def trained(parts, recipe, loss_fn=summed, check_loss=True, **options):
     """Return the losses of each step and the parameters at the end, of each rank."""
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), **options)
-        state, step = af.build(state, recipe(plan), check_loss=check_loss)
-        losses = []
-        for batch in parts[state.rank]:
-            state, report = step(state, batch)
-            losses.append(float(report.loss))
-        return losses, ours.whole(model.state_dict())
-
-    return simulate(run, world_size=len(parts))
+    return ours.trained(
+        ours.regression_model(),
+        parts,
+        recipe,
+        loss_fn=loss_fn,
+        optimizer=ours.sgd,
+        check_loss=check_loss,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])

@@ -1,7 +1,6 @@
 """Law 8 for streams: every item once, equally many batches, even parts, for any shards."""
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -17,7 +16,6 @@ from tests.support.streams import (
     global_batches,
     ids,
     joined,
-    samples,
 )
 
 
@@ -162,63 +160,3 @@ def test_moves_give_every_rank_what_it_needs(held, data):
         after[target] += count
     assert after == left
     assert min(left) >= 0
-
-
-@given(
-    num_batches=st.integers(1, 4),
-    batch_size=st.integers(4, 16),
-    world_size=st.integers(2, 4),
-)
-@ours.share(0.3)
-def test_training_on_a_stream_is_training_on_one_rank(num_batches, batch_size, world_size):
-    data = samples(range(num_batches * batch_size + 1))
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
-        loader = af.shard_loader(DataLoader(data, batch_size=batch_size), state)
-        for epoch in loader.epochs(2, since=state):
-            for batch in epoch:
-                state, _ = step(state, tuple(batch))
-        return model.state_dict()
-
-    expected = simulate(run, world_size=1)[0]
-    plain = ours.trained_by_hand(
-        ours.regression_model(),
-        [tuple(batch) for _ in range(2) for batch in DataLoader(data, batch_size=batch_size)],
-        max_norm=0.5,
-    )[1]
-    ours.assert_close(expected, plain)
-    for parameters in simulate(run, world_size=world_size):
-        ours.assert_close(parameters, expected)
-
-
-@pytest.mark.parametrize("lengths", [[9, 6, 3], [15, 0, 0]], ids=["uneven", "one"])
-def test_rows_2_and_3_uneven_shards_train_what_one_process_trains(lengths):
-    """The global batches are the same: nothing is repeated, and no mean of means is taken."""
-    data, seen = Sharded(lengths), []
-
-    def batch_of(ids):
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(3000, 4, generator=generator).double()[ids]
-        return rows[:, :3], rows[:, 3:]
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        state, step = af.build(state, af.compose(af.wrap_ddp(), af.clip(0.5))(plan))
-        for part in af.shard_loader(DataLoader(data, batch_size=4), state):
-            whole = af.gather(part, state).tolist()
-            seen.extend([whole] if state.is_main else [])
-            state, _ = step(state, batch_of(part.tolist()))
-        return model.state_dict()
-
-    results = simulate(run, world_size=3)
-    batches = [batch_of(batch) for batch in seen]
-    _, expected = ours.trained_by_hand(ours.regression_model(), batches, max_norm=0.5)
-    assert [len(batch) for batch in seen] == [
-        len(batch) for batch in global_batches(data.items(), 4)
-    ]
-    for parameters in results:
-        ours.assert_close(parameters, expected)

@@ -29,22 +29,17 @@ def rates(batches, world_size, num_microbatches, poisoned):
         model = ours.regression_model().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+        amp = af.with_amp("fp16", init_scale=4.0)
         recipe = af.compose(
-            af.wrap_ddp(),
-            af.accumulate(num_microbatches),
-            af.with_amp("fp16", init_scale=4.0),
-            scheduled(scheduler),
+            af.wrap_ddp(), af.accumulate(num_microbatches), amp, scheduled(scheduler)
         )
         state, step = af.build(state, recipe(af.Plan(ours.mse, model, optimizer)))
         trace = []
         for batch, is_bad in zip(batches, poisoned, strict=False):
-            inputs, targets = (
-                value.float().tensor_split(world_size)[state.rank] for value in batch
-            )
+            inputs, targets = af.part(tuple(value.float() for value in batch), state)
             rate = optimizer.param_groups[0]["lr"]
             state, report = step(state, (inputs * float("nan") if is_bad else inputs, targets))
-            if report.applied:
-                trace.append(rate)
+            trace += [rate] if report.applied else []
         return trace
 
     return simulate(run, world_size=world_size)

@@ -8,7 +8,7 @@ import torch
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.laws import law13_users_strategies as users
-from tests.laws.law13_users_strategies import BOTH, SQUARE, replicas_of_parts, shards_of_parts
+from tests.laws.law13_users_strategies import SQUARE, replicas_of_parts, shards_of_parts
 from tests.support import strategies as ours
 
 pytestmark = users.pytestmark
@@ -79,16 +79,6 @@ def check(folder, places):
 )
 def test_a_run_moves_between_meshes(tmp_path, places):
     check(tmp_path, places)
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_run_resumes_on_its_own_mesh_to_the_bit(tmp_path, recipe):
-    place = next(name for name, (_, each) in PLACES.items() if each is recipe)
-    saved = lived(tmp_path, place, num_steps=2)
-    loaded = lived(tmp_path, place, num_steps=0, seed=1)
-    for (_, expected), (actual, _) in zip(saved, loaded, strict=True):
-        ours.assert_identical(actual, expected)
 
 
 @pytest.mark.parametrize(

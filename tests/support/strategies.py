@@ -123,14 +123,16 @@ def trained(
     loss_fn: Any = mse,
     optimizer: MakeOptimizer = adamw,
     weight_fn: Any = af.num_samples,
+    check_loss: bool = True,
+    **options: Any,
 ) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Return losses and parameters of every rank; `parts[rank]` is that rank's batches."""
     models = [copy.deepcopy(model) for _ in parts]
 
     def run(state: af.DistState) -> tuple[list[float], dict[str, Tensor]]:
         mine = models[state.rank]
-        plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), weight_fn)
-        state, step = af.build(state, recipe(plan))
+        plan = af.Plan(loss_fn, mine, optimizer(mine.parameters()), weight_fn, **options)
+        state, step = af.build(state, recipe(plan), check_loss=check_loss)
         losses = []
         for batch in parts[state.rank]:
             state, report = step(state, batch)
