@@ -5,7 +5,7 @@ Names load on first use, so `import accel_fn` does not import torch.
 
 from __future__ import annotations
 
-from accel_fn.lazy import lazy_names
+from accel_fn.names import lazy_names
 
 __version__ = "0.1.0"
 

@@ -82,14 +82,8 @@ def main(args):
     total = args.epochs * len(train_loader)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, total // 10, total)
     log = af.log_to("runs/nlp/log.jsonl")
-    recipe = af.compose(
-        af.place(),
-        af.wrap_as_launched(),
-        af.with_amp(),
-        af.accumulate(),
-        af.schedule(schedule),
-        log,
-    )
+    launched = af.compose(af.wrap_as_launched(), af.with_amp(), af.accumulate())
+    recipe = af.compose(af.place(), launched, af.schedule(schedule), log)
     state, step = af.build(recipe(af.Plan(loss_fn, model, optimizer)), state)
 
     for epoch in af.progress(train_loader.epochs(args.epochs, since=state), state):

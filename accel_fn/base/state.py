@@ -20,7 +20,7 @@ from accel_fn.errors import (
     check_positive,
     message,
 )
-from accel_fn.renamed import CALLS
+from accel_fn.names import CALLS
 
 if TYPE_CHECKING:
     from torch import Tensor

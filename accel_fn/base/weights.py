@@ -84,7 +84,10 @@ def count_labels(
     options: dict[str, Any] = {"shift": shift} if shift else {}
     if class_weight is not None:
         options["class_weight"] = _class_weights(class_weight)
-    return partial(labels_at, path=tuple(path), ignore_index=ignore_index, **options)
+    counting = partial(labels_at, path=tuple(path), ignore_index=ignore_index, **options)
+    given = ", ".join(f"{name}={value!r}" for name, value in counting.keywords.items())
+    vars(counting)["call"] = f"count_labels({given})"  # by which a plan prints it
+    return counting
 
 
 def _is_key(key: object) -> bool:

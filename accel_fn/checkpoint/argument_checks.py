@@ -22,7 +22,7 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, check_folder, message
-from accel_fn.renamed import CALLS
+from accel_fn.names import CALLS
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
 

@@ -36,11 +36,9 @@ def make_plan() -> af.Plan:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    # wrap, with_amp and accumulate take their settings from the flags of `accel-fn launch`.
-    recipe = af.compose(
-        af.place(), af.wrap_as_launched(), af.with_amp(), af.accumulate(), af.clip(1.0)
-    )
-    return recipe(af.Plan(loss_fn, model, optimizer))
+    # wrap_as_launched, with_amp and accumulate take their settings from `accel-fn launch`.
+    recipe = af.compose(af.place(), af.wrap_as_launched(), af.with_amp(), af.accumulate())
+    return af.clip(1.0)(recipe(af.Plan(loss_fn, model, optimizer)))
 
 
 def main() -> None:

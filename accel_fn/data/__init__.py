@@ -1,6 +1,6 @@
 """The samples that a rank sees, and when: pure index arithmetic, and loaders that follow it."""
 
-from accel_fn.lazy import lazy_names
+from accel_fn.names import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -1,6 +1,6 @@
 """Launching: from settings to the processes of a run."""
 
-from accel_fn.lazy import lazy_names
+from accel_fn.names import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -102,13 +102,15 @@ def test_replicas_or_shards_are_what_the_launch_says(said, value, same, source):
     )
     assert slot.func is expected.func
     line = explained(af.wrap_as_launched())["backward"]
-    assert line == f"the mean over the global batch; wrap(), {source}, has nothing to do"
+    assert (
+        line == f"the mean over the global batch; wrap_as_launched(), {source}, has nothing to do"
+    )
 
 
 @pytest.mark.parametrize("value", ["fsdp", "ddp", "deepspeed"])
 def test_what_the_launch_sets_is_named_by_wrap_where_two_own_the_parameters(said, value):
     said(WRAP, value)
-    with pytest.raises(ValueError, match=r"leave out one of wrap and reproducible$"):
+    with pytest.raises(ValueError, match=r"leave out one of wrap_as_launched and reproducible$"):
         af.build(af.compose(af.wrap_as_launched(), af.reproducible(4))(make_plan()), af.DistState())
 
 

@@ -577,7 +577,7 @@ def test_a_tensor_with_several_elements_in_one_place_is_refused_by_name(tmp_path
     for function in (af.save, af.load):
         text = rf"{function.__name__}: step must hold .*, got strides \(1, 0\) for 'model/mask'; clone it"
         with pytest.raises(ValueError, match=text):
-            function(tmp_path, state, step)
+            function(step, state, tmp_path)
 
 
 class Renaming(nn.Linear):
@@ -891,7 +891,7 @@ def test_what_one_rank_alone_is_given_wrongly_is_refused_on_all(
         for given, options, text in mistakes.values():
             folder, steps = (*given, *("run", step)[len(given) :]) if state.rank else ("run", step)
             with pytest.raises((ValueError, RuntimeError), match=f"{function}: .*{text}"):
-                getattr(af, function)(folder, state, steps, **(options if state.rank else {}))
+                getattr(af, function)(steps, state, folder, **(options if state.rank else {}))
             af.barrier(state)
 
     simulate(run, world_size=2)

@@ -174,7 +174,7 @@ def test_a_new_rank_has_the_extras_of_rank_0(tmp_path, world_size, expected):
 
     def run(act, state, number):
         state, step = make(recipe=af.wrap_ddp(), state=state)
-        act(tmp_path, state, step, extras={"counter": (counter := Counter(number))})
+        act(step, state, tmp_path, extras={"counter": (counter := Counter(number))})
         return counter.number
 
     simulate(lambda state: run(af.save, state, 10 + state.rank), world_size=2)

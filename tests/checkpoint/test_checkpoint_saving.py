@@ -88,7 +88,7 @@ def test_a_manifest_has_few_bytes_for_each_of_many_small_tensors(tmp_path):
     model = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(500)])
     plan = af.Plan(lambda model, batch: sum(each.sum() for each in model), model, ours.sgd(model))
     path = af.save(*reversed(af.build(plan, af.DistState())), tmp_path)
-    assert (path / "manifest.json").stat().st_size < 40 * 500 + 2500
+    assert (path / "manifest.json").stat().st_size < 45 * 500 + 2500
 
 
 def test_a_run_that_keeps_few_reads_no_manifest_of_its_own(tmp_path):

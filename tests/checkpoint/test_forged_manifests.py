@@ -120,7 +120,7 @@ def as_written(checkpoint):
 
 
 def twice(body):
-    body["whole"]["tensors_00000.bin"]["float64"] = {"model/0.bias": [0, 4]}
+    body["whole"]["tensors_00000.bin"]["float64"] = {"model/0.bias": [0, 0, 4]}
 
 
 def in_both_forms(body):
@@ -134,10 +134,13 @@ FORGED_WHOLE = {
     "no tensors": (put(*FILE, 3), "=3, which must be .*Mapping"),
     "another dtype": (renamed(FILE, "bits9"), "dtype of whole='bits9', which must be one of torch"),
     "another file": (renamed(FILE[:2], "common.pt"), "'common.pt', which must be in a file beside"),
-    "no place": (put(*FILE, "model/0.bias", []), r"a tensor=\[\], which must be its start and its"),
+    "no place": (
+        put(*FILE, "model/0.bias", [0]),
+        r"a tensor=\[0\], which must be its place, start and",
+    ),
     "no list": (put(*FILE, "model/0.bias", 3), "whole=3, which must be tuple"),
-    "no count": (put(*FILE, "model/0.bias", [0, -4]), "whole=-4, which must be an integer >= 0"),
-    "past the end": (put(*FILE, "model/0.bias", [0, 10**9]), "in the .* bytes of its file"),
+    "no count": (put(*FILE, "model/0.bias", [0, 0, -4]), "whole=-4, which must be an integer >= 0"),
+    "past the end": (put(*FILE, "model/0.bias", [0, 0, 10**9]), "in the .* bytes of its file"),
     "twice": (twice, r"tensors=\['model/0.bias'\], which must be listed once"),
     "in both forms": (in_both_forms, r"tensors=\['model/0.bias'\], which must be listed once"),
     "a name with NUL": (renamed((*FILE, "model/0.bias"), "a\0"), rf"tensor='a\\x00', {PRINTED}"),

@@ -327,7 +327,7 @@ def test_schedule_is_one_of_two_words(tmp_path, call):
     state, step = af.build(ours.plan(), af.DistState())
     text = f'{call.__name__}: schedule must be "saved" or "program", or left out, got \'both\''
     with pytest.raises(ValueError, match=text):
-        call(tmp_path, state, step, schedule="both")
+        call(step, state, tmp_path, schedule="both")
 
 
 @pytest.mark.parametrize("call", [af.load, af.resume])
@@ -336,6 +336,6 @@ def test_ranks_that_choose_otherwise_are_refused(tmp_path, call):
         state, step = af.build(af.wrap_ddp()(ours.plan()), state)
         choice = ("saved", "program")[state.rank]
         with pytest.raises(ValueError, match="schedule must be the same on every rank"):
-            call(tmp_path, state, step, schedule=choice)
+            call(step, state, tmp_path, schedule=choice)
 
     simulate(run, world_size=2)

@@ -209,7 +209,7 @@ def test_a_failure_is_raised_on_every_rank_by_the_next_call(tmp_path, monkeypatc
         state = advance(state, step)
         af.save(step, state, tmp_path, wait=False)
         with pytest.raises(CheckpointError) as caught:
-            getattr(af, call)(tmp_path, state, step)
+            getattr(af, call)(step, state, tmp_path)
         af.barrier(state)
         names = sorted(path.name for path in tmp_path.iterdir())
         state = advance(state, step)

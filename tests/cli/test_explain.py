@@ -84,13 +84,13 @@ def test_the_command_prints_the_step_of_a_number_of_ranks(folder):
 _SAID = [
     "  split      accumulate(), 3 from the launch",
     "  forward    loss_fn(Linear, batch) under with_amp(), bf16 from the launch",
-    "  backward   the mean over the global batch, by wrap(), fsdp from the launch",
+    "  backward   the mean over the global batch, by wrap_as_launched(), fsdp from the launch",
 ]
 _UNSAID = [
     "  start      with_amp(), no autocast since the launch sets no --mixed-precision, "
     "then accumulate(), 1 micro-batch since the launch sets no --num-microbatches",
     "  forward    loss_fn(Linear, batch)",
-    "  backward   the mean over the global batch, by wrap(), ddp since the launch sets no --wrap",
+    "  backward   the mean over the global batch, by wrap_as_launched(), ddp since the launch sets no --wrap",
 ]
 _OF_ACCELERATE = (
     "{compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, use_cpu: true, "

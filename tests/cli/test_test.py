@@ -29,7 +29,7 @@ def test_every_promise_holds_in_every_world(world_size):
 def reporting(change_report):
     """Return a `build` whose steps give other reports."""
 
-    def build(state, plan):
+    def build(plan, state):
         state, step = af.build(plan, state)
 
         def changed(state, batch):
@@ -79,7 +79,7 @@ FAULTS = {
         "micro-batches change nothing",
     ),
     "labels that count though they are ignored": (
-        {"num_labels": lambda *_, **__: lambda batch: batch["labels"].numel()}, TOKENS,
+        {"count_labels": lambda *_, **__: lambda batch: batch["labels"].numel()}, TOKENS,
     ),
     "a loss of another batch": ({"build": reporting(lambda each: {"loss": each.loss * 2})}, TRAINING),
     "a weight of another batch": (

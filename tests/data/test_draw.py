@@ -119,4 +119,4 @@ def test_rows_that_cannot_be_counted_are_refused_on_every_rank():
 
 def test_another_number_of_rows_than_the_batch_has_is_refused():
     with pytest.raises(ValueError, match="return as many rows as it is given, 3, got '4 rows'"):
-        af.draw(lambda generator, HERE, _: normal(generator), rows=torch.zeros(3))
+        af.draw(lambda generator, _: normal(generator), HERE, rows=torch.zeros(3))

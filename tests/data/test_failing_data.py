@@ -130,7 +130,7 @@ def test_an_evaluation_raises_on_all_ranks(where, talker, fails, ahead):
     def run(state):
         loader = sharded(partial(talker, where), partial(rotten, state.rank, fails), state, ahead)
         state, step = make_step(state)
-        return error_of(af.evaluate, step, loader, state)
+        return error_of(af.evaluate, step, state, loader)
 
     found = simulate(run, world_size=2, timeout_s=100)
     assert found[fails] == "rotten"
@@ -167,7 +167,7 @@ def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, a
         make = partial(talker, in_data, num_workers=1)
         loader = sharded(make, partial(killed, state.rank, 1), state, ahead)
         state, step = make_step(state)
-        return error_of(af.evaluate, step, loader, state)
+        return error_of(af.evaluate, step, state, loader)
 
     first, second = simulate(run, world_size=2, timeout_s=100)
     assert "worker 0 (process " in second

@@ -60,7 +60,7 @@ def short_tails(case: Case):
     return lambda: train_by_hand(network(), mse, loader), run
 
 
-@kind("warned", "num_labels", world_size=(2, 3), k=(1,), num_samples=(24, 12), batch_size=(12,))
+@kind("warned", "count_labels", world_size=(2, 3), k=(1,), num_samples=(24, 12), batch_size=(12,))
 def padding_free(case: Case):
     """A collate_fn joins the texts of a rank into one row."""
     generator = case.generator()

@@ -281,7 +281,7 @@ def rows_put_back(case: Case):
     return by_hand, run
 
 
-@kind("refused", r"af\.average\(decay\)", **ON_SHARDS)
+@kind("refused", r"af\.ema\(decay\)", **ON_SHARDS)
 def averaged_model(case: Case):
     """The loop averages parameters by torch's own AveragedModel, which copies the model."""
     average = get_ema_avg_fn(0.9)

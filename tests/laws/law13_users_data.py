@@ -82,7 +82,7 @@ def test_rows_that_are_cut_by_the_rank_in_the_world_are_refused(function, recipe
         state, step = ours.built(recipe, state, model=perceptron())
         mine = [(INPUTS[state.rank :: state.world_size], TARGETS[state.rank :: state.world_size])]
         given = [] if function is af.evaluate else [lambda model, batch: model(batch[0])]
-        function(step, mine, state, *given)
+        function(step, state, mine, *given)
 
     with pytest.raises(ValueError, match=f"{function.__name__}: {REFUSED}"):
         simulate(run, mesh=PAIR)

@@ -375,7 +375,7 @@ def test_a_bar_that_is_neither_wanted_nor_unwanted_is_refused(given, progress):
     (function, *fn), (state, step, loader) = given, make(af.DistState())
     text = f"^{function.__name__}: progress must be True, False or None, got {progress!r}$"
     with pytest.raises(TypeError, match=text):
-        function(step, loader, state, *fn, progress=progress)
+        function(step, state, loader, *fn, progress=progress)
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_a_loader_that_every_rank_would_read_whole_is_refused(function, wrap):
             f"{function.__name__}: loader must be shared out over 2 ranks, got 'DataLoader'; give"
         )
         with pytest.raises(ValueError, match=text):
-            function(step, loader, state, rows)
+            function(step, state, loader, rows)
 
     simulate(run, world_size=2)
 
@@ -278,11 +278,11 @@ def test_batches_that_no_rank_has_cut_are_warned_of(function):
 
     def run(state):
         state, step, loader = make(state)
-        function(step, loader, state, fn)
-        function(step, [af.shard_batch((torch.arange(8.0).view(8, 1),), state)], state, fn)
+        function(step, state, loader, fn)
+        function(step, state, [af.shard_batch((torch.arange(8.0).view(8, 1),), state)], fn)
         text = f"{function.__name__}: batch should be this rank's part of the global batch, got the"
         with pytest.warns(UserWarning, match=text) if state.is_main else nullcontext() as found:
-            function(step, [(torch.ones(4, 1),)], state, fn)
+            function(step, state, [(torch.ones(4, 1),)], fn)
         return found
 
     (warning,), other = simulate(run, world_size=2)
@@ -303,7 +303,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(function, data):
             return {"x": batch[0]}
 
         with pytest.raises((OSError, RuntimeError)) as caught:
-            function(step, loader, state, fn)
+            function(step, state, loader, fn)
         return str(caught.value)
 
     first, second = simulate(run, world_size=2)
@@ -348,10 +348,10 @@ def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
 
         whole = lambda model, batch: fn(model, batch, fails=False)
         if not is_first:
-            function(step, loader, state, whole)
+            function(step, state, loader, whole)
         with pytest.raises((OSError, RuntimeError, ValueError)) as caught:
-            function(step, loader, state, fn)
-        function(step, loader, state, whole)
+            function(step, state, loader, fn)
+        function(step, state, loader, whole)
         step(state, next(iter(loader)))
         return str(caught.value)
 
@@ -380,8 +380,8 @@ def test_with_shards_a_batch_that_cannot_be_cut_or_read_ends_all(function, metri
         state, step, _ = make_sharded(state)
         for fails_at_reading, text in ((True, "gone"), (False, "tensors of one leading dimension")):
             with pytest.raises((OSError, ValueError, RuntimeError), match=text):
-                function(step, batches(state, fails_at_reading), state, metric_fn)
-        function(step, [(torch.ones(2, 1) * state.rank,)], state, metric_fn)
+                function(step, state, batches(state, fails_at_reading), metric_fn)
+        function(step, state, [(torch.ones(2, 1) * state.rank,)], metric_fn)
 
     simulate(run, world_size=2)
 

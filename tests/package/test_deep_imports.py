@@ -74,7 +74,7 @@ DEEP = {
     "sim/test_checkpoints.py": {"checkpoint", "checkpoint.format", "checkpoint.format.shard_plan"},
     "sim/test_hazards.py": {"step.same_on_all_ranks"},
     "sim/test_log.py": {"base.delayed_read"},
-    "package/test_package.py": {"renamed"},
+    "package/test_package.py": {"names"},
     "step/test_frozen_models.py": {"checkpoint.format.manifest"},
     "support/late_reads.py": {"base.delayed_read"},
     "support/launch_settings.py": {

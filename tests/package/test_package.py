@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD
 
 import accel_fn as af
-from accel_fn.renamed import CALLS, NAMES
+from accel_fn.names import CALLS, NAMES
 from tests.package.sources import PACKAGE, SOURCES, nodes, parsed
 
 

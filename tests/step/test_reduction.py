@@ -307,8 +307,8 @@ def test_a_loss_over_one_label_a_sample_is_compared():
 @pytest.mark.parametrize(
     ("loss_fn", "shift", "words"),
     [
-        (causal_loss, 0, r"got num_labels\(shift=0\) where shift=1 fits"),
-        (ours.token_loss, 1, r"got num_labels\(shift=1\) where shift=0 fits"),
+        (causal_loss, 0, r"got count_labels\(shift=0\) where shift=1 fits"),
+        (ours.token_loss, 1, r"got count_labels\(shift=1\) where shift=0 fits"),
     ],
 )
 def test_another_shift_is_refused(loss_fn, shift, words):

@@ -59,7 +59,7 @@ AROUND = {
 def test_rows_that_are_not_samples_are_warned_of_once(collate, num_rows, around):
     (text,) = texts(2, collate, **AROUND[around])
     assert f"a mean over, got {num_rows} for 4 samples in tensors of shapes" in text
-    assert "num_labels" in text
+    assert "count_labels" in text
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -59,7 +59,7 @@ def test_a_plan_copies_the_mapping_and_prints_it():
     given.clear()
     assert made.terms == ("cls", "box")
     assert "weight_fn={'cls': count_labels(path=('labels',)" in repr(made)
-    assert "'box': num_samples}" in repr(made)
+    assert "'box': count_samples}" in repr(made)
 
 
 def test_a_weight_is_refused_by_the_name_of_its_term():

@@ -1,4 +1,4 @@
-"""average: what shows, saves and restores the averaged parameters, and what it refuses."""
+"""ema and swa: what shows, saves and restores the averaged parameters, and what it refuses."""
 
 import copy
 from contextlib import nullcontext, suppress
@@ -152,7 +152,7 @@ def test_a_step_within_is_refused():
     state, step = make(af.ema(0.5))
     with (
         af.averaged(step),
-        pytest.raises(ValueError, match="must not be stepped within use_average"),
+        pytest.raises(ValueError, match="must not be stepped within averaged"),
     ):
         step(state, BATCH)
 
@@ -173,7 +173,7 @@ def test_saving_the_run_within_is_refused_on_all_ranks(tmp_path, wait):
     first, second = simulate(run, world_size=2)
     assert first.startswith("save: ")
     assert second == (
-        "save: step must have its own parameters, got those of use_average(step); call it before or after"
+        "save: step must have its own parameters, got those of averaged(step); call it before or after"
     )
     assert not list(tmp_path.iterdir())
 
@@ -247,7 +247,7 @@ def test_a_decay_that_is_none_is_refused_on_all_ranks(decay, error, text):
     def run(state):
         state, step = make(af.compose(af.wrap_ddp(), af.ema(decay)), state)
         state, _ = step(state, BATCH)
-        with pytest.raises(error, match=f"^average: {text}"):
+        with pytest.raises(error, match=f"^ema: {text}"):
             step(state, BATCH)
 
     simulate(run, world_size=2)

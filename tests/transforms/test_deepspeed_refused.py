@@ -205,7 +205,7 @@ def test_settings_that_differ_from_the_plan_are_refused_with_both_values(setting
         (None, af.compiled(), "got compiled() in compile_loss"),
         (None, af.compiled(scope="step"), "got compiled(scope='step') in compile_step"),
         (None, af.accumulate("auto"), "got accumulate('auto') in wrap_grad_fn"),
-        (3, af.ema(0.9), "must not be combined with what needs whole parameters, got average"),
+        (3, af.ema(0.9), "must not be combined with what needs whole parameters, got ema"),
         (3, af.check_replicas(every=1), "what needs whole parameters, got check_replicas(every=1)"),
         (None, af.local_sgd(every=2), "local_sgd must be the only strategy"),
         (None, af.reproducible(num_virtual_ranks=2), "at most one function in strategy"),

@@ -252,7 +252,7 @@ def test_a_run_of_two_ranks_continues_in_another_number_as_the_loop_over_all_bat
         (af.with_amp("fp16"), "without a loss scale"),
         (af.skip_nonfinite(), "must apply every update, .*got skip_nonfinite"),
         (af.check_replicas(5), "must not be combined with .*got check_replicas"),
-        (af.ema(0.9), "got average"),
+        (af.ema(0.9), "got ema"),
     ],
     ids=["wrap_fsdp", "wrap_ddp", "fp16", "accept", "replicas", "average"],
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -91,14 +92,17 @@ class Manifest:
         # does not write, and a tensor that one chunk holds whole takes a line of numbers.
         whole: dict[str, dict[str, dict[str, list[int]]]] = {}
         rest: dict[str, Entry] = {}
-        for name, entry in self.entries.items():
+        places: list[int] = []
+        for place, (name, entry) in enumerate(self.entries.items()):
             if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
                 chunk = entry.chunks[0]
                 group = whole.setdefault(chunk.file, {}).setdefault(entry.dtype, {})
-                group[name] = [chunk.start, *entry.shape]
+                group[name] = [place, chunk.start, *entry.shape]
             else:
                 rest[name] = entry
-        values = {"format": FORMAT, **_values(self), "entries": rest, "whole": whole}
+                places.append(place)
+        values = {"format": FORMAT, **_values(self), "entries": rest}
+        values |= {"places": places, "whole": whole}
         body = json.dumps(values, default=_values).encode()
         return b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n"
 
@@ -141,10 +145,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
             }
             found = {**added, **found}
             whole = _whole_entries(found.pop("whole", {}))
+            places = read_as(tuple[int, ...], found.pop("places", []), "places")
         manifest: Manifest = read_as(Manifest, found, "manifest")
-        twice = [*(manifest.entries.keys() & whole.keys())]
-        _require(not twice, "tensors", twice, "listed once")
-        manifest = replace(manifest, entries={**manifest.entries, **whole})
+        manifest = replace(manifest, entries=_in_order(manifest.entries, places, whole))
         _check(manifest, step_of(checkpoint))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"load: {path} must be one of this version, got {error}") from error
@@ -178,9 +181,12 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     return value
 
 
-def _whole_entries(found: Any) -> dict[str, Entry]:
-    """Make entries of tensors that one chunk holds whole: file, dtype, name, [start, *shape]."""
-    entries: dict[str, Entry] = {}
+def _whole_entries(found: Any) -> dict[str, tuple[int, Entry]]:
+    """Make entries, with their places in the order, of tensors that one chunk holds whole.
+
+    File, dtype and name lead to [place, start, *shape].
+    """
+    entries: dict[str, tuple[int, Entry]] = {}
     kind: Any = Mapping[str, Mapping[str, Mapping[str, Any]]]
     for file, dtypes in read_as(kind, found, "whole").items():
         for dtype, tensors in dtypes.items():
@@ -188,11 +194,24 @@ def _whole_entries(found: Any) -> dict[str, Entry]:
             for name, place in tensors.items():
                 _require(name not in entries, "tensors", [name], "listed once")
                 numbers = read_as(tuple[int, ...], place, "whole")
-                _require(bool(numbers), "place of a tensor", place, "its start and its sizes")
-                start, shape = numbers[0], numbers[1:]
+                _require(len(numbers) > 1, "place of a tensor", place, "its place, start and sizes")
+                start, shape = numbers[1], numbers[2:]
                 chunk = Chunk((0,) * len(shape), shape, file, start, prod(shape) * itemsize)
-                entries[name] = Entry(dtype, shape, (chunk,))
+                entries[name] = numbers[0], Entry(dtype, shape, (chunk,))
     return entries
+
+
+def _in_order(
+    entries: Mapping[str, Entry], places: Sequence[int], whole: Mapping[str, tuple[int, Entry]]
+) -> dict[str, Entry]:
+    """Join the entries of both forms in the order in which they were saved."""
+    twice = [*(entries.keys() & whole.keys())]
+    _require(not twice, "tensors", twice, "listed once")
+    places = places or range(len(entries))
+    _require(len(places) == len(entries), "places", places, f"of {len(entries)} tensors")
+    every = [*zip(places, entries.items(), strict=True)]
+    every += [(place, (name, entry)) for name, (place, entry) in whole.items()]
+    return dict(item for _, item in sorted(every, key=itemgetter(0)))
 
 
 def _dtype_of(name: str, place: str) -> torch.dtype:
