@@ -201,6 +201,7 @@ def test_a_file_with_the_name_of_a_module_replaces_none(folder):
     assert sys.modules["json"] is json
 
 
+@pytest.mark.slow
 def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
     """A real bash runs the line that the documentation gives."""
     program = tmp_path / "accel-fn"

@@ -193,6 +193,7 @@ def test_a_module_that_is_there_is_found_and_not_imported(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_module_that_its_package_does_not_have_is_the_error_of_the_ranks(launchers, tmp_path):
     ended = launchers.run(tmp_path, "-n", 2, "-m", "json")
     assert ended.exit_code == 1

@@ -218,6 +218,7 @@ def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path
     assert machine.kill(signal.SIGINT).wait().exit_code == 130
 
 
+@pytest.mark.slow
 def test_machines_with_different_worlds_all_raise_the_same_error(launchers, tmp_path):
     hosts = ("127.0.0.3", "127.0.0.3")
     machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4), hosts=hosts)

@@ -56,6 +56,7 @@ def gradients_by_hand():
     return [each.grad for each in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_torch_splits_a_model_over_one_axis_and_shards_it_over_the_other():
     for found in simulate(gradients_split_over_both, mesh=SQUARE):

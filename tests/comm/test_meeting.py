@@ -45,6 +45,7 @@ def meet(timeout_s=30):
 """
 
 
+@pytest.mark.slow
 def test_a_late_rank_meets_rank_0_at_the_second_try_of_rank_0():
     launch(
         TRY
@@ -311,6 +312,7 @@ def in_threads(*calls):
         return [str(future.exception(30)) for future in [threads.submit(call) for call in calls]]
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_learn_from_rank_0_who_was_missing_before_its_store_ends():
     port = free_port()
     ranks = [Rank(place(rank, 3, 0.0), [], 0, port, rank == 0, []) for rank in range(2)]

@@ -194,6 +194,7 @@ def test_a_watchdog_leaves_a_handler_that_was_there_alone():
             faulthandler.disable()
 
 
+@pytest.mark.slow
 def test_a_busy_rank_does_not_read_the_store_and_a_silent_one_does():
     store = CountingStore()
     watchdog = make_watchdog(StoreLog(store, None), timeout_s=2.0)

@@ -23,6 +23,7 @@ def test_a_program_can_be_imported(name):
     assert callable(importlib.import_module(f"tests.gpu.{name}").main)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_unknown_is_refused_with_the_names():
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu", "--only", "spede"],

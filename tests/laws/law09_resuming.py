@@ -263,6 +263,7 @@ def test_runs_at_four_worlds_killed_in_two_saves_are_the_one_by_hand():
     runs.teardown()
 
 
+@pytest.mark.slow
 def test_what_transforms_keep_goes_through_other_worlds_and_wrappers(tmp_path):
     """A schedule, an average, thawing parameters and a window of norms give the result of one
     rank."""

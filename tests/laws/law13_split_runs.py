@@ -137,6 +137,7 @@ def check_figures(recipe, mesh, num_rows, batch_size):
         ours.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_metrics_evaluations_and_predictions_are_those_of_one_process():
     recipe = af.compose(af.wrap_ddp(), SPLIT, af.accumulate(2))
     check_figures(recipe, SQUARE, num_rows=7, batch_size=4)

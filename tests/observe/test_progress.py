@@ -323,6 +323,7 @@ def loop(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_one_bar_below_what_is_printed(loop):
     with loop("loop.py") as terminal:
         assert terminal.end() == 0

@@ -125,6 +125,7 @@ def figures_of(folder):
     return figures(*built(af.DistState(), model=model))
 
 
+@pytest.mark.slow
 @everywhere
 def test_every_way_to_evaluate_gives_the_figures_of_the_saved_model(wrap, world_size):
     with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as mean:
@@ -188,6 +189,7 @@ def test_buffers_are_put_back_after_an_error_on_one_rank():
     assert simulate(run, world_size=2) == [(True, True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "world_size"), [("ddp without broadcasts", 1), ("fsdp", 3)])
 def test_a_resumed_run_evaluates_as_the_run_that_saved(wrap, world_size, tmp_path):
     def run(state):

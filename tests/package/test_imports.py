@@ -1,5 +1,7 @@
 """A new process imports no more than what it uses, and needs no extra to load a name."""
 
+import pytest
+
 from tests.cli.commands import run_python
 
 WITHOUT_EXTRAS = """
@@ -35,6 +37,7 @@ print(*sorted({LIBRARIES} & sys.modules.keys()))
 """
 
 
+@pytest.mark.slow
 def test_every_name_loads_without_an_extra_and_all_but_one_without_fsdp(tmp_path):
     done = run_python(tmp_path, "-c", WITHOUT_EXTRAS)
     assert (done.stdout, done.stderr) == ("\n", "")

@@ -212,6 +212,7 @@ def test_half_precision_keeps_its_dtype_and_sums_in_single():
         torch.testing.assert_close(found, right, rtol=2**-7, atol=2**-8)
 
 
+@pytest.mark.slow
 def test_processes_are_one_process():
     text = launch(
         """

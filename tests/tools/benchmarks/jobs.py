@@ -210,8 +210,8 @@ def logged(task: Task) -> Update:
 
 JOBS: dict[str, tuple[Loop, Loop]] = {
     "schedule": (scheduled, ours(partial(af.schedule, falling))),
-    "average": (averaged, ours(partial(af.ema, DECAY))),
-    "average.uniform": (partial(averaged, uniformly=True), ours(af.swa)),
+    "ema": (averaged, ours(partial(af.ema, DECAY))),
+    "swa": (partial(averaged, uniformly=True), ours(af.swa)),
     "freeze": (part_frozen, ours(partial(af.freeze, "0"))),
     "skip_nonfinite": (where_finite, ours(af.skip_nonfinite)),
     "skip_spikes": (where_finite, ours(af.skip_spikes)),

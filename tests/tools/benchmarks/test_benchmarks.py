@@ -18,7 +18,7 @@ from tests.transforms.test_signatures_of_transforms import SIGNATURES
 EVERYWHERE = {
     "place",
     "when",
-    "wrap",
+    "wrap_as_launched",
     "wrap_ddp",
     "wrap_deepspeed",
     "reproducible",

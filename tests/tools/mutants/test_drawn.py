@@ -51,6 +51,7 @@ def test_texts_of_errors_annotations_and_own_checks_are_left_as_they_are(source)
     assert changed(source) - {"pass"} == set()
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_changes_of_all_files_and_each_is_code():
     root = ROOT / "accel_fn"
     drawn = draw(root, 3, 200)

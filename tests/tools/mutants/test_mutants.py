@@ -49,10 +49,12 @@ def test_a_mistake_of_a_user_is_noticed(name):
     assert noticed_by(name)
 
 
+@pytest.mark.slow
 def test_nothing_is_noticed_in_a_library_without_a_bug():
     assert not any(notices().values())
 
 
+@pytest.mark.slow
 def test_a_bug_is_noticed_by_all_that_can(monkeypatch):
     clip_norm = clip.clip_norm
     monkeypatch.setattr(
