@@ -25,7 +25,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "inventories"]
+exclude_patterns = ["_build", "changes", "inventories"]
 html_theme = "furo"
 html_title = f"accel_fn {release}"
 html_static_path = ["_static"]
