@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+
+TYPE_CHECKING = False  # typing's own would take most of the time of `import accel_fn`
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 CALLS = {
     "build": "build(plan, state)",
