@@ -37,7 +37,7 @@ TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other ou
 DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the constraints exclude
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 # `trainer` has those: each worker would import transformers to collect them.
-APART = (EXAMPLES_APART, "--ignore=tests/integrations")
+APART = (EXAMPLES_APART, "--ignore=tests/contrib/transformers")
 KERNELS = (  # of MKL, torch and oneDNN: each rounds and adds in its own order
     {"MKL_CBWR": "COMPATIBLE"},
     {"ATEN_CPU_CAPABILITY": "default"},
@@ -188,7 +188,7 @@ def examples(session: nox.Session) -> None:
 def trainer(session: nox.Session) -> None:
     """The Trainer of transformers over accel_fn's step, on one and two processes."""
     install(session, "testing", "transformers", groups=("tests",))
-    some = (*IN_PARALLEL, "tests/integrations", "-m", "slow or not slow")
+    some = (*IN_PARALLEL, "tests/contrib/transformers", "-m", "slow or not slow")
     session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
 
 

@@ -1,6 +1,6 @@
-"""Plug-ins that stand on public names alone."""
+"""Plug-ins, which nothing but the command line imports."""
 
 from accel_fn.names import lazy_names
 
-MODULES = ("estimate",)
+MODULES = ("estimate", "transformers")
 __getattr__, __dir__, __all__ = lazy_names(__name__, {}, modules=MODULES)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_fn.integrations.transformers import Trainer
+from accel_fn.contrib.transformers import Trainer
+from tests.contrib.transformers import tiny
 from tests.deepspeed import trainer
-from tests.integrations import tiny
 
 ROOT = Path(__file__).parents[2]
 ROUNDING = 1e-6

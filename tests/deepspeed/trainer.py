@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from accel_fn.integrations.transformers import Trainer
+from accel_fn.contrib.transformers import Trainer
+from tests.contrib.transformers import tiny
 from tests.deepspeed.cases import zero
-from tests.integrations import tiny
 
 BEGUN = 3
 """The step of the first checkpoint, and of the model that is taken for the best."""

@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PUBLIC = ("accel_fn", "accel_fn.errors", "accel_fn.testing", "accel_fn.testing.internals")
-PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.integrations.transformers")
+PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.contrib.transformers")
 DEEP = {
     "base/test_add_alpha.py": {"base.pass_add_alpha", "base.torch_compile"},
     "base/test_batches.py": {"base.split_batch"},
@@ -33,7 +33,7 @@ DEEP = {
     "data/test_random_generators.py": {"data.random_generators"},
     "data/test_streams.py": {"data.streams.pack"},
     "deepspeed/cases.py": {"comm.dtensor"},
-    "integrations/test_tp_styles.py": {"transforms.tp.styles"},
+    "contrib/transformers/test_tp_styles.py": {"transforms.tp.styles"},
     "launcher/test_accelerate_config.py": {
         "launcher.settings",
         "launcher.settings.accelerate_config",

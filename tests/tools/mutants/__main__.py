@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "mutants.md"
 FENCES = ("<!-- table: python -m tests.tools.mutants -->\n", "<!-- end of table -->\n")
 DRAWN = Path(__file__).with_name("drawn.jsonl")
 COVERING = ROOT / "runs" / "mutants"
-APART = ("--ignore=tests/examples", "--ignore=tests/integrations")
+APART = ("--ignore=tests/examples", "--ignore=tests/contrib/transformers")
 DETECTORS = ("build", "assert_equivalent", "accel-fn test", "tests", "fuzz")
 TIMEOUT_S = 600
 HEAVY = (

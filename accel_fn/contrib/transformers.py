@@ -96,7 +96,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Cost: that of the step; in an evaluation that collects predictions, three small collectives a batch.
 
-    >>> from accel_fn.integrations.transformers import Trainer
+    >>> from accel_fn.contrib.transformers import Trainer
     >>> Trainer.__mro__[1].__module__
     'transformers.trainer'
     """

@@ -111,7 +111,7 @@ import json
 import accel_fn as af
 import torch
 from transformers import LlamaForCausalLM
-from tests.integrations.test_tp_styles import trained
+from tests.contrib.transformers.test_tp_styles import trained
 from tests.support import strategies as ours
 
 for mesh in ({{"dp": 1, "tp": 4}}, {{"dp": 2, "tp": 2}}):

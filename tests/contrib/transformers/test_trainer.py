@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 import accel_fn as af
-from accel_fn.integrations.transformers import PRIVATE_NAMES, Trainer
-from tests.integrations import tiny
+from accel_fn.contrib.transformers import PRIVATE_NAMES, Trainer
+from tests.contrib.transformers import tiny
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},

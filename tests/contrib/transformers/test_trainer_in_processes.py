@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import EarlyStoppingCallback
 
 import accel_fn as af
-from accel_fn.integrations.transformers import Trainer
-from tests.integrations import tiny
+from accel_fn.contrib.transformers import Trainer
+from tests.contrib.transformers import tiny
 from tests.support.processes import launch
 
 pytestmark = pytest.mark.slow
@@ -230,8 +230,8 @@ def test_streams_and_batch_samplers_are_refused_on_several_ranks(tmp_path: Path)
     script = f"""
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
-from accel_fn.integrations.transformers import Trainer
-from tests.integrations import tiny
+from accel_fn.contrib.transformers import Trainer
+from tests.contrib.transformers import tiny
 
 class Stream(IterableDataset):
     def __iter__(self):
@@ -253,7 +253,7 @@ def test_generation_from_shards_is_refused_on_all_ranks(tmp_path: Path) -> None:
 import pytest
 import accel_fn as af
 from {__name__} import Generating
-from tests.integrations import tiny
+from tests.contrib.transformers import tiny
 
 made = tiny.trainer(
     Generating, {str(tmp_path)!r}, predict_with_generate=True, recipe=af.wrap_fsdp()
@@ -268,8 +268,8 @@ def test_ranks_that_hold_the_same_rows_are_refused(tmp_path: Path) -> None:
     script = f"""
 import os
 from pathlib import Path
-from accel_fn.integrations.transformers import Trainer
-from tests.integrations import tiny
+from accel_fn.contrib.transformers import Trainer
+from tests.contrib.transformers import tiny
 
 os.environ["ACCEL_FN_MESH"] = "tp=2"
 try:

@@ -1,1 +1,0 @@
-"""Other libraries' training loops over the step of accel_fn."""
