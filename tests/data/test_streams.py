@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -134,6 +135,26 @@ def test_streams_of_other_lengths_are_refused_on_every_rank(
     assert text in texts[0]
     assert texts[0].startswith("shard_loader: loader must be over the same stream on every rank")
     assert texts[0].endswith("give every rank the whole stream")
+
+
+class Texts(IterableDataset):
+    """Texts and numbers, which a rank may have of its own."""
+
+    def __init__(self, owner):
+        self.owner = owner
+
+    def __iter__(self):
+        return ((f"text {number} of {self.owner}", number) for number in range(16))
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_streams_of_other_texts_are_refused_on_every_rank(is_same):
+    def run(state):
+        loader = DataLoader(Texts(0 if is_same else state.rank), batch_size=4, collate_fn=list)
+        with nullcontext() if is_same else pytest.raises(RuntimeError, match="over the same str"):
+            return len(list(af.shard_loader(loader, state)))
+
+    assert simulate(run, world_size=2) == [4 if is_same else None] * 2
 
 
 def test_streams_in_which_a_position_differs_are_refused_on_every_rank():
