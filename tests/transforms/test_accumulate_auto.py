@@ -217,7 +217,7 @@ def test_an_accelerator_that_is_full_is_one_that_was_cut_from_the_start():
     # First let the device's libraries allocate what they keep, then cap the memory.
     _, expected, _, standing = run(4)
     gc.collect()
-    device.empty_cache()
+    torch.accelerator.empty_cache()
     total = device.get_device_properties().total_memory
     # 128 MiB of two fit and 256 MiB of four do not, whatever the libraries give back.
     room_for_two = device.memory_reserved() + 192 * 2**20
