@@ -30,7 +30,7 @@ class Run:
         self.resumed_from = resumed_from
         self.saved: set[int] = set()
         self.manifests: dict[Path, Manifest] = {}
-        """Of those that this run has saved, without entries: to remove older ones, none is read."""
+        """The manifests that this run has written, without entries, so that `keep` need not read them."""
 
     def age(self, step: int) -> tuple[bool, bool, int]:
         """Key of an order, oldest first: steps after the resumed one, those up to it, those saved since.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from operator import methodcaller
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from accel_fn.errors import CheckpointError
 from accel_fn.step.observers import observes
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
+from accel_fn.step.torch_internals import has_loading_hooks
 
 Steps = Mapping[str, Step]
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -341,22 +343,21 @@ def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> b
 
     Where it is, torch need not load it a second time, which takes as long as reading it.
     """
-    hooks = (
-        optimizer._optimizer_load_state_dict_pre_hooks,
-        optimizer._optimizer_load_state_dict_post_hooks,
-    )
-    if any(hooks) or not type(optimizer).__module__.startswith("torch.optim."):
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    if not is_of_torch or has_loading_hooks(optimizer):
         return False
     order = dict(zip(_order(plan, optimizer), _parameters(optimizer), strict=True))
     places = [(*place.rpartition("/")[::2], value) for place, value in tensors.items()]
-    return all(optimizer.state[order[name]].get(key) is value for name, key, value in places)
+    return all(
+        optimizer.state.get(order[name], {}).get(key) is value for name, key, value in places
+    )
 
 
 def _put_back_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Load the options of the parameter groups, but for `IMPLEMENTATION_OPTIONS`."""
     for ours, theirs in zip(optimizer.param_groups, saved, strict=True):
         kept = {"params", *IMPLEMENTATION_OPTIONS}
-        ours.update({key: value for key, value in theirs.items() if key not in kept})
+        ours.update({key: deepcopy(value) for key, value in theirs.items() if key not in kept})
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

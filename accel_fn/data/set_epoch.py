@@ -28,7 +28,7 @@ class _Shared:
         self.epoch: int | None = None
         """None where it is unknown."""
         self.shown: list[int] = []
-        """What the object showed once a pass had set its epoch."""
+        """The epoch that the object had after a pass had set it."""
 
 
 _LOCK = threading.Lock()

@@ -206,7 +206,7 @@ def _usual_step(processes: list[_Process]) -> int:
 
 
 def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
-    """What a process does beside its steps, and the time between processes."""
+    """Claim the time of saves, evaluations and compilation, and the time between two processes."""
     for process in processes:
         yield _Claim(process.began, process.steps_began, "start")
         yield _Claim(process.steps_ended, process.ended, "other")

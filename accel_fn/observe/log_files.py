@@ -68,7 +68,7 @@ class LogFile:
         self._has_warned = False
         self._has_warned_of_two = False
         self.recorders: WeakSet[Any] = WeakSet()
-        """What writes to this log: one for each plan."""
+        """The recorders that write to this log, one for each plan."""
 
     def add_plan(self, plan: str) -> None:
         """Add the text of a plan whose values this log will have."""
@@ -279,7 +279,7 @@ class _Csv(_JsonLines):
 
 
 class _Events:
-    """What happened in a run: a file to which its processes add lines, one process at a time."""
+    """The file of a run's events. Its processes add lines, one process at a time."""
 
     def __init__(self, path: Path) -> None:
         stem = path.with_suffix("")

@@ -56,7 +56,7 @@ _NAMES = (
     "data_wait",
     "peak_memory",
 )
-"""What a line has of a step itself."""
+"""The names of values that the step gives to a line, beside those of the user."""
 _MEMORY_S = 1.0
 """How old the peak of the memory in a line may be."""
 

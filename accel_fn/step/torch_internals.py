@@ -67,6 +67,15 @@ def has_hooks(optimizer: Optimizer) -> bool:
     )
 
 
+def has_loading_hooks(optimizer: Optimizer) -> bool:
+    """Is anything called before or after `load_state_dict`?"""
+    own = vars(optimizer)
+    return bool(
+        own.get("_optimizer_load_state_dict_pre_hooks")
+        or own.get("_optimizer_load_state_dict_post_hooks")
+    )
+
+
 def is_listened_to(optimizer: Optimizer) -> bool:
     """Does code that is not torch's see gradients in its step: hooks, or a step of the class or instance?"""
     step: Any = optimizer.step
