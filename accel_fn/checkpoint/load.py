@@ -236,7 +236,9 @@ class _Loading:
         self._common, self._of_rank = read
         self._extras_saved = with_prefix(EXTRA, self._of_rank)
         with self._expecting():
-            self._rests = {name: renamed_rest(rest) for name, rest in self._common["steps"].items()}
+            self._rests = self._common["steps"]
+            if self.manifest.format == 1:
+                self._rests = {name: renamed_rest(rest) for name, rest in self._rests.items()}
             self._compared, self._new = self._before, list[str]()
             if match == "names":
                 self._take_by_names()

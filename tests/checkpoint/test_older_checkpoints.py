@@ -4,6 +4,7 @@ Two ranks wrote each file with the program in `older/`; frozen parameters are le
 """
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,38 @@ def test_a_checkpoint_of_an_older_commit_ends_where_an_undisturbed_run_does(
     expected = simulate(trained, world_size=world_size, seed=7)[0]
     for found in simulate(lambda state: trained(state, tmp_path), world_size=world_size, seed=7):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+class Mean:
+    """A function of a user that keeps state; its slot shows it as `average`."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, state, report):
+        self.count += 1
+        return state, report
+
+    def state_dict(self):
+        return {"count": self.count, "mean": torch.ones(1)}
+
+    def load_state_dict(self, saved):
+        self.count = saved["count"]
+
+
+def test_a_function_of_a_user_may_have_an_old_name(tmp_path):
+    def built():
+        model, count = program.make_model(), Mean()
+        count.__qualname__ = "average"
+        plan = af.Plan(program.loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return count, af.build(replace(plan, after_update=(count,)), af.DistState())
+
+    saved, (state, step) = built()
+    saved.count = 3
+    af.save(step, state, tmp_path)
+    loaded, (state, step) = built()
+    af.load(step, state, tmp_path)
+    assert loaded.count == 3
 
 
 def test_each_file_beside_the_program_is_loaded():

@@ -82,6 +82,7 @@ class Manifest:
     entries: Mapping[str, Entry]
     frozen: Mapping[str, FrozenEntry]
     files: Mapping[str, FileMark]
+    format: int = FORMAT
 
     @property
     def size(self) -> int:
@@ -101,7 +102,7 @@ class Manifest:
             else:
                 rest[name] = entry
                 places.append(place)
-        values = {"format": FORMAT, **_values(self), "entries": rest}
+        values = {"format": FORMAT} | _values(self) | {"entries": rest}
         values |= {"places": places, "whole": whole}
         body = json.dumps(values, default=_values).encode()
         return b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":\n' + body + b"}\n"
@@ -126,7 +127,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if head != b'{"hash": "' + hash_of(body).encode() + b'", "checkpoint":' or body == rest:
         raise CheckpointError(f"load: {path} is damaged: its content is not what was written")
     try:
-        found = json.loads(renamed_manifest(body))
+        is_old = body[:20].lstrip(b"{ \n").startswith(b'"format": 1,')
+        found = json.loads(renamed_manifest(body) if is_old else body)
         if isinstance(found, dict) and (version := found.pop("format", None)) not in _READ:
             got = [printable(f"{each}"[:_SHOWN]) for each in (version, found.get("accel_fn"))]
             raise CheckpointError(
@@ -144,6 +146,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 "mesh": {"dp": found.get("world_size")},
             }
             found = {**added, **found}
+            found["format"] = version
             whole = _whole_entries(found.pop("whole", {}))
             places = read_as(tuple[int, ...], found.pop("places", []), "places")
         manifest: Manifest = read_as(Manifest, found, "manifest")

@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_IN_MANIFEST = {
-    b'"num_samples"': b'"count_samples"',
-    b'"num_labels(': b'"count_labels(',
-    b'"average"': b'"ema"',
-    b'"average.uniform': b'"swa',
-    b" average/": b" ema/",
-}
+_NAMES = {"num_samples": "count_samples", "average": "ema", "average.uniform": "swa"}
 
 
 def renamed_manifest(body: bytes) -> bytes:
-    """Write the new names into a manifest; one of format 2 has none of the old ones."""
-    if b'"format": 1,' not in body[:20]:
-        return body
-    for old, new in _IN_MANIFEST.items():
-        body = body.replace(old, new)
+    """Write the new names into the manifest: those of functions, and of places of tensors."""
+    for old, new in _NAMES.items():
+        body = body.replace(f'"{old}"'.encode(), f'"{new}"'.encode())
+        body = body.replace(f" {old}/".encode(), f" {new}/".encode())
     return body
 
 
 def renamed_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
     """Write the new names into what a step saved beside tensors: places of transforms."""
-    transforms = {
-        place.removesuffix("average") + "ema" if place.endswith(" average") else place: values
-        for place, values in rest["transforms"].items()
-    }
-    return {**rest, "transforms": transforms}
+    places = {place: place.rpartition(" ") for place in rest["transforms"]}
+    new = {place: f"{at}{gap}{_NAMES.get(name, name)}" for place, (at, gap, name) in places.items()}
+    return {**rest, "transforms": {new[at]: values for at, values in rest["transforms"].items()}}
