@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
+import numpy as npfrom collections import defaultdict
+
 import pytest
 import torch
 from torch import nn
@@ -938,3 +939,38 @@ def test_a_failure_on_one_rank_is_one_of_all_and_leaves_nothing(tmp_path):
     assert zero == "PeerError: save: failed on rank 1: KeyError('lost')"
     assert one == "KeyError: 'lost'"
     assert [each.name for each in tmp_path.iterdir()] == [".lock"]
+
+
+class WithoutInit(torch.optim.Optimizer):
+    """An optimizer that never called torch's `__init__`, as some of other libraries do."""
+
+    def __init__(self, parameters):
+        self.defaults = {"lr": 0.1}
+        self.state = defaultdict(dict)
+        self.param_groups = [{"params": [*parameters], "lr": 0.1}]
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each -= 0.1 * each.grad
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+    def load_state_dict(self, saved):
+        self.param_groups[0]["lr"] = saved["param_groups"][0]["lr"]
+
+
+def test_an_optimizer_that_never_called_torchs_init_is_loaded(tmp_path):
+    def built():
+        model = nn.Linear(2, 1)
+        plan = af.Plan(
+            lambda model, rows: model(rows).mean(), model, WithoutInit(model.parameters())
+        )
+        return model, af.build(plan, af.DistState())
+
+    saved, (state, step) = built()
+    af.save(step, state, tmp_path)
+    model, (state, step) = built()
+    af.load(step, state, tmp_path)
+    assert torch.equal(model.weight, saved.weight)

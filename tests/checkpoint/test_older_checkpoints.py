@@ -19,13 +19,14 @@ WRITTEN = {
     "2_mesh": "1f53e8cd",
     "3_compact_manifest": "f4f5e9fb",
     "4_frozen_models": "abdb5a13",
+    "5_uniform_average": "c04d2001",
 }
 """The commit that wrote each: the last ones that changed what a checkpoint holds, and one before."""
 
 
-def trained(state, folder=None):
+def trained(state, average, folder=None):
     """Return the parameters at the last step, and their averages; resumed from a folder if given."""
-    state, step = program.make_step(state, program.make_model())
+    state, step = program.make_step(state, program.make_model(), average)
     loader = program.make_loader(state)
     if folder is not None:
         state = af.load(step, state, folder, extras={"loader": loader})
@@ -36,7 +37,7 @@ def trained(state, folder=None):
     return [*step.plan.model.parameters(), *averages]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*zip(WRITTEN, (3, 1, 2, 3), strict=True)])
+@pytest.mark.parametrize(("name", "world_size"), [*zip(WRITTEN, (3, 1, 2, 3, 1), strict=True)])
 def test_a_checkpoint_of_an_older_commit_ends_where_an_undisturbed_run_does(
     tmp_path, name, world_size
 ):
@@ -44,8 +45,13 @@ def test_a_checkpoint_of_an_older_commit_ends_where_an_undisturbed_run_does(
         written.extractall(tmp_path)
     [entry] = af.checkpoint.list_checkpoints(tmp_path)
     assert (entry.step, entry.damage) == (program.BEFORE, "")
-    expected = simulate(trained, world_size=world_size, seed=7)[0]
-    for found in simulate(lambda state: trained(state, tmp_path), world_size=world_size, seed=7):
+    average = af.swa() if name == "5_uniform_average" else af.ema(0.5)
+
+    def run(state, folder=None):
+        return trained(state, average, folder)
+
+    expected = simulate(run, world_size=world_size, seed=7)[0]
+    for found in simulate(lambda state: run(state, tmp_path), world_size=world_size, seed=7):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

@@ -18,6 +18,7 @@ import accel_fn as af
 from accel_fn.testing import simulate
 
 BEFORE, STEPS = 4, 7  # of three steps an epoch
+EMA = af.ema(0.5)
 
 
 def loss_fn(model, batch):
@@ -36,12 +37,12 @@ def make_loader(state):
     return af.shard_loader(DataLoader(data, batch_size=4, shuffle=True), state)
 
 
-def make_step(state, model):
+def make_step(state, model, average=EMA):
     model[0].bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(
         [each for each in model.parameters() if each.requires_grad], lr=0.1
     )
-    transforms = [af.clip(1.0), af.ema(0.5), af.schedule(lambda step: 1 / (1 + step))]
+    transforms = [af.clip(1.0), average, af.schedule(lambda step: 1 / (1 + step))]
     if state.world_size > 1:
         transforms.insert(0, af.wrap_ddp())
     return af.build(af.compose(*transforms)(af.Plan(loss_fn, model, optimizer)), state)
