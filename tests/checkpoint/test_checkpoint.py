@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as npfrom collections import defaultdict
-
+import numpy as np
 import pytest
 import torch
 from torch import nn
