@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,11 +20,13 @@ from accel_fn.checkpoint.run_state import RunState, put_back, run_state_of, with
 from accel_fn.checkpoint.schedules import ResumedSchedules, can_restart, restart
 from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.dtensor import is_sharded, local
-from accel_fn.errors import ArgumentTypeError, PlanError, message
+from accel_fn.errors import ArgumentTypeError, PlanError, check_flag, message
 from accel_fn.step import build as step_build
+from accel_fn.step.checks.first_batches import FirstBatches
+from accel_fn.step.loop import Strategy
+from accel_fn.step.observers import ObserverFn
 from accel_fn.step.plan import Batch, Plan
 from accel_fn.step.step import Step
-from accel_fn.step.strategy import Strategy
 from accel_fn.transforms.schedule.advance import schedules_made
 from accel_fn.transforms.schedule.schedule import takes_metric
 
@@ -36,6 +38,7 @@ def build(
     state: DistState,
     *,
     check_loss: bool = True,
+    checks: Sequence[ObserverFn] | None = None,
     after: Step[Any] | None = None,
 ) -> tuple[DistState, Step[Batch]]:
     """Make a step of a plan: the one place that moves, wraps and compiles.
@@ -59,6 +62,8 @@ def build(
             another one does, if the forward writes trained parameters, or if a loss that calls
             collectives depends on how rows are dealt to ranks; it warns once of what else depends on the
             cut. `explain(step, state)` shows the result.
+        checks: functions `(plan, strategy, state) -> Observer`, in place of the checks that every step makes
+            by default; `()` makes none. `check_loss` is a setting of the default ones.
         after: the step that this one follows in the same run, as after unfreezing. It takes over the counts
             of transforms, averages, the moments of the optimizers and the position of schedules, and the
             folders of checkpoints; the loss scale and the position of the run are in `state`, the newest one.
@@ -92,17 +97,26 @@ def build(
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
     >>> state, step = af.build(plan, af.DistState())
     """
+    check_flag("build", "check_loss", check_loss)
+    observers = _default_checks(check_loss) if checks is None else checks
+    if not isinstance(observers, Sequence) or not all(map(callable, observers)):
+        rule = "be a sequence of functions (plan, strategy, state) -> Observer, or None"
+        raise ArgumentTypeError(message("build", "checks", rule, checks))
     if after is None:
-        return step_build.build(plan, state, check_loss=check_loss)
+        return step_build.build(plan, state, observers)
     check_state("build", state)
     check_world("build", state)
     names = all_or_none(partial(_names, state, plan, after), state, "build")
-    built, step = step_build.build(plan, state, check_loss=check_loss)
+    built, step = step_build.build(plan, state, observers)
     new = all_or_none(lambda: _take_over(built, step, after, names), state, "build")
-    step.notes.update({**after.notes, "attributes": step.notes["attributes"]})
+    step.notes.update(after.notes)
     if new and state.is_main:
         _LOG.warning("build: the run goes on after the step; new are:\n%s", listed(new))
     return built, step
+
+
+def _default_checks(check_loss: bool) -> Sequence[ObserverFn]:
+    return (partial(FirstBatches, check_loss=check_loss),)
 
 
 def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -61,7 +62,6 @@ from accel_fn.comm.collectives import all_or_none
 from accel_fn.comm.primitives import exchange
 from accel_fn.errors import AccelError, CheckpointError, check_flag
 from accel_fn.observe.bar import bytes_bar
-from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
@@ -175,9 +175,9 @@ def load(
             all_or_none(loading.call_functions, state, "load")
             undo.pop_all()
         loaded = all_or_none(loading.finish, state, "load")
-    notes_of(steps).update(run=Run(loading.manifest.step), frozen=here, is_loaded=True)
+    notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
     seconds = perf_counter() - began
-    for observer in observers(each.plan for each in steps.values()):
+    for observer in chain.from_iterable(each.observers.every for each in steps.values()):
         observer.loaded(loaded, seconds, path)
     return loaded
 

@@ -19,7 +19,6 @@ from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.tied_weights import split_tied
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import CheckpointError
-from accel_fn.step.observers import observes
 from accel_fn.step.plan import Plan, describe
 from accel_fn.step.step import Step
 from accel_fn.step.torch_internals import has_loading_hooks
@@ -162,8 +161,7 @@ def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _compared(plan: Plan, slot: str) -> list[Any]:
-    """Select the functions that a checkpoint knows: a log may be added to a run, or removed."""
-    return [each for each in getattr(plan, slot) if not observes(each)]
+    return list(getattr(plan, slot))
 
 
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:

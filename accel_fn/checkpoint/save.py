@@ -52,7 +52,6 @@ from accel_fn.errors import (
 )
 from accel_fn.observe.bar import bytes_bar
 from accel_fn.observe.explain import explain
-from accel_fn.step.observers import observers
 from accel_fn.step.step import Step
 
 EXTRA = "extras/"
@@ -180,10 +179,8 @@ def save(
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)
         _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
-    for each in steps.values() if state.is_main else ():
-        each.notes["attributes"].warn()
     seconds = perf_counter() - began
-    for observer in observers(each.plan for each in steps.values()):
+    for observer in chain.from_iterable(each.observers.every for each in steps.values()):
         observer.saved(state, seconds, checkpoint.final)
     return checkpoint.final
 

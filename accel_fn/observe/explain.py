@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from accel_fn.base.mesh_axes import mesh_name
 from accel_fn.base.state import DistState, check_state, mesh_of
 from accel_fn.errors import ArgumentTypeError, message
+from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.frozen_models import takes_frozen
+from accel_fn.step.loop import describe_backward
 from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
 from accel_fn.step.step import Step
-from accel_fn.step.strategy import describe_backward
 
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Entries of an optimizer's groups that a user does not choose for a group."""
@@ -56,9 +57,11 @@ def explain(plan: Plan | Step, state: DistState) -> str:
         )
     described = phases(plan.plan if isinstance(plan, Step) else plan, state)
     if isinstance(plan, Step):
-        described["backward"] = plan.strategy.describe(state, plan.plan)
-        described["check"] = f"the loss {plan.checks.comparison.verdict}"
-        unused = plan.strategy.checks.unused
+        described["backward"] = describe_backward(state, plan.plan)
+        for each in plan.observers.every:
+            if isinstance(each, FirstBatches):
+                described["check"] = f"the loss {each.comparison.verdict}"
+        unused = plan.strategy.reached.unused
         if unused:
             described["unused"] = f"{', '.join(unused)}, which wrap_ddp refuses on several ranks"
     lines = [f"  {phase:<10} {text}" for phase, text in described.items()]
@@ -86,6 +89,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "update": _update(plan),
         "after": _listed(plan.after_update),
         "stop": _stops(plan),
+        "watched": _listed(plan.observers),
     }
     return {phase: text for phase, text in texts.items() if text}
 

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -37,8 +37,9 @@ from accel_fn.observe.over_loader import check_step
 from accel_fn.observe.recorder import Recorder, path_of
 from accel_fn.observe.run_log import EVENTS, SUFFIXES
 from accel_fn.observe.writers import check_writer
-from accel_fn.step.observers import Observer, observers
-from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.loop import Strategy
+from accel_fn.step.observers import Observer
+from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.report import Report, verdict_of
 from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, named
@@ -125,9 +126,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
         raise ArgumentTypeError(message("log_to", "prefix", "be text of one line", prefix))
     to = " and ".join(map(_name_of, writers))
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
-    slot = LogSlot(build_log, writers=writers, every=every, prefix=prefix)
-    # Before schedules, which set the rates of the next step.
-    made = named(fill(after_update=slot, first=("after_update",)), f"log_to({', '.join(settings)})")
+    slot = SlotFunction(build_log, writers=writers, every=every, prefix=prefix)
+    made = named(fill(observers=slot), f"log_to({', '.join(settings)})")
     slot.source = f"to {to}"
     return made
 
@@ -166,7 +166,7 @@ def log_values(
         if not (isinstance(name, str) and _is_number(value)):
             rule, got = "be numbers by name", {name: value}
             raise ArgumentTypeError(message("log_values", "values", rule, got))
-    logs = [each for each in observers([step.plan]) if isinstance(each, Log)]
+    logs = [each for each in step.observers.every if isinstance(each, Log)]
     if not logs:
         raise PlanError("log_values: step must have a log, got none; add log_to to its plan")
     given = {f"{prefix}{name}": value for name, value in values.items()}
@@ -176,14 +176,14 @@ def log_values(
         log.add(state, given)
 
 
-class LogSlot(Stateful):
-    """`build_log` with its settings."""
-
-    traits = frozenset({"observes"})
-
-
 def build_log(
-    state: DistState, plan: Plan, *, writers: Sequence[object], every: int, prefix: str
+    plan: Plan,
+    strategy: Strategy,
+    state: DistState,
+    *,
+    writers: Sequence[object],
+    every: int,
+    prefix: str,
 ) -> Log:
     """Make the log of one step; `build` raises on every rank if the main rank cannot."""
     if not state.is_main:
@@ -199,12 +199,14 @@ class Log(Observer):
         """Of the steps that have run."""
         self._has_checked = False
 
-    def __call__(self, state: DistState, report: Report) -> DistState:
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """Note the newest step, unless `step.grads` has computed its gradients alone."""
+        if report.applied is None:
+            return
         self._newest = _batch_number(state)
         if not self._has_checked:
             self._has_checked = True
             self.check_names("log_to", "metrics", report.metrics, "rename them")
-        return state
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
@@ -242,21 +244,28 @@ class LogOnMain(Log):
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
         self._num_updates = 0
         self._logged = -1
+        self._rates: dict[str, Any] = {}
+        """The learning rates of the step that runs: a schedule sets those of the next one in it."""
         self._first: float | None = None
         """When the first step began, until it has ended."""
 
-    def before_step(self, state: DistState, batch: Any) -> None:
-        """Note the start of a step."""
+    def before(self, state: DistState, batch: Any) -> None:
+        """Note the start of a step, and the rates that it uses."""
         if self._waiting.is_new:
             self._recorder.begin(state)
             self._first = perf_counter()
         self._waiting.begin_step()
         self._throughput.count(batch)
+        if (state.step + 1) % self._every == 0:
+            self._rates = _learning_rates(self._optimizers)
 
-    def __call__(self, state: DistState, report: Report) -> DistState:
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """Log a step."""
+        if report.applied is None:
+            return
         if _batch_number(state) < self._newest:
             self._recorder.rewind(_batch_number(state))
-        super().__call__(state, report)
+        super().after(state, batch, report)
         self._recorder.step = self._newest
         self._recorder.flush()
         self._throughput.add(report)
@@ -271,7 +280,6 @@ class LogOnMain(Log):
             self._recorder.event("first_step", self._newest, seconds=perf_counter() - self._first)
             self._first = None
         self._waiting.end_step()
-        return state
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
         """Note a checkpoint."""
@@ -305,7 +313,7 @@ class LogOnMain(Log):
         elapsed, wait = self._waiting.since_last()
         values: dict[str, Any] = {"loss": report.loss}
         values |= {f"loss/{name}": value for name, value in report.terms.items()}
-        values |= _learning_rates(self._optimizers)
+        values |= self._rates
         if report.grad_norm is not None:
             values["grad_norm"] = report.grad_norm
         if state.scaler is not None:
@@ -427,13 +435,17 @@ def _batch_number(state: DistState) -> int:
     return state.step + bool(state.call)
 
 
-def _learning_rates(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Any]]:
+def _learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    found = {}
     for name, optimizer in optimizers.items():
         of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
         groups = optimizer.param_groups
         for index, group in enumerate(groups):
             if group.get("lr") is not None:  # Adafactor's may be None: it computes one of its own
-                yield f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer, group["lr"]
+                named = f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer
+                rate = group["lr"]  # a tensor is written in place
+                found[named] = rate.clone() if isinstance(rate, Tensor) else rate
+    return found
 
 
 def _name_of(writer: object) -> str:

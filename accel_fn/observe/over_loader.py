@@ -23,13 +23,12 @@ from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batche
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.observe.bar import loader_length, open_bar
-from accel_fn.step import observers
 from accel_fn.step.checks.first_batches import Looks, check_copies, looks_of, warn_of_equal_batches
+from accel_fn.step.loop import Strategy
 from accel_fn.step.loss_module import run_placed
 from accel_fn.step.microbatches import cut
 from accel_fn.step.plan import Plan
 from accel_fn.step.step import Step
-from accel_fn.step.strategy import Strategy
 
 T = TypeVar("T")
 _NOTHING = Looks([], [])
@@ -70,7 +69,7 @@ def read_on_all_ranks(
     `read` returns how the first batch of its rank looks. Observers of the step are given the time.
     """
     plan = step.plan
-    with observers.evaluating(plan, state), step.strategy.evaluating(plan, state, function):
+    with step.observers.evaluating(state), step.strategy.evaluating(plan, state, function):
         every = agreed(read, state, function)
     warn_of_equal_batches(function, state, [looks for _, looks in every])
     return [found for found, _ in every[data_places(state)]]

@@ -25,10 +25,11 @@ from accel_fn.comm.collectives import agreed, all_or_none
 from accel_fn.comm.main_rank import on_main, print_on_main
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_folder, message
 from accel_fn.observe.phase_times import DATA, PREFIX, STEP, PhaseTimes, phase_times, table
+from accel_fn.step.checks.first_batches import FirstBatches
+from accel_fn.step.loop import Strategy
 from accel_fn.step.observers import Observer
-from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.report import Report
-from accel_fn.step.step import Step
 from accel_fn.step.torch_internals import is_profiling
 from accel_fn.step.transform import Transform, fill, transform
 
@@ -90,7 +91,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     >>> import accel_fn as af
     >>> af.profile("runs/a/profile", steps=range(11, 14))(af.Plan(loss_fn, model, optimizer))
     Plan(loss_fn, Linear, SGD, weight_fn=count_samples,
-    after_update=[profile('runs/a/profile', steps=range(11, 14))])
+    observers=[profile('runs/a/profile', steps=range(11, 14))])
     """
     path = check_folder("profile", folder)
     if not isinstance(steps, range):
@@ -99,43 +100,45 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     if steps.step != 1 or not steps or steps[0] < 1:
         rule = "be a range of steps in a row, the first >= 1"
         raise ArgumentError(message("profile", "steps", rule, steps))
-    return fill(after_update=ProfileSlot(Profile, folder=path, steps=steps))
+    return fill(observers=ProfileSlot(Profile, folder=path, steps=steps))
 
 
-class ProfileSlot(Stateful):
+class ProfileSlot(SlotFunction):
     """`Profile` with its settings."""
 
-    traits = frozenset({"observes"})
-
     def claim(self, plan: Plan) -> Plan:
-        """Move it behind the other functions: what they do is a part of the step."""
-        others = [each for each in plan.after_update if each is not self]
-        return replace(plan, after_update=(*others, self))
+        """Move it before the other observers: what they do is a part of the step."""
+        others = [each for each in plan.observers if each is not self]
+        return replace(plan, observers=(self, *others))
 
 
 class Profile(Observer):
     """The profile of a few steps of one rank: it begins before the first and is written after the last."""
 
-    def __init__(self, state: DistState, plan: Plan, *, folder: Path, steps: range) -> None:
+    def __init__(
+        self, plan: Plan, strategy: Strategy, state: DistState, *, folder: Path, steps: range
+    ) -> None:
         _check_writable(folder)
         self._steps = steps
         self._trace = RankTrace(state, folder, steps)
-        self._phases: list[tuple[Any, str, str]] = []
+        self._strategy = weakref.ref(strategy)
         self._is_over = False
         self._at_program_end = weakref.finalize(self, self._trace.abandon)
 
-    def built(self, step: Step) -> None:
-        """Note the methods that run the phases of a step."""
-        self._phases = [
-            (step.strategy, "outputs", "forward"),
-            (step.strategy, "backward", "backward"),
-            (step.strategy, "prepare", "update"),
-            (step.strategy, "apply", "update"),
-            (step.checks, "begin", "checks"),
-            (step.checks, "end", "checks"),
+    def _phases(self) -> list[tuple[Any, str, str]]:
+        """The methods that run the phases of a step."""
+        strategy = self._strategy()
+        assert strategy is not None
+        return [
+            (strategy, "outputs", "forward"),
+            (strategy, "backward", "backward"),
+            (strategy, "prepare", "update"),
+            (strategy, "apply", "update"),
+            *((each, "before", "checks") for each in _checks_of(strategy)),
+            *((each, "after", "checks") for each in _checks_of(strategy)),
         ]
 
-    def before_step(self, state: DistState, batch: Any) -> None:
+    def before(self, state: DistState, batch: Any) -> None:
         """Begin in the middle of the steps, where a run resumes there; end if the run has left them."""
         if self._is_over:
             return
@@ -154,18 +157,17 @@ class Profile(Observer):
                 self._start(state)
             trace.begin_step(number)
 
-    def __call__(self, state: DistState, report: Report) -> DistState:
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
         """End a step: begin after the one that precedes the first, write after the last."""
-        if self._is_over:
-            return state
+        if self._is_over or report.applied is None:
+            return
         if self._trace.is_running and state.step >= self._steps[-1]:
             self._finish(state)
-            return state
+            return
         if state.step + 1 in self._steps and not self._trace.is_running:
             self._start(state)
         if self._trace.is_running:
             self._trace.end_step()
-        return state
 
     def _end(self) -> None:
         self._is_over = True
@@ -176,7 +178,7 @@ class Profile(Observer):
         process = socket.gethostname(), os.getpid(), id(profile)  # ranks of simulate share one
         every = primitives.exchange(process, state, "profile")
         leads = every.index(process) == state.rank
-        all_or_none(lambda: self._trace.start(self._phases if leads else ()), state, "profile")
+        all_or_none(lambda: self._trace.start(self._phases() if leads else ()), state, "profile")
 
     def _finish(self, state: DistState) -> None:
         """Write traces and table, on all ranks."""
@@ -188,6 +190,10 @@ class Profile(Observer):
         text = table(ranks, heading)
         on_main(lambda: (self._trace.folder / "phases.txt").write_text(f"{text}\n"), state)
         print_on_main(text, state=state)
+
+
+def _checks_of(strategy: Strategy) -> list[Observer]:
+    return [each for each in strategy.observers.every if isinstance(each, FirstBatches)]
 
 
 class RankTrace:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
+from weakref import proxy
 
 from torch import nn
 
@@ -13,27 +15,28 @@ from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.comm import primitives
 from accel_fn.comm.backends import current_world
 from accel_fn.comm.collectives import all_or_none
-from accel_fn.errors import ArgumentTypeError, check_flag, message
-from accel_fn.step.checks.attributes import OptimizerAttributes
-from accel_fn.step.checks.first_batches import FirstBatches
+from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.step.frozen_models import freeze_models, share_frozen
+from accel_fn.step.loop import Strategy, check_strategy
 from accel_fn.step.loss_module import LossModule
-from accel_fn.step.observers import observers
+from accel_fn.step.observers import Observer, ObserverFn, Observers
 from accel_fn.step.plan import Batch, Plan, SlotFunction, Stateful, slot_names
 from accel_fn.step.plan_checks import check_parameters, check_plan, check_precision
 from accel_fn.step.same_on_all_ranks import check_same_plan
 from accel_fn.step.step import Stages, Step
-from accel_fn.step.strategy import Strategy, check_strategy
 from accel_fn.step.update import follow_parameters, follow_shards
+from accel_fn.step.watched_steps import WatchedSteps
 
 
 def build(
-    plan: Plan[Batch], state: DistState, *, check_loss: bool = True
+    plan: Plan[Batch], state: DistState, observers: Sequence[ObserverFn] = ()
 ) -> tuple[DistState, Step[Batch]]:
-    """Make a step of a plan: see `accel_fn.checkpoint.build.build`, which can take over an earlier step."""
+    """Make a step of a plan, watched by these observers and the plan's.
+
+    `accel_fn.checkpoint.build.build` adds checks, and can take over an earlier step.
+    """
     check_state("build", state)
     check_world("build", state)
-    check_flag("build", "check_loss", check_loss)
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))
     plan = all_or_none(partial(_validated, state, plan), state, "build")
@@ -46,17 +49,32 @@ def build(
     make_strategy = plan.strategy[0] if plan.strategy else Strategy
     strategy = make_strategy(built, module, plan)
     check_strategy(strategy)
-    plan = all_or_none(partial(with_stateful, plan, built), state, "build")
+    plan, watching = all_or_none(
+        partial(_with_state, plan, strategy, built, observers), state, "build"
+    )
     _draw_alike(built)
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
-    checks = FirstBatches(built, plan, strategy, check_loss=check_loss)
+    strategy.observers = proxy(
+        watching
+    )  # an observer may hold the strategy: a cycle would keep both
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
-    notes = {"attributes": OptimizerAttributes(plan)}
-    step = Step(plan, strategy, stages, run, built, checks, before, notes)
-    for each in observers([plan]):
-        each.built(step)
-    return built, step
+    return built, Step(plan, strategy, stages, run, built, watching, before)
+
+
+def _with_state(
+    plan: Plan[Batch], strategy: Strategy, state: DistState, observers: Sequence[ObserverFn]
+) -> tuple[Plan[Batch], Observers]:
+    """What has state of its own in each step: slot functions, and observers."""
+    plan = with_stateful(plan, state)
+    every = [make(plan, strategy, state) for make in (*plan.observers, *observers)]
+    for each in every:
+        if not isinstance(each, Observer):
+            rule = "return an Observer"
+            raise ArgumentTypeError(message("build", "observers", rule, type(each).__name__))
+    if state.watchdog is not None:
+        every.append(WatchedSteps(state.watchdog))
+    return plan, Observers(every)
 
 
 def _draw_alike(state: DistState) -> None:

@@ -18,7 +18,7 @@ from accel_fn.step.loss_terms import COUNTED, counted_in
 from accel_fn.step.plan import Plan
 
 if TYPE_CHECKING:
-    from accel_fn.step.strategy import Strategy
+    from accel_fn.step.loop import Strategy
 
 
 class CountedLoss:

@@ -1,135 +1,367 @@
-"""The loop of a step: forward and backward of every micro-batch, to the mean over the global batch."""
+"""The loop of a step, and the seam by which strategies share it: `Strategy` itself is one rank."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import call
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
-from accel_fn.base.given_batches import PLACES, place_of
-from accel_fn.base.state import DistState
+from accel_fn.base.batch import count_samples
+from accel_fn.base.given_batches import PLACES, Place
+from accel_fn.base.given_batches import place_of as place_of_batch
+from accel_fn.base.state import DistState, data_places, over
 from accel_fn.base.weights import Weight
+from accel_fn.comm import primitives
+from accel_fn.comm.collectives import broadcast, exchange_failures
+from accel_fn.comm.dtensor import is_sharded, place_gradients, place_of
+from accel_fn.errors import ArgumentTypeError, PeerOutOfMemoryError, message
 from accel_fn.step.counted_loss import CountedLoss
 from accel_fn.step.global_mean import GlobalMean, seed_of
-from accel_fn.step.grads import Grads
+from accel_fn.step.grads import Grads, global_norm
+from accel_fn.step.loss_module import Outcome, in_contexts, loss_module_of, placed, run_terms
 from accel_fn.step.loss_terms import counted_in
+from accel_fn.step.main_buffers import main_buffers
+from accel_fn.step.metric_sums import Layout
 from accel_fn.step.microbatches import Parts, Weights, microbatches_or_failure
-from accel_fn.step.plan import Plan
+from accel_fn.step.observers import Observers
+from accel_fn.step.plan import Plan, describe_with_source, trained_by
+from accel_fn.step.reached import Reached
 from accel_fn.step.report import Report
-from accel_fn.step.wide_sums import wide_backward
+from accel_fn.step.torch_internals import run_backward
+from accel_fn.step.trained_parameters import TrainedParameters
+from accel_fn.step.update import Prepared, apply, prepare
+from accel_fn.step.wide_sums import half_of, wide_backward
 
-if TYPE_CHECKING:
-    from accel_fn.step.strategy import Strategy
-
-
-def gradients(
-    strategy: Strategy, plan: Plan, state: DistState, batch: Any
-) -> tuple[DistState, Grads, Report]:
-    """The gradients of the global batch, and the report of its losses."""
-    try:
-        mean, parts, weights = begin(strategy, plan, state, batch)
-        strategy.run(plan, state, mean, parts, weights)
-        grads, report = finish(strategy, plan, state, mean)
-    except BaseException as error:
-        strategy.reset()
-        strategy.parameters.explain(error)
-        raise
-    return state, grads, report
+_NOTHING = nullcontext()
 
 
-def begin(
-    strategy: Strategy, plan: Plan, state: DistState, batch: Any
-) -> tuple[GlobalMean, Parts, Weights]:
-    """Split and weigh the batch, and start the sum of the weights over the ranks."""
-    for parameter in strategy.reachable:
-        parameter.grad = None
-    stop = False
-    failed: Exception | None = None
-    try:
-        stop = any(map(call, plan.should_stop))
-    except Exception as error:
-        failed = error  # raised once the other ranks know, as what fails with the batch
-    parts, weights, rows, failure = microbatches_or_failure(
-        plan, batch, strategy.parameters.check, retries=strategy.retries
-    )
-    if strategy.check_parts is not None and failure is None:
-        failure = strategy.check_parts(parts)
-    place = place_of(batch) if PLACES.data else None  # of few batches, so most steps call nothing
-    mean = strategy.global_mean(state, weights, failed or failure, stop, place, rows)
-    if strategy.check_parts is not None:
-        mean.total()  # else a forward would run on the ranks without an error, and move statistics
-    parts, weights = strategy.pad(state, mean, parts, weights)
-    if not (any(weights) or (parts and strategy.pads)):
-        # A rank without items still joins every collective, with one micro-batch of weight 0.
-        parts, weights = (*parts, None), (*weights, 0)
-    return mean, parts, weights
+class Strategy:
+    """Defines how the ranks share one step. Callers use its methods and never test its type.
 
+    A slot function `(state, module, plan) -> Strategy` in `plan.strategy` makes it. A
+    subclass wraps the loss module, then calls `super().__init__`.
+    """
 
-def run(
-    strategy: Strategy,
-    plan: Plan,
-    state: DistState,
-    mean: GlobalMean,
-    parts: Parts,
-    weights: Weights,
-) -> None:
-    """Run one micro-batch after the other; the backward of the last averages the gradients of all."""
-    outputs = strategy.checks.watched(partial(strategy.outputs, plan, state))
-    every = [*zip(parts, weights, strict=True)]
-    # If a rank may run out of memory, gradients stay on the ranks until all have voted.
-    num_local = len(every) if strategy.retries else len(every) - 1
-    halves, plain = strategy.halves, strategy.backward
-    backward = wide_backward(plain, halves, len(every)) if halves else plain
-    is_mean = strategy.layout.counts == ()
-    counts = None if is_mean else CountedLoss(strategy, plan, state, mean, every)
+    finds_unused: bool = True
+    """May a loss leave parameters without a gradient?"""
+    pads: bool = False
+    """Does a rank with fewer micro-batches than others run some of theirs?"""
+    settles: bool = False
+    """Do ranks compare what they have run, before they add up losses?"""
+    leaves_gradients: bool = True
+    """Does its backward leave gradients in `.grad`? Else it has them itself, and updates by them."""
+    hooks_parameters: bool = False
+    """Does it register hooks on parameters, beside which those of the user's are not found?"""
+    counts_first: bool = False
+    """Must the count of a loss be known before its backward, as where gradients are in float16?"""
+    mean_type: ClassVar[type[GlobalMean]] = GlobalMean
 
-    def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
-        outcome = outputs(part, weight)
-        loss, metrics, seed = (*outcome, None) if counts is None else counts(outcome, weight)
-        mean.add(loss.detach(), metrics, weight)
-        if sends:
+    def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
+        self.module = module
+        """Maps a batch to `(loss, metrics)`, as training runs it."""
+        self.loss_module = module
+        """The same, for a forward without gradients."""
+        self.model = loss_module_of(module).model
+        """The user's model, as it is placed."""
+        self._is_alone = False
+        """Do forwards and backwards stay on this rank, as far as it holds all parameters?"""
+        self.retries = state.world_size > 1 and bool(plan.having("retries"))
+        """May a rank fail before gradients are averaged, and all do the batch again?"""
+        self.reachable = self.trainable()
+        """The parameters that a backward may reach."""
+        self.halves = half_of(self.reachable)
+        """Those in half precision, whose gradients are added up over micro-batches in float32."""
+        self._is_split = any(map(is_sharded, self.reachable))
+        """Does a rank hold parts of parameters, which it computes with?"""
+        self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
+        self.trained = plan.trained()
+        """The optimizers' parameters that require a gradient, in their order."""
+        names = {id(each): name for name, each in plan.model.named_parameters()}
+        self.owners = tuple([(names.get(id(each), ""), each) for each in self.trained])
+        """Name and parameter of each of these."""
+        self._always = torch.ones((), dtype=torch.bool, device=state.device)
+        """Value of `applied` if no function decides about the update."""
+        self.layout = Layout(
+            loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
+        )
+        """Dtype of losses and metrics, and their names once a batch had items."""
+        self.layout.finish = plan.finish
+        refused = _counts_refused(state, plan)
+        loss_module_of(module).refuses_counts = refused
+        if refused:
+            self.layout.counts = ()
+        self.counts_first |= any(each.dtype == torch.float16 for each in self.reachable)
+        self.parameters = TrainedParameters(plan)
+        self.awaits_total = False
+        """Does a forward wait for the weights of all ranks, and so for their errors?"""
+        self.reached = Reached(
+            plan, self.reachable, finds_unused=self.finds_unused, is_main=state.is_main
+        )
+        self.observers = Observers(())
+        """They see what the loss returns for each micro-batch, where they watch the step."""
+
+    def trainable(self) -> Sequence[nn.Parameter]:
+        """The parameters that a backward may reach."""
+        return [each for each in self.module.parameters() if each.requires_grad]
+
+    def gradients(
+        self, plan: Plan, state: DistState, batch: Any
+    ) -> tuple[DistState, Grads, Report]:
+        """Forward and backward of every micro-batch, to the exact mean over the global batch."""
+        try:
+            with self.sharing(state):
+                mean, parts, weights = self._begin(plan, state, batch)
+                self.run(plan, state, mean, parts, weights)
+                self.average(state)
+                loss, metrics, total = mean.close()
+                grads = take_gradients(self, state, total)
+        except BaseException as error:
+            self.reset()
+            self.parameters.explain(error)
+            raise
+        if mean.is_open and counted_in(metrics):
+            grads = grads.scaled(mean.open_factor(metrics))
+        extras, samples = mean.extras(plan), mean.samples
+        report = self.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
+        return state, grads, report
+
+    def _begin(self, plan: Plan, state: DistState, batch: Any) -> tuple[GlobalMean, Parts, Weights]:
+        """Split and weigh the batch, and start the sum of the weights over the ranks."""
+        for parameter in self.reachable:
+            parameter.grad = None
+        stop = False
+        failed: Exception | None = None
+        try:
+            stop = any(map(call, plan.should_stop))
+        except Exception as error:
+            failed = error  # raised once the other ranks know, as what fails with the batch
+        parts, weights, rows, failure = microbatches_or_failure(
+            plan, batch, self.parameters.check, retries=self.retries
+        )
+        place = (
+            place_of_batch(batch) if PLACES.data else None
+        )  # of few batches, so most steps call nothing
+        mean = self.global_mean(state, weights, failed or failure, stop, place, rows)
+        if self.awaits_total:
+            mean.total()  # else a forward would run on the ranks without an error, and move statistics
+        parts, weights = self.pad(state, mean, parts, weights)
+        if not (any(weights) or (parts and self.pads)):
+            # A rank without items still joins every collective, with one micro-batch of weight 0.
+            parts, weights = (*parts, None), (*weights, 0)
+        return mean, parts, weights
+
+    def run(
+        self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
+    ) -> None:
+        """Run one micro-batch after the other; the backward of the last averages the gradients of all."""
+        every = [*zip(parts, weights, strict=True)]
+        # If a rank may run out of memory, gradients stay on the ranks until all have voted.
+        num_local = len(every) if self.retries else len(every) - 1
+        backward = wide_backward(self.backward, self.halves, len(every))
+        is_mean = self.layout.counts == ()
+        counts = None if is_mean else CountedLoss(self, plan, state, mean, every)
+
+        def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
+            outcome = self.outputs(plan, state, part, weight)
+            if self.observers.due:
+                self.observers.on_outcome(part, outcome)
+            loss, metrics, seed = (*outcome, None) if counts is None else counts(outcome, weight)
+            mean.add(loss.detach(), metrics, weight)
+            if sends:
+                mean.send()
+            backward(
+                loss, seed_of(loss, mean.share(weight), state.scaler) if seed is None else seed
+            )
+
+        if num_local:
+            # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
+            num_weightless = [*map(bool, weights), True].index(True)
+            with self.no_sync():
+                for index, (part, weight) in enumerate(every[:num_local]):
+                    run_one(part, weight)
+                    if index < num_weightless:
+                        self.zero_gradients()
+        if self.retries:
+            self._vote(state, has_rows=parts[0] is not None)
+        for part, weight in every[num_local:]:
+            run_one(part, weight, sends=not self.settles)  # losses travel beside the last backward
+        if self.retries or self.settles:
+            self.settle(state)
             mean.send()
-        backward(loss, seed_of(loss, mean.share(weight), state.scaler) if seed is None else seed)
 
-    if num_local:
-        # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
-        num_weightless = [*map(bool, weights), True].index(True)
-        with strategy.no_sync():
-            for index, (part, weight) in enumerate(every[:num_local]):
-                run_one(part, weight)
-                if index < num_weightless:
-                    strategy.zero_gradients()
-    if strategy.retries:
-        if parts[0] is not None:
-            strategy.checks.check_reached()
-        strategy.vote(state)
-    for part, weight in every[num_local:]:
-        run_one(part, weight, sends=not strategy.settles)  # losses travel beside the last backward
-    if strategy.retries or strategy.settles:
-        strategy.settle(state)
+    def _vote(self, state: DistState, *, has_rows: bool) -> None:
+        """Raise on every rank if memory ran out on one, before any rank averages gradients."""
+        if has_rows:
+            self.reached.check_reached()
+        failures = exchange_failures(state, "")
+        if any(failures):
+            raise PeerOutOfMemoryError(failures)
+
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
+        """Loss and metrics of one micro-batch, not added up; without gradients no rank waits for others."""
+        shares = torch.is_grad_enabled() and not self._is_alone
+        module = self.module if shares else self.loss_module
+        outcome: Outcome
+        if part is None:  # this rank has no items
+            outcome = module(None)
+        elif self.layout.terms:
+            outcome = run_terms(state, plan, module, part, weight)
+        else:
+            outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
+        return outcome
+
+    def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
+        """The mean loss over the global batch, [], without gradients or metrics."""
+        if plan.model.training:
+            return self._forward(plan, state, batch)
+        with self.evaluating(plan, state, "step.forward"):
+            return self._forward(plan, state, batch)
+
+    def evaluating(
+        self, plan: Plan, state: DistState, function: str
+    ) -> AbstractContextManager[None]:
+        """A context in which the model of every rank is the one that rank 0 would save."""
+        return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
+
+    def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
+        parts, weights, _, failure = microbatches_or_failure(plan, batch)
+        try:
+            with torch.no_grad(), self.sharing(state):
+                mean = self.global_mean(state, weights, failure, is_forward=True)
+                parts, weights = self.pad(state, mean, parts, weights)
+                for part, weight in zip(parts, weights, strict=True):
+                    loss, metrics = self.outputs(plan, state, part, weight)
+                    mean.add(loss, counted_in(metrics), weight)
+                self.settle(state)
+        except BaseException:
+            self.reset()
+            raise
         mean.send()
+        return mean.loss()
 
+    def global_mean(
+        self,
+        state: DistState,
+        weights: Weights,
+        failure: Exception | None,
+        stop: bool = False,
+        place: Place | None = None,
+        rows: int = 0,
+        *,
+        is_forward: bool = False,
+    ) -> GlobalMean:
+        """Start the mean over the global batch; that of a forward alone has no metrics."""
+        layout = self.layout.without_metrics() if is_forward else self.layout
+        return self.mean_type(
+            state,
+            weights,
+            failure,
+            stop=stop,
+            place=place,
+            rows=rows,
+            layout=layout,
+            is_forward=is_forward,
+        )
 
-def finish(
-    strategy: Strategy, plan: Plan, state: DistState, mean: GlobalMean
-) -> tuple[Grads, Report]:
-    """Average what is not averaged yet; take the gradients off the parameters, and the mean loss."""
-    strategy.average(state)
-    loss, metrics, total = mean.close()
-    grads = strategy.take(state, total)
-    if mean.is_open and counted_in(metrics):
-        grads = grads.scaled(mean.open_factor(metrics))
-    extras, samples = mean.extras(plan), mean.samples
-    report = strategy.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
-    return grads, report
+    def sharing(self, state: DistState) -> AbstractContextManager[Any]:
+        """A context around the forwards and backwards of a batch, with gradients or without."""
+        return _NOTHING
+
+    def pad(
+        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
+    ) -> tuple[Parts, Weights]:
+        """The micro-batches that this rank runs: more than its own if every rank must run as many."""
+        return parts, weights
+
+    def settle(self, state: DistState) -> None:
+        """Return once all ranks have run the same since `pad`, or raise on all."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
+        return _NOTHING
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context for looks at a few rows: their gradients are not averaged over replicas."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    def backward(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
+        # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
+        # discriminator as it is, so no `zero_grad` is needed anywhere.
+        run_backward(loss, seed, self.reachable)
+
+    def zero_gradients(self) -> None:
+        """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""
+        for parameter in self.reachable:
+            if parameter.grad is not None:
+                grad = parameter.grad
+                (grad._values() if grad.is_sparse else grad).zero_()
+
+    def average(self, state: DistState) -> None:
+        """Average the gradients over the ranks, if the last backward has not done so."""
+        if self._is_split:
+            place_gradients(self.reachable)
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Global L2 norm of gradients, each element counted once over all ranks that hold a part."""
+        return global_norm(tensors)
+
+    def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
+        """Stage one of an update: every collective, and all that may raise. Changes nothing."""
+        return prepare(plan, state, grads, report)
+
+    def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
+        """Stage two of an update: optimizers and loss scale. Local writes alone."""
+        return apply(plan, state, prepared, self._optimizers, self._always)
+
+    def placements(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
+        """Which part this rank holds of each tensor, by name: its indices, () or no entry if all of it.
+
+        The tensors are those of the model, or gradients by the names of their parameters.
+        """
+        return {name: place_of(each) for name, each in tensors.items() if each is not None}
+
+    def compared_ranks(self, state: DistState) -> Sequence[int]:
+        """The ranks, this one among them, whose tensors must equal its own if they hold the same part.
+
+        The first update compares gradients so, and `check_replicas` parameters. Every rank has others to
+        be compared with, or none has.
+        """
+        return range(state.world_size)
+
+    def whole(self, *, writes: bool) -> AbstractContextManager[None]:
+        """A context in which model and optimizers hold whole tensors, or shards that know their place.
+
+        With `writes`, what is in them at its end stays. `save` and `load` run in it.
+        """
+        return _NOTHING
+
+    def check_offers(self, function: str) -> None:
+        """Raise, on every rank, if a function of a step cannot be used: `step.grads`, `save`, ..."""
+
+    def signature(self) -> Mapping[str, Any]:
+        """Return the settings that decide the bits: a checkpoint refuses a step with others."""
+        return {}
+
+    def reset(self) -> None:
+        """Forget what a step that failed has left behind."""
 
 
 def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grads:
     """The gradients, off the parameters, with the factor that undoes the loss scale."""
+    if not strategy.leaves_gradients:
+        return Grads((None,) * len(strategy.trained))
     tensors = tuple([parameter.grad for parameter in strategy.trained])
-    strategy.checks.check_gradients(tensors, bool(weight))
+    strategy.reached.check_gradients(tensors, bool(weight))
     for parameter in strategy.reachable:
         parameter.grad = None
     if state.scaler is None:
@@ -138,3 +370,104 @@ def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grad
     dtype = torch.float64 if is_double else torch.float32
     factor = state.scaler.scale.to(dtype).reciprocal()
     return Grads(tensors, factor, norm_fn=strategy.norm, owners=strategy.owners)
+
+
+def _counts_refused(state: DistState, plan: Plan) -> str:
+    """Why a loss may return no sum and count in this plan; empty if it may."""
+    what = "return the mean over the items that weight_fn counts, got (sum, count)"
+    if plan.weight_fn is not count_samples:
+        return f"{what} beside a weight_fn; leave weight_fn out"
+    if plan.reduction == "sum":
+        return f'{what} beside reduction="sum"; leave reduction out'
+    if plan.having("local_gradients") and state.world_size > 1:
+        return f"{what} under local_sgd, which averages ranks by their items; use wrap_ddp"
+    if plan.compile_step:
+        return f'{what} under compiled(scope="step"); use scope="loss"'
+    return ""
+
+
+def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
+    """The dtype in which losses and metrics are added up: float64 if a trained parameter is."""
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in trained)
+    return torch.float64 if wide else torch.float32
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what a slot function returned in place of a strategy."""
+    if not isinstance(strategy, Strategy):
+        rule = "return a Strategy"
+        raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
+
+
+def describe_backward(state: DistState, plan: Plan) -> str:
+    """Over what the backward of a plan averages, and how; nothing is built."""
+    calls = " and ".join(map(describe_with_source, plan.strategy))
+    if plan.having("local_gradients") and state.world_size > 1:
+        return f"the {plan.reduction} over the rank's own items, by {calls}"
+    terms = f"sum of {len(plan.terms)} means" if plan.terms else plan.reduction
+    mean = f"the {terms} over the global batch"
+    if state.world_size > 1 or plan.having("acts_alone"):
+        return f"{mean}, by {calls or 'nothing: build will refuse this'}"
+    if not calls:
+        return mean
+    comma = "," if any(getattr(each, "source", "") for each in plan.strategy) else ""
+    return f"{mean}; {calls}{comma} has nothing to do"
+
+
+class PaddingStrategy(Strategy):
+    """A strategy in which a rank with fewer micro-batches than another runs one of its, of weight 0."""
+
+    pads = True
+
+    def __init__(self, state: DistState, *args: Any, **options: Any) -> None:
+        super().__init__(state, *args, **options)
+        self.ranks = over(state)
+        """The ranks that run as many."""
+        self.begin_pass: Callable[[bool, int], None] = _nothing
+        """Called with whether gradients are wanted, and the number of micro-batches that every rank runs."""
+
+    def pad(
+        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
+    ) -> tuple[Parts, Weights]:
+        """Run as many micro-batches on every rank.
+
+        A rank that has fewer, or none with a weight, runs one of another rank's with weight 0: times
+        zero, its gradient is zero wherever that rank's is finite.
+
+        Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
+        """
+        # Only a forward knows what it reaches, and in which order, so it must be a real one.
+        ranks = self.ranks
+        if ranks.world_size == 1:
+            return parts, weights
+        if mean is not None:
+            mean.total()  # if one rank could not count its batch, all raise here
+            # In one number: how many micro-batches a rank has, and whether one of them counts.
+            found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks
+            counts = [2 * num + bool(weight) for weight, num in found]
+        else:
+            code = 2 * len(parts) + any(weights)
+            counts = primitives.exchange_number(code, ranks, "step")
+        # A micro-batch that counts, if there is one: its loss is finite in a healthy run.
+        source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
+        most = max(counts) // 2
+        self.begin_pass(torch.is_grad_enabled(), most)
+        if min(counts) == 2 * most + counts[source] % 2:
+            return parts, weights
+        spare = parts[-1] if ranks.rank == source else None  # those that count are last
+        spare = broadcast(spare, ranks, source=source)
+        return self.filled(parts, weights, spare, most)
+
+    def filled(
+        self, parts: Parts, weights: Weights, spare: Any, most: int
+    ) -> tuple[Parts, Weights]:
+        """Return so many micro-batches: those of this rank, then the spare one."""
+        if not any(weights):
+            # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
+            parts, weights = parts[: most - 1], weights[: most - 1]
+        lacking = most - len(parts)
+        return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
+
+
+def _nothing(with_gradients: bool, num_microbatches: int) -> None:
+    """Begin a pass of a strategy that counts none."""

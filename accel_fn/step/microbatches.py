@@ -11,6 +11,7 @@ from accel_fn.base.batch import rows_of, tensors_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.weights import Weight, weigh
 from accel_fn.errors import BatchError, OutOfMemoryError, message
+from accel_fn.step.observers import refuse_failed
 from accel_fn.step.plan import Plan
 
 Parts = Sequence[Any]
@@ -45,6 +46,7 @@ def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
     """
     if batch is None:
         return (), 0
+    refuse_failed(batch)
     split = plan.split[0](batch) if plan.split else (batch,)
     if not isinstance(split, list | tuple):
         _check_split(split)

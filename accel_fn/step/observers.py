@@ -1,58 +1,140 @@
-"""Observers: functions of `after_update` that watch a run and compute nothing of it."""
+"""Observers: they watch the steps and events of a run, and compute nothing of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from accel_fn.base.state import DistState
-from accel_fn.step.plan import Plan
+from accel_fn.step.report import Report
 
 
 class Observer:
-    """A function of `after_update` that is no part of the program that `load` compares.
+    """Watches a step and the events around it. Override the methods that you need.
 
-    On every rank, `save`, `load`, `evaluate` and `predict` call its methods once they are done, with the
-    seconds in which the loop waited for them.
+    A function `(plan, strategy, state) -> Observer` makes it: in `Plan.observers`, or among the `checks` of
+    `build`. Checks, logs, profiles and hang detection are observers. `load` does not compare
+    them, so they may be added to a run, or removed.
+
+    An error that `before` raises on one rank alone travels to the others with the batch, and all raise.
+    Any other method that may raise must raise on all ranks, as after `gather`.
+
+    >>> import accel_fn as af
+    >>> class Spikes(af.extend.Observer):
+    ...     def __init__(self, plan, strategy, state):
+    ...         self.largest = 0.0
+    ...     def wants(self, state):
+    ...         return state.step % 2 == 0
+    ...     def after(self, state, batch, report):
+    ...         self.largest = max(self.largest, float(report.loss))
+    >>> plan = af.Plan(loss_fn, model, optimizer, observers=(Spikes,))
+    >>> state, step = af.build(plan, af.DistState())
+    >>> for _ in range(3):
+    ...     state, report = step(state, batch)
     """
 
-    traits = frozenset({"observes"})
+    def wants(self, state: DistState) -> bool:
+        """Return whether the step that begins with this state is to be watched; called in each step.
 
-    def built(self, step: Any) -> None:
-        """Note the step that this function is in. To hold the step would keep both from being collected."""
+        It must return the same on all ranks if `before` or `after` calls collectives.
+        """
+        return True
 
-    def before_step(self, state: DistState, batch: Any) -> None:
-        """Note the start of a step, or of its gradients and then of its update, which has no batch."""
+    def before(self, state: DistState, batch: Any) -> None:
+        """Look at this rank's batch before it is run."""
+
+    def on_outcome(self, rows: Any, outcome: Any) -> None:
+        """Look at a micro-batch and its `(loss, metrics)`, before the backward.
+
+        A step that `compiled(scope="step")` runs as one graph does not call it.
+        """
+
+    def on_update(self, state: DistState, grads: Any, report: Report) -> None:
+        """Look at the gradients that the optimizer gets, before anything is written; as `on_outcome`."""
+
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """Look at the state that the step returns, and at its report.
+
+        `step.grads` calls it with a report whose `applied` is None, `step.update` without a batch.
+        """
+
+    def failed(self, state: DistState, error: BaseException) -> None:
+        """Note that a step that began with this state has raised. Called if it was watched or not."""
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Note a checkpoint."""
+        """Note a checkpoint, for which the loop has waited so long."""
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
 
     def evaluated(self, state: DistState, seconds: float) -> None:
-        """Note a pass over a loader."""
+        """Note a pass over a loader by `evaluate` or `predict`."""
 
 
-def observes(function: Any) -> bool:
-    """Return whether a slot function takes no part in what a step computes."""
-    return "observes" in getattr(function, "traits", ())
+ObserverFn = Callable[..., Observer]
+"""`(plan, strategy, state) -> Observer`."""
 
 
-def observers(plans: Iterable[Plan]) -> list[Observer]:
-    """Return the observers of plans that are built."""
-    every: list[Any] = [each for plan in plans for each in plan.after_update]
-    return [each for each in every if isinstance(each, Observer)]
+class FailedBatch:
+    """Stands for a batch that an observer has refused on this rank: what splits it raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
-@contextmanager
-def evaluating(plan: Plan, state: DistState) -> Iterator[None]:
-    """Time a pass over a loader for the observers of a plan."""
-    began = perf_counter()
-    yield
-    seconds = perf_counter() - began
-    for each in observers([plan]):
-        each.evaluated(state, seconds)
+def refuse_failed(batch: Any) -> None:
+    """Raise the error of a batch that an observer has refused."""
+    if type(batch) is FailedBatch:
+        raise batch.error
+
+
+class Observers:
+    """The observers of a step, and those among them that watch the current one."""
+
+    def __init__(self, every: Sequence[Observer]) -> None:
+        self.every = tuple(every)
+        self.due: list[Observer] = []
+
+    def before(self, state: DistState, batch: Any) -> Any:
+        """Begin a step: return its batch, or what stands for it if an observer has refused it."""
+        self.due = [each for each in self.every if each.wants(state)]
+        failure: Exception | None = None
+        for each in self.due:
+            try:
+                each.before(state, batch)
+            except Exception as error:
+                # The others go on, since ranks may meet in their collectives.
+                failure = failure or error
+        return batch if failure is None else FailedBatch(failure)
+
+    def on_outcome(self, rows: Any, outcome: Any) -> None:
+        """Show a micro-batch and what the loss has returned."""
+        for each in self.due:
+            each.on_outcome(rows, outcome)
+
+    def on_update(self, state: DistState, grads: Any, report: Report) -> None:
+        """Show the gradients of the update."""
+        for each in self.due:
+            each.on_update(state, grads, report)
+
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """End a step; the first observer, which began first, ends last."""
+        for each in reversed(self.due):
+            each.after(state, batch, report)
+
+    def failed(self, state: DistState, error: BaseException) -> None:
+        """End a step that has raised."""
+        for each in self.every:
+            each.failed(state, error)
+
+    @contextmanager
+    def evaluating(self, state: DistState) -> Iterator[None]:
+        """Time a pass over a loader."""
+        began = perf_counter()
+        yield
+        seconds = perf_counter() - began
+        for each in self.every:
+            each.evaluated(state, seconds)

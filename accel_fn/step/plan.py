@@ -17,6 +17,7 @@ from accel_fn.base.state import DistState
 from accel_fn.base.weights import WeightFn
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.step.grads import Grads
+from accel_fn.step.observers import ObserverFn
 from accel_fn.step.optimizers import check_optimizers, describe_optimizer
 from accel_fn.step.report import Report
 
@@ -46,7 +47,7 @@ InitFn = Callable[[DistState], DistState]
 ModuleFn = Callable[[DistState, Any], nn.Module]
 BatchFn = Callable[[DistState, Any], Any]
 StrategyFn = Callable[..., Any]
-"""`(state, loss module, plan, inner) -> Strategy`."""
+"""`(state, loss module, plan) -> Strategy`."""
 CompileFn = Callable[[DistState, Any], StepFn]
 ContextFn = Callable[[DistState], AbstractContextManager[Any]]
 SplitFn = Callable[[Any], Sequence[Any]]
@@ -101,7 +102,7 @@ class Plan(Generic[Batch]):
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
         compile_step: `(state, stages) -> function (state, batch) -> (state, report)`, which runs
             all of a step but `after_update`; at most one.
-        strategy: `(state, loss module, plan, inner) -> Strategy`: how the ranks share one step;
+        strategy: `(state, loss module, plan) -> Strategy`: how the ranks share one step;
             at most one.
         forward_contexts: `state -> context manager`, around forward and loss.
         split: `batch -> micro-batches`; at most one.
@@ -113,6 +114,7 @@ class Plan(Generic[Batch]):
         after_update: `(state, report) -> state`, in the order listed.
         should_stop: `() -> bool`, called as a step begins: should the run end after it? If one on
             any rank returns True, `report.extras["stop"]` is True on all.
+        observers: `(plan, strategy, state) -> Observer`: what watches the run and computes nothing of it.
 
     Raises:
         TypeError: one of the four, a frozen model or `finish` is not what it must be.
@@ -146,6 +148,7 @@ class Plan(Generic[Batch]):
     gradients: tuple[GradientFn, ...] = field(default=(), kw_only=True)
     after_update: tuple[UpdateFn, ...] = field(default=(), kw_only=True)
     should_stop: tuple[StopFn, ...] = field(default=(), kw_only=True)
+    observers: tuple[ObserverFn, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         rules = {
@@ -260,9 +263,8 @@ class SlotFunction(partial[Any]):
             "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
             forward), "clips_norm" (it clips by the norm
             `max_norm` among its settings), "collectives_in_apply" (the update has collectives, so a rank
-            that is lost in it leaves the others waiting), "may_skip" (an update may not be made, beside what
-            `accept` decides) and "observes" (it computes nothing of the run, so checkpoints do not
-            compare it).
+            that is lost in it leaves the others waiting) and "may_skip" (an update may not be made, beside
+            what `accept` decides).
         source: what `explain` adds: where the settings come from, if not from the call.
 
     >>> import accel_fn as af

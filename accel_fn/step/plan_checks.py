@@ -17,10 +17,10 @@ from accel_fn.base.state import DistState, mesh_of
 from accel_fn.comm.dtensor import is_sharded
 from accel_fn.comm.zero import is_born_sharded, is_copied
 from accel_fn.errors import PlanError
-from accel_fn.step.checks.parameters import check_hooks, shares_gradients
 from accel_fn.step.frozen_models import check_frozen
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan, SlotFunction, describe
+from accel_fn.step.trained_parameters import check_hooks, shares_gradients
 
 _SINGLE = (
     "place_model",

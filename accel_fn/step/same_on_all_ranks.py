@@ -19,7 +19,7 @@ from accel_fn.step.plan import Plan, describe, slot_names
 from accel_fn.step.report import Report
 
 if TYPE_CHECKING:
-    from accel_fn.step.strategy import Strategy
+    from accel_fn.step.loop import Strategy
 
 _PIECE, _PIECE_ON_HOST = 2**22, 2**16
 """So many words at a time: many for few kernels, few on the host for its cache."""

@@ -9,18 +9,14 @@ from typing import Any, Generic
 
 from torch import Tensor
 
-from accel_fn.base.given_batches import place_of
-from accel_fn.base.state import DistState, check_state, step_name
-from accel_fn.base.warn import warn_user
+from accel_fn.base.state import DistState, check_state
 from accel_fn.comm.primitives import check_joined
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
-from accel_fn.step.checks.first_batches import FirstBatches
 from accel_fn.step.grads import Grads
-from accel_fn.step.observers import observers
+from accel_fn.step.loop import Strategy
+from accel_fn.step.observers import Observers
 from accel_fn.step.plan import Batch, GradFn, Plan, StepFn
 from accel_fn.step.report import Report
-from accel_fn.step.strategy import Strategy
-from accel_fn.step.update import Prepared
 
 
 class Stages:
@@ -36,32 +32,16 @@ class Stages:
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Run all of a step but `after_update`."""
+        state, grads, report = self.grad_fn(state, batch)
+        return self.update(state, grads, report)
+
+    def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
+        """Decide about the update and transform the gradients, which may raise; then write."""
         plan, strategy = self.plan, self.strategy
-        try:
-            state, grads, report = self.gradients(state, batch)
-            return strategy.apply(plan, state, strategy.prepare(plan, state, grads, report))
-        finally:
-            if state.watchdog is not None:
-                state.watchdog.end_step()
-
-    def gradients(self, state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
-        """Begin a step: the gradients of the global batch, by `Strategy.gradients` inside `wrap_grad_fn`."""
-        if state.watchdog is None:
-            return self.grad_fn(state, batch)
-        state.watchdog.begin_step(step_name(state.step + 1, state.call))
-        try:
-            return self.grad_fn(state, batch)
-        except RuntimeError as error:
-            state.watchdog.diagnose(error, "step")
-            raise
-
-    def prepare(self, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Decide about the update and transform the gradients: all that may raise."""
-        return self.strategy.prepare(self.plan, state, grads, report)
-
-    def apply(self, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
-        """Run the optimizers, adjust the loss scale, count the batch."""
-        return self.strategy.apply(self.plan, state, prepared)
+        prepared = strategy.prepare(plan, state, grads, report)
+        if strategy.observers.due:
+            strategy.observers.on_update(state, prepared.grads, report)
+        return strategy.apply(plan, state, prepared)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -88,12 +68,12 @@ class Step(Generic[Batch]):
     _run: StepFn
     """`Stages.__call__`, or the function that `compile_step` made in its place."""
     _built_with: DistState
-    checks: FirstBatches
-    """The checks of the first batches, with what they have found about the loss."""
+    observers: Observers
+    """Checks, logs and others that watch the step."""
     _before: Sequence[Callable[[DistState, Any], None]]
     """Methods `before_step` of functions of `after_update`, which follow the position of the run."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Notes of saving and loading about this run; a step does not read them."""
+    """Facts of this run: of saves and loads, and "newest", the state that the last step began with."""
 
     def __call__(
         self, state: DistState, batch: Batch, *, advance: bool = True
@@ -136,21 +116,22 @@ class Step(Generic[Batch]):
         self._check_state(state)
         if advance is not True:
             check_flag("step", "advance", advance)
-        if state is self.checks.newest:
-            self.checks.repeated(state, advance=advance)
-        before = state
+        before, observers = state, self.observers
         for before_step in self._before:
             before_step(state, batch)
-        if "is_loaded" in self.notes:
-            self._check_place(state, batch)
-        self.checks.begin(state, batch)
-        state, report = self._run(state, batch)
-        self.checks.newest = before  # not of a step that failed, whose state a loop keeps
-        self.checks.end(state, batch, report)
-        if not advance:
-            state = _still(before, state)
-        for after_update in self.plan.after_update:
-            state = after_update(state, report)
+        given = observers.before(state, batch)
+        try:
+            state, report = self._run(state, given)
+            self.notes["newest"] = before
+            if not advance:
+                state = _still(before, state)
+            for after_update in self.plan.after_update:
+                state = after_update(state, report)
+        except BaseException as error:
+            observers.failed(before, error)
+            raise
+        if observers.due:
+            observers.after(state, batch, report)
         return state, report
 
     def forward(self, state: DistState, batch: Batch) -> Tensor:
@@ -195,17 +176,15 @@ class Step(Generic[Batch]):
         """
         self._check_state(state)
         self.strategy.check_offers("step.grads")
-        for each in observers([self.plan]):
-            each.before_step(state, batch)
-        if "is_loaded" in self.notes:
-            self._check_place(state, batch)
-        self.checks.begin(state, batch)
+        before = state
+        given = self.observers.before(state, batch)
         try:
-            state, grads, report = self.stages.gradients(state, batch)
-        finally:
-            if state.watchdog is not None:
-                state.watchdog.end_step()
-        self.checks.end(state, batch, report)
+            state, grads, report = self.stages.grad_fn(state, given)
+        except BaseException as error:
+            self.observers.failed(before, error)
+            raise
+        if self.observers.due:
+            self.observers.after(state, batch, report)
         kept = grads if self.plan.wrap_grad_fn else _cloned(state, self.plan, grads)
         return state, kept, report
 
@@ -239,12 +218,17 @@ class Step(Generic[Batch]):
         for before_step in self._before:
             before_step(state, None)
         self.strategy.reset()
-        prepared = self.stages.prepare(state, grads, report)
-        state, report = self.stages.apply(state, prepared)
-        if not advance:
-            state = _still(before, state)
-        for after_update in self.plan.after_update:
-            state = after_update(state, report)
+        try:
+            state, report = self.stages.update(state, grads, report)
+            if not advance:
+                state = _still(before, state)
+            for after_update in self.plan.after_update:
+                state = after_update(state, report)
+        except BaseException as error:
+            self.observers.failed(before, error)
+            raise
+        if self.observers.due:
+            self.observers.after(state, None, report)
         return state, report
 
     def _check_state(self, state: DistState) -> None:
@@ -264,7 +248,7 @@ class Step(Generic[Batch]):
 
     def check_follows(self, state: DistState) -> None:
         """Refuse a state that a step after this one cannot begin with."""
-        built, newest = self._built_with, self.checks.newest
+        built, newest = self._built_with, self.notes.get("newest")
         if not _is_of_one_world(state, built):
             raise StateError(
                 f"build: after must be a step of the world of the state, got {built} for {state}; "
@@ -275,16 +259,6 @@ class Step(Generic[Batch]):
             raise StateError(
                 "build: state must be the one that the last step returned, got an earlier one, of step "
                 f"{state.step}; write state, step = build(plan, state, after=step)"
-            )
-
-    def _check_place(self, state: DistState, batch: Any) -> None:
-        """Warn if `load` went on, and the loader begins with the first batch of all."""
-        is_loaded = self.notes.pop("is_loaded")
-        if is_loaded and state.step and place_of(batch) == (0, 0) and state.is_main:
-            warn_user(
-                f"step: loader should go on after step {state.step}, got batch 0 of pass 0; put the "
-                "loader into extras of save and load, and loop over range(loader.epoch, num_epochs), or "
-                "over loader.epochs(num_epochs, since=state)"
             )
 
     def _check_outcome(self, grads: Grads, report: Report) -> None:

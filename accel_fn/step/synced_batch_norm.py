@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_fn.base.state import DistState, over
 from accel_fn.base.swap_forward import with_forwards
 from accel_fn.base.weights import Weight
 from accel_fn.comm.batch_norm import SyncedBatchNorm, batch_norms, has_own_forward
 from accel_fn.errors import PlanError
-from accel_fn.step.grads import Grads
+from accel_fn.step.loop import PaddingStrategy
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.step.loss_terms import leave_out
 from accel_fn.step.microbatches import Parts, Weights
-from accel_fn.step.padding import PaddingStrategy
 from accel_fn.step.plan import Plan, describe
-from accel_fn.step.report import Report
 
 
 class _Spare(int):
@@ -74,19 +74,14 @@ class SyncedStrategy(PaddingStrategy):
         self._layers = SyncedBatchNorm(self.model, over(state), is_compiled=is_compiled)
         loss_module_of(self.module).joining = self._layers.nodes
 
-    def gradients(
-        self, plan: Plan, state: DistState, batch: Any
-    ) -> tuple[DistState, Grads, Report]:
-        """Return the gradients; layers are replaced in the backward too, where checkpoints call them."""
+    @contextmanager
+    def sharing(self, state: DistState) -> Iterator[None]:
+        """A context with other layers: in the backward too, where checkpoints call them."""
         try:
-            with with_forwards(self._layers.forwards):
-                return super().gradients(plan, state, batch)
+            with with_forwards(self._layers.forwards), super().sharing(state):
+                yield
         finally:
             self._layers.nodes.clear()  # they hold the graph
-
-    def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
-        with with_forwards(self._layers.forwards):
-            return super()._forward(plan, state, batch)
 
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int

@@ -19,8 +19,6 @@ from accel_fn.base.state import DistState
 from accel_fn.checkpoint.build import build
 from accel_fn.comm.dtensor import whole
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
-from accel_fn.observe.log_to import LogSlot
-from accel_fn.observe.profile import ProfileSlot
 from accel_fn.step.frozen_models import given_frozen
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
@@ -166,8 +164,7 @@ def copied(plan: Plan) -> Plan:
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     # Logs and profiles are files of the user's run.
-    kept = [each for each in plan.after_update if not isinstance(each, LogSlot | ProfileSlot)]
-    return replace(plan, model=model, optimizer=optimizer, frozen=frozen, after_update=tuple(kept))
+    return replace(plan, model=model, optimizer=optimizer, frozen=frozen, observers=())
 
 
 def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:

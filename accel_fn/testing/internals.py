@@ -46,7 +46,6 @@ from accel_fn.observe.log_to import _NAMES
 from accel_fn.step import step as step_file
 from accel_fn.step import update
 from accel_fn.step.grads import global_norm
-from accel_fn.step.observers import observers
 from accel_fn.step.same_on_all_ranks import check_same
 from accel_fn.step.step import Step
 from accel_fn.step.torch_internals import run_optimizer
@@ -334,7 +333,7 @@ LOCK_TRIES = (file_lock, "_TRIES")
 
 def recorders(step: Step) -> list[Any]:
     """What reads the device's values for the logs of a step."""
-    return [vars(each)["_recorder"] for each in observers([step.plan])]
+    return [vars(each)["_recorder"] for each in step.observers.every if "_recorder" in vars(each)]
 
 
 ShownEpoch = progress.ShownEpoch

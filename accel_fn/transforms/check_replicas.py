@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accel_fn.base.state import DistState
 from accel_fn.errors import check_count
+from accel_fn.step.loop import Strategy
 from accel_fn.step.observers import Observer
-from accel_fn.step.plan import Plan, Stateful
+from accel_fn.step.plan import Plan, SlotFunction
 from accel_fn.step.report import Report
 from accel_fn.step.same_on_all_ranks import check_same
-from accel_fn.step.step import Step
 from accel_fn.step.transform import Transform, fill, transform
 
 
@@ -38,32 +40,30 @@ def check_replicas(every: int) -> Transform:
 
     >>> import accel_fn as af
     >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))
-    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, after_update=[check_replicas(every=100)])
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, observers=[check_replicas(every=100)])
     """
     check_count("check_replicas", "every", every)
-    return fill(after_update=ReplicaCheck(ReplicaComparison, every=every))
+    return fill(observers=ReplicaCheck(ReplicaComparison, every=every))
 
 
-class ReplicaCheck(Stateful):
+class ReplicaCheck(SlotFunction):
     """`ReplicaComparison` with its settings."""
 
-    traits = frozenset({"needs_equal_replicas", "observes"})
+    traits = frozenset({"needs_equal_replicas"})
 
 
 class ReplicaComparison(Observer):
     """The comparison of the parameters of one step."""
 
-    def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
+    def __init__(self, plan: Plan, strategy: Strategy, state: DistState, *, every: int) -> None:
         self._model, self._every = plan.model, every
+        self._strategy = strategy
 
-    def built(self, step: Step) -> None:
-        """Note the strategy, which names the ranks to compare."""
-        self._strategy = step.strategy
-
-    def __call__(self, state: DistState, report: Report) -> DistState:
-        if state.world_size > 1 and state.step % self._every == 0:
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """Compare the parameters of all ranks, if it is time."""
+        is_updated = report.applied is not None
+        if is_updated and state.world_size > 1 and state.step % self._every == 0:
             tensors = {name: each.detach() for name, each in self._model.named_parameters()}
             rule = f"check_replicas: parameters must be equal on all ranks at step {state.step}"
             words = rule + ", {name} differs on {ranks}; resume from a checkpoint"
             check_same(self._strategy, state, tensors, words)
-        return state

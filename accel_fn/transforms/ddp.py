@@ -19,12 +19,10 @@ from accel_fn.comm import primitives
 from accel_fn.comm.backends import device_backend
 from accel_fn.comm.dtensor import is_sharded, local
 from accel_fn.errors import ArgumentError, PlanError, check_flag, message
-from accel_fn.step.checks.graph import not_reached
-from accel_fn.step.grads import Grads
+from accel_fn.step.loop import Strategy
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
 from accel_fn.step.plan import Plan, SlotFunction, describe
-from accel_fn.step.report import Report
-from accel_fn.step.strategy import Strategy
+from accel_fn.step.reached import not_reached
 from accel_fn.step.synced_batch_norm import SyncedStrategy, check_synced, is_synced
 from accel_fn.step.transform import Transform, fill, transform
 
@@ -152,7 +150,6 @@ def make_ddp(
     state: DistState,
     module: nn.Module,
     plan: Plan,
-    inner: Strategy | None = None,
     *,
     sync_batchnorm: bool = False,
     **options: Any,
@@ -160,20 +157,18 @@ def make_ddp(
     """DDP over the state's group; of a split model, replicas over `dp`; one rank in a world of one."""
     is_split = any(map(is_sharded, plan.model.parameters()))
     if state.world_size == 1 or (is_split and state.data.world_size == 1):
-        return Strategy(state, module, plan, inner)
+        return Strategy(state, module, plan)
     if is_split:
-        return SplitReplicas(state, module, plan, inner)
+        return SplitReplicas(state, module, plan)
     kind = SyncedDDP if sync_batchnorm and is_synced(state, plan) else DDP
-    return kind(state, module, plan, inner, **options)
+    return kind(state, module, plan, **options)
 
 
 class SplitReplicas(Strategy):
     """Replicas of a model that is split over another axis than `dp`: DDP takes no DTensors."""
 
-    def __init__(
-        self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
-    ) -> None:
-        super().__init__(state, module, plan, inner)
+    def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
+        super().__init__(state, module, plan)
         self._replicas = over(state)
         """The ranks that hold the same parts."""
         self.finds_unused = False
@@ -212,7 +207,6 @@ class DDP(Strategy):
         state: DistState,
         module: nn.Module,
         plan: Plan,
-        inner: Strategy | None = None,
         *,
         comm_hook: str | None = None,
         **ddp_options: Any,
@@ -231,13 +225,15 @@ class DDP(Strategy):
         turn = _Turn()
         self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
         self.ddp = self._wrapped(module, **self._options)
-        super().__init__(state, self.ddp, plan, inner)
+        super().__init__(state, self.ddp, plan)
         self.loss_module = module
 
-    def gradients(
-        self, plan: Plan, state: DistState, batch: Any
-    ) -> tuple[DistState, Grads, Report]:
-        """Return the gradients; with retries, DDP's collectives come before the first forward."""
+    @contextmanager
+    def sharing(self, state: DistState) -> Iterator[None]:
+        """A context around a batch; with retries, DDP's collectives come before the first forward."""
+        if not torch.is_grad_enabled():
+            yield
+            return
         for turn in self._turns:
             if turn.last != id(self):
                 # DDP takes parameters that another plan's backward has reached for used in its own.
@@ -255,7 +251,8 @@ class DDP(Strategy):
             with self.no_sync():
                 self.ddp(None)
         try:
-            return super().gradients(plan, state, batch)
+            with super().sharing(state):
+                yield
         except BaseException:
             self._is_unfinished = not self.retries  # their backward is under no_sync
             raise

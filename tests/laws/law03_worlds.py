@@ -15,9 +15,9 @@ from tests.support import strategies as ours
 class AveragedByHand(af.extend.Strategy):
     """A user's strategy: it averages the gradients after the last backward."""
 
-    def __init__(self, state, module, plan, inner=None):
+    def __init__(self, state, module, plan):
         self.finds_unused = False
-        super().__init__(state, module, plan, inner)
+        super().__init__(state, module, plan)
 
     def average(self, state):
         for parameter in self.trainable():

@@ -176,10 +176,10 @@ def test_a_row_that_several_ranks_hold_is_no_batch_to_be_cut(mesh):
         plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
         state, step = af.build(af.wrap_ddp()(plan), state)
         step(state, af.shard_batch(batch, state))
-        return step.checks.comparison.verdict
+        return af.explain(step, state)
 
     text = "could not be compared with those of its parts: no batch has had two samples"
-    assert set(simulate(run, mesh=mesh)) == {text}
+    assert all(text in each for each in simulate(run, mesh=mesh))
 
 
 def test_a_run_is_saved_and_resumed_on_other_meshes(tmp_path):

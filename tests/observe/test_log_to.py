@@ -457,6 +457,6 @@ def test_a_checkpoint_loads_into_a_program_with_another_observer(adds, observer,
 
 def test_it_prints_as_the_call_and_explain_shows_where_it_writes():
     plan = small_plan(af.log_to("runs/a/log.jsonl", print, every=5, prefix="a/"))
-    assert "after_update=[log_to(every=5, prefix='a/')]" in repr(plan)
+    assert "observers=[log_to(every=5, prefix='a/')]" in repr(plan)
     text = af.explain(plan, af.DistState())
     assert "log_to(every=5, prefix='a/'), to runs/a/log.jsonl and print" in text

@@ -243,7 +243,7 @@ def test_a_step_in_two_calls_is_one_step_of_the_profile(tmp_path):
     for number in range(5):
         state, grads, report = step.grads(state, batch(number))
         state, _ = step.update(state, grads, report)
-    of_a_step = ["checks", "forward", "backward", "checks", "update", "update"]
+    of_a_step = ["checks", "forward", "backward", "checks", "update", "update", "checks"]
     assert ranges(tmp_path) == ["data", "step 3", *of_a_step, "data", "step 4", *of_a_step]
 
 
@@ -264,7 +264,7 @@ def test_an_evaluation_between_steps_is_a_part_of_the_data(tmp_path):
 
 def test_it_prints_as_its_call():
     plan = af.profile("runs/a/profile")(ours.plan())
-    assert "after_update=[profile('runs/a/profile')]" in repr(plan)
+    assert "observers=[profile('runs/a/profile')]" in repr(plan)
 
 
 @pytest.mark.parametrize("saved_with", [False, True])

@@ -21,7 +21,7 @@ SIGNATURES = {
     af.Report: "*, loss, weight, samples=0, grad_norm=None, applied=None, metrics=<factory>, "
     "terms=<factory>, counts=<factory>, extras=<factory>",
     af.compose: "*transforms",
-    af.build: "plan, state, *, check_loss=True, after=None",
+    af.build: "plan, state, *, check_loss=True, checks=None, after=None",
     af.Step.__call__: "self, state, batch, *, advance=True",
     af.Step.forward: "self, state, batch",
     af.Step.grads: "self, state, batch",

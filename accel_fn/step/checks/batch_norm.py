@@ -11,9 +11,9 @@ from accel_fn.base.state import DistState
 from accel_fn.base.warn import warn_user
 from accel_fn.comm.batch_norm import batch_norms
 from accel_fn.errors import BatchError
-from accel_fn.step.microbatches import Parts, splits_of
+from accel_fn.step.loop import Strategy
+from accel_fn.step.microbatches import cut, splits_of
 from accel_fn.step.plan import Plan
-from accel_fn.step.strategy import Strategy
 from accel_fn.step.synced_batch_norm import SyncedStrategy
 
 
@@ -72,6 +72,7 @@ class OneRowCheck:
     """
 
     def __init__(self, state: DistState, plan: Plan) -> None:
+        self._plan = plan
         is_over_ranks = state.data.world_size > 1
         # Torch's own SyncBatchNorm joins the ranks of accelerators.
         synced = nn.SyncBatchNorm if is_over_ranks and state.device.type != "cpu" else ()
@@ -82,15 +83,16 @@ class OneRowCheck:
         self._repair = f"{', '.join(repairs)}, or drop_last=True in the DataLoader"
         self._rank = state.rank
 
-    def __call__(self, parts: Parts) -> Exception | None:
-        """Return the error of these micro-batches of a rank."""
+    def check(self, batch: Any) -> None:
+        """Refuse the batch of this rank if it has such a micro-batch."""
+        parts, _ = cut(self._plan, batch)
         if all({shape[0] for shape in shapes_of(part)} != {1} for part in parts):
-            return None
+            return
         names = [name for name, each in self._layers.items() if _trains(each)]
         if not names:
-            return None
+            return
         more = ", ..." if len(names) > 3 else ""
-        return BatchError(
+        raise BatchError(
             "step: batch must have two rows or more in each micro-batch, of which BatchNorm in training mode "
             f"({', '.join(names[:3])}{more}) computes the variance, got 1 on rank {self._rank}; use "
             f"{self._repair}"

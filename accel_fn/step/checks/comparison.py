@@ -30,10 +30,10 @@ from accel_fn.step.checks.parts import (
 )
 from accel_fn.step.checks.trial import couples
 from accel_fn.step.checks.verdicts import Verdicts
+from accel_fn.step.loop import Strategy
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
 from accel_fn.step.same_on_all_ranks import fingerprints
-from accel_fn.step.strategy import Strategy
 
 _MOST_FAILURES = 10
 _TOO_FEW = "no batch has had two samples"

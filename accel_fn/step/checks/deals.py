@@ -27,9 +27,9 @@ from accel_fn.step.checks.parts import (
     joined,
 )
 from accel_fn.step.checks.trial import Trial
+from accel_fn.step.loop import Strategy
 from accel_fn.step.microbatches import in_microbatches
 from accel_fn.step.plan import Plan
-from accel_fn.step.strategy import Strategy
 
 
 class Deals:

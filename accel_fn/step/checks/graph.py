@@ -1,8 +1,8 @@
-"""Checks of the graph of a loss: what its backward would miss without an error."""
+"""A check of the graph of a loss: what its backward would miss without an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -10,64 +10,45 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from accel_fn.base.batch import tensors_of
+from accel_fn.base.state import DistState
 from accel_fn.base.warn import warn_user
-from accel_fn.base.weights import Weight
 from accel_fn.comm.dtensor import is_sharded
-from accel_fn.errors import LossError, PlanError
-from accel_fn.step.checks.parameters import mixed, no_graph, replaced
-from accel_fn.step.loss_module import Outcome
+from accel_fn.errors import LossError
+from accel_fn.step.loop import Strategy
 from accel_fn.step.plan import Plan
+from accel_fn.step.trained_parameters import mixed, no_graph, replaced
 
-Forward = Callable[[Any, Weight], Outcome]
-"""The forward of a micro-batch of this weight."""
-_BUILT: WeakSet[GraphChecks] = WeakSet()
+_BUILT: WeakSet[GraphCheck] = WeakSet()
 """The checks of every step in this process: the loss of one half of a GAN reaches the other half."""
 
 
-class GraphChecks:
-    """Looks at the graphs of a few steps. Every other step looks only at which gradients are missing."""
+class GraphCheck:
+    """Looks at the graphs of the losses of a step."""
 
-    def __init__(
-        self, plan: Plan, reachable: Sequence[nn.Parameter], *, finds_unused: bool, is_main: bool
-    ) -> None:
-        self.is_due = True
-        """Does the next step look at the graphs of its losses?"""
-        self._is_first = True
-        """Has no micro-batch of that step had its backward yet?"""
+    def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
         self._plan = plan
-        self._reachable = reachable
-        self._trained = plan.trained()
-        self._known = {*map(id, reachable), *map(id, plan.model.parameters())}
-        self._finds_unused = finds_unused
-        """May a loss miss parameters?"""
-        self._is_main = is_main
-        self.unused: list[str] = []
-        """Parameters that a loss on one process has missed, and that several ranks would wait for."""
-        self._looks_for_unused = finds_unused and bool(plan.having("needs_every_parameter"))
+        self._reachable = strategy.reachable
+        self._known = {*map(id, self._reachable), *map(id, plan.model.parameters())}
+        self._is_main = state.is_main
+        self._is_first = True
+        """Has no micro-batch of this step had its backward yet?"""
         self._outside: list[ref[Tensor]] = []
         """Leaves of the graphs so far that were in no model of a plan, and in no batch."""
         self._warned: list[ref[Tensor]] = []
-        self._seen: set[tuple[bool, ...]] = set()
-        """Which gradients were missing in steps that were right."""
         _BUILT.add(self)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [*self._reachable, *self._plan.model.parameters()]
 
-    def watched(self, outputs: Forward) -> Forward:
-        """Return the forward of a micro-batch; if a look is due, with a look at the graph of its loss."""
-        if not self.is_due:
-            return outputs
-        self.is_due, self._is_first = False, True
+    def begin(self) -> None:
+        """Begin a step."""
+        self._is_first = True
 
-        def looked(part: Any, weight: Weight) -> Outcome:
-            loss, metrics = outputs(part, weight)
-            if part is not None:
-                self._check_graph(loss, part)
-                self._is_first = False
-            return loss, metrics
-
-        return looked
+    def look(self, loss: Tensor, part: Any) -> None:
+        """Look at the graph of the loss of a micro-batch; None stands for one without items."""
+        if part is not None:
+            self._check_graph(loss, part)
+            self._is_first = False
 
     def _check_graph(self, loss: Tensor, part: Any) -> None:
         if not loss.requires_grad:
@@ -117,59 +98,6 @@ class GraphChecks:
                 "join the modules in one nn.ModuleDict, or call requires_grad_(False) on what is not "
                 "trained, such as a teacher"
             )
-
-    def check_gradients(self, grads: Sequence[Tensor | None], weighs: bool) -> None:
-        """Check the gradients of a step: the loss may miss some parameters, not all."""
-        if not weighs:
-            return
-        missing = tuple([grad is None for grad in grads])
-        if True in missing and missing not in self._seen:
-            self.check_reached()
-            self._seen.add(missing)
-            if self._looks_for_unused and not self.unused:
-                self._note_unused()
-
-    def _note_unused(self) -> None:
-        """Warn once of what one process trains and several ranks refuse."""
-        named = self._plan.model.named_parameters()
-        self.unused = [n for n, p in named if p.requires_grad and p.grad is None]
-        if self._is_main:
-            warn_user(
-                "step: loss_fn should reach all parameters that require a gradient, got none for "
-                f"{_some(self.unused)}, which wrap_ddp refuses on several ranks; freeze what is not used, or "
-                "wrap_ddp(find_unused_parameters=True)"
-            )
-
-    def check_reached(self) -> None:
-        """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
-        named = self._plan.model.named_parameters()
-        missed = {n: p for n, p in named if p.requires_grad and p.grad is None}
-        for name, parameter in missed.items():
-            if id(parameter) not in self._known:
-                raise replaced(name)
-        nothing = all(parameter.grad is None for parameter in self._trained)
-        if nothing or (missed and not self._finds_unused):
-            for name, parameter in missed.items():
-                if parameter._post_accumulate_grad_hooks:
-                    raise PlanError(
-                        "step: model must have no post-accumulate-grad hooks that clear all gradients, "
-                        f"got one on {name}; let the optimizer step after the backward"
-                    )
-            raise not_reached([*missed])
-
-
-def not_reached(names: Sequence[str]) -> LossError:
-    """The error for a loss whose backward leaves these parameters out."""
-    some = _some(names)
-    return LossError(
-        f"step: loss_fn must reach the model's parameters by the model given to it, got no gradient "
-        f"for {some or 'some in the last micro-batch'}; no functional_call on copies, freeze what is not "
-        "used, or wrap_ddp(find_unused_parameters=True)"
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def nodes_of(loss: Tensor) -> list[Node]:

@@ -34,9 +34,9 @@ from accel_fn.step.checks.parts import (
 )
 from accel_fn.step.checks.trial import Ran, Trial, couples
 from accel_fn.step.checks.writes import Written, are_close
+from accel_fn.step.loop import Strategy
 from accel_fn.step.plan import Plan
 from accel_fn.step.same_on_all_ranks import fingerprints
-from accel_fn.step.strategy import Strategy
 
 
 def compare(

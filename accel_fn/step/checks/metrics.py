@@ -12,8 +12,8 @@ from accel_fn.step.checks.look import metrics_of
 from accel_fn.step.checks.parts import halves_of
 from accel_fn.step.checks.trial import Outputs, Trial, couples
 from accel_fn.step.checks.verdicts import wrong_metrics
+from accel_fn.step.loop import Strategy
 from accel_fn.step.plan import Plan
-from accel_fn.step.strategy import Strategy
 
 
 class MetricsLook:

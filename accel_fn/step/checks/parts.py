@@ -19,8 +19,8 @@ from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.gather import gather
 from accel_fn.step.checks.collated import Recollated
+from accel_fn.step.loop import Strategy
 from accel_fn.step.plan import Plan
-from accel_fn.step.strategy import Strategy
 
 _NUM_SAMPLES = 8
 

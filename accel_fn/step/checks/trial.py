@@ -30,13 +30,13 @@ from accel_fn.step.checks.draws import (
     without_dropout,
 )
 from accel_fn.step.checks.graph import hides_parameters
-from accel_fn.step.checks.parameters import no_graph
 from accel_fn.step.checks.writes import Snapshot, Written, tensors_written
 from accel_fn.step.global_mean import seed_of
+from accel_fn.step.loop import Strategy
 from accel_fn.step.loss_module import Outcome, loss_module_of
 from accel_fn.step.loss_terms import counted_in
 from accel_fn.step.plan import Plan
-from accel_fn.step.strategy import Strategy
+from accel_fn.step.trained_parameters import no_graph
 
 Outputs = Callable[[Any, Weight], Outcome]
 """Loss and metrics of rows of this weight."""

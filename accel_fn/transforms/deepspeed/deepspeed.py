@@ -15,9 +15,9 @@ from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
 from accel_fn.base.state import DistState
 from accel_fn.errors import ExtraError, PlanError, message
+from accel_fn.step.loop import Strategy
 from accel_fn.step.loss_module import sparse_tables
 from accel_fn.step.plan import Plan, SlotFunction, describe
-from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.transforms.deepspeed.engine import OneRank, ZeRO
 from accel_fn.transforms.deepspeed.settings import (
@@ -293,7 +293,6 @@ def make_zero(
     state: DistState,
     module: nn.Module,
     plan: Plan,
-    inner: Strategy | None = None,
     *,
     settings: Mapping[str, Any],
     clips: tuple[Any, ...],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,15 @@ from accel_fn.comm import primitives
 from accel_fn.comm.collectives import broadcast
 from accel_fn.comm.zero import gathered, is_held
 from accel_fn.errors import BatchError, LossError, PlanError, StateError, check_equal
-from accel_fn.step.checks.graph import leaves_of, not_reached
+from accel_fn.step.checks.graph import leaves_of
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads, global_norm
+from accel_fn.step.loop import Strategy
 from accel_fn.step.loss_module import Outcome
 from accel_fn.step.microbatches import Parts, Weights
 from accel_fn.step.plan import Plan
+from accel_fn.step.reached import not_reached
 from accel_fn.step.report import Report
-from accel_fn.step.strategy import Strategy
 from accel_fn.step.update import Prepared
 from accel_fn.transforms.deepspeed.guards import (
     is_overwritten,
@@ -166,16 +167,14 @@ class ZeRO(Strategy):
             self._flat = [group["params"] for group in self._optimizer.param_groups]
             self._put(self._own)
 
-    def gradients(
-        self, plan: Plan, state: DistState, batch: Any
-    ) -> tuple[DistState, Grads, Report]:
+    def sharing(self, state: DistState) -> AbstractContextManager[Any]:
         """Refuse to go on after a failure: the engine cannot forget the gradients of a part of a batch."""
-        if self._is_open:
+        if self._is_open and torch.is_grad_enabled():
             raise StateError(
                 "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine "
                 "keeps, got another step; make the model again, build, and load a checkpoint"
             )
-        return super().gradients(plan, state, batch)
+        return super().sharing(state)
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
@@ -210,7 +209,7 @@ class ZeRO(Strategy):
         self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
     ) -> None:
         """Run the micro-batches; in batches 1, 2, 10 and 100, look at what the first of them reaches."""
-        self._is_due, self._is_open = self.checks.is_due, True
+        self._is_due, self._is_open = bool(self.observers.due), True
         super().run(plan, state, mean, parts, weights)
 
     @contextmanager
@@ -273,10 +272,6 @@ class ZeRO(Strategy):
 
     def zero_gradients(self) -> None:
         """Do nothing: what weighs nothing is not run, and what stands for it is finite."""
-
-    def take(self, state: DistState, weight: Weight) -> Grads:
-        """Return no tensors: the engine has the gradients, and clips them."""
-        return Grads((None,) * len(self.trained))
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Let the engine reduce what is left, clip and update: this stage has collectives."""

@@ -26,11 +26,10 @@ from accel_fn.comm.shard_errors import WholeNumbers
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, check_flag, message
 from accel_fn.step.checks.sharded_optimizers import check_updates_shards
 from accel_fn.step.grads import Grads
+from accel_fn.step.loop import PaddingStrategy, Strategy
 from accel_fn.step.loss_module import loss_module_of, sparse_tables
-from accel_fn.step.padding import PaddingStrategy
 from accel_fn.step.plan import Plan, SlotFunction, describe
 from accel_fn.step.report import Report
-from accel_fn.step.strategy import Strategy
 from accel_fn.step.synced_batch_norm import SyncedStrategy, check_synced, is_synced
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import Prepared, follow_shards
@@ -204,7 +203,6 @@ def make_fsdp(
     state: DistState,
     module: nn.Module,
     plan: Plan,
-    inner: Strategy | None = None,
     *,
     replicate: int,
     sync_batchnorm: bool,
@@ -214,12 +212,12 @@ def make_fsdp(
     is_split = any(map(is_sharded, plan.model.parameters()))
     ranks = over(state) if is_split else state
     if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
-        return Strategy(state, module, plan, inner)
+        return Strategy(state, module, plan)
     mesh = device_mesh(state)["dp"] if is_split else make_mesh(state, replicate)
     for optimizer in plan.optimizers.values() if ranks.world_size > 1 else ():
         try_optimizer(optimizer, state, ranks, mesh)
     kind = SyncedFSDP if sync_batchnorm and is_synced(state, plan) else FSDP
-    return kind(state, module, plan, inner, ranks=ranks, mesh=mesh, **settings)
+    return kind(state, module, plan, ranks=ranks, mesh=mesh, **settings)
 
 
 class FSDP(PaddingStrategy):
@@ -235,7 +233,6 @@ class FSDP(PaddingStrategy):
         state: DistState,
         module: nn.Module,
         plan: Plan,
-        inner: Strategy | None = None,
         *,
         ranks: DistState,
         mesh: DeviceMesh,
@@ -250,7 +247,7 @@ class FSDP(PaddingStrategy):
         for optimizer in plan.optimizers.values():
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
-        super().__init__(state, sharded, plan, inner)
+        super().__init__(state, sharded, plan)
         self.ranks = ranks  # those that share each parameter
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])

@@ -15,12 +15,12 @@ from accel_fn.comm import primitives
 from accel_fn.errors import PlanError, StateError, check_count, message
 from accel_fn.step.global_mean import GlobalMean
 from accel_fn.step.grads import Grads
+from accel_fn.step.loop import Strategy
 from accel_fn.step.loss_module import Metrics, sparse_tables
 from accel_fn.step.microbatches import Parts, Weights
 from accel_fn.step.plan import Plan, SlotFunction, Stateful, describe
 from accel_fn.step.plan_checks import leave_out_one
 from accel_fn.step.report import Report
-from accel_fn.step.strategy import Strategy
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.step.update import Prepared
 from accel_fn.transforms.local_sgd.average_ranks import average, buckets, flat, plain, write
@@ -126,13 +126,11 @@ def _check_scale(state: DistState) -> None:
         )
 
 
-def make_local(
-    state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
-) -> Strategy:
+def make_local(state: DistState, module: nn.Module, plan: Plan) -> Strategy:
     """Make ranks that keep their gradients, or one rank in a world of one."""
     _check_scale(state)
     kind = Strategy if state.world_size == 1 else LocalGradients
-    return kind(state, module, plan, inner)
+    return kind(state, module, plan)
 
 
 class OwnMean(GlobalMean):
@@ -168,15 +166,13 @@ class LocalGradients(Strategy):
 
     mean_type = OwnMean
 
-    def __init__(
-        self, state: DistState, module: nn.Module, plan: Plan, inner: Strategy | None = None
-    ) -> None:
+    def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
         tensors = [plain(each) for each in [*module.parameters(), *module.buffers()]]
         for bucket in buckets(tensors):
             first = flat(bucket)
             primitives.broadcast(first, state, 0, "build")
             write(first, bucket)
-        super().__init__(state, module, plan, inner)
+        super().__init__(state, module, plan)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
         """Run stage one; record which parameters have a gradient, which the average compares."""

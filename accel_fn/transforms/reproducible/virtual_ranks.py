@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from os import sep
 from pathlib import Path
 from traceback import extract_tb
@@ -25,14 +24,14 @@ from accel_fn.comm.differentiable import loss_of
 from accel_fn.errors import BatchError, LossError, PeerError, PlanError, WorldError, message
 from accel_fn.step.global_mean import checked_total, seed_of, weighed
 from accel_fn.step.grads import Grads
-from accel_fn.step.loop import take_gradients
+from accel_fn.step.loop import Strategy, take_gradients
 from accel_fn.step.loss_module import loss_module_of
 from accel_fn.step.loss_terms import by_count, counted_in
 from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
 from accel_fn.step.microbatches import Parts, Weights, microbatches
+from accel_fn.step.observers import refuse_failed
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
-from accel_fn.step.strategy import Strategy
 from accel_fn.step.wide_sums import wide_backward
 from accel_fn.transforms.reproducible.tree_sum import Tensors, Tree, sum_over_ranks
 
@@ -62,7 +61,6 @@ class VirtualRanks(Strategy):
         state: DistState,
         module: nn.Module,
         plan: Plan,
-        inner: Strategy | None = None,
         *,
         num_virtual_ranks: int,
     ) -> None:
@@ -73,7 +71,7 @@ class VirtualRanks(Strategy):
         self._tracking = tracking_modules(loss_module_of(module).model)
         self._differing: LossError | None = None
         """Error in the metrics that this rank has found in this step."""
-        super().__init__(state, module, plan, inner)
+        super().__init__(state, module, plan)
 
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
@@ -172,10 +170,12 @@ class VirtualRanks(Strategy):
     ) -> Tensors:
         """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
         mean: Tensor | None = None
-        outputs = self.checks.watched(partial(self.outputs, plan, state))
         backward = wide_backward(self.backward, self.halves, len(parts))
         for part, weight in zip(parts, weights, strict=True):
-            loss, found = outputs(_in_own_memory(state, part), weight)
+            part = _in_own_memory(state, part)
+            loss, found = outcome = self.outputs(plan, state, part, weight)
+            if self.observers.due:
+                self.observers.on_outcome(part, outcome)
             part_of_all = shares(weight, total)
             counted = counted_in(found)
             if len(counted) > 1:
@@ -224,6 +224,7 @@ class VirtualRanks(Strategy):
         """Return the number of samples of this rank, and its slices: none if the number does not divide."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
+        refuse_failed(batch)
         rows, num_own = count_samples(batch), self.num_virtual_ranks // state.world_size
         if rows % num_own:
             return rows, []

@@ -22,7 +22,7 @@ class Mutant:
     """The kind of program that people write, in the fuzzer's words, whose results it makes wrong."""
 
 
-STRATEGY, LOOP, MEAN = "step/strategy.py", "step/loop.py", "step/global_mean.py"
+LOOP, MEAN = "step/loop.py", "step/global_mean.py"
 UPDATE = "step/update.py"
 GRADS, STATE = "step/grads.py", "base/state.py"
 LOOK, PARTS, VERDICTS, TRIAL = (
@@ -48,21 +48,21 @@ MUTANTS = [
     Mutant(
         "gradients are never averaged over the ranks",
         DDP,
-        "    return kind(state, module, plan, inner, **options)",
-        "    return Strategy(state, module, plan, inner)",
+        "    return kind(state, module, plan, **options)",
+        "    return Strategy(state, module, plan)",
         WORLDS,
     ),
     Mutant(
         "the last micro-batch is accumulated without averaging",
         LOOP,
-        "len(every) if strategy.retries else len(every) - 1",
+        "len(every) if self.retries else len(every) - 1",
         "len(every)",
         WORLDS,
     ),
     Mutant(
         "every micro-batch is averaged, and the sum again",
         LOOP,
-        "with strategy.no_sync():",
+        "with self.no_sync():",
         "if True:",
         f"{LAWS}03_fsdp.py {WORLDS}",
     ),
@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         "what .grad held before counts",
         LOOP,
-        "    for parameter in strategy.reachable:\n        parameter.grad = None\n    stop",
-        "    stop",
+        "        for parameter in self.reachable:\n            parameter.grad = None\n        stop",
+        "        stop",
         "tests/step/test_step.py",
     ),
     Mutant(
@@ -488,14 +488,14 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches that only keep shards together count",
-        "step/padding.py",
+        "step/loop.py",
         "[*weights, *[0] * lacking]",
         "[*weights, *[1] * lacking]",
         f"{LAWS}03_fsdp.py",
     ),
     Mutant(
         "each rank evaluates with buffers of its own",
-        STRATEGY,
+        LOOP,
         "return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)",
         "return _NOTHING",
         "tests/observe/test_running_statistics.py",
@@ -549,9 +549,9 @@ MUTANTS = [
     ),
     Mutant(
         "one row of a rank under BatchNorm raises on this rank alone",
-        LOOP,
-        "    if strategy.check_parts is not None and failure is None:\n",
-        "    if False:\n",
+        "step/checks/first_batches.py",
+        "if self._one_row is not None:",
+        "if False:",
         "tests/step/test_batch_norm_check.py",
         kind="models.one_row_of_batch_norm",
     ),
@@ -573,9 +573,9 @@ MUTANTS = [
     ),
     Mutant(
         "a state that is used again and again is not warned of",
-        "step/step.py",
-        "if state is self.checks.newest:",
-        "if False:",
+        "step/checks/first_batches.py",
+        "state is self._newest and not",
+        "False and not",
         "tests/step/test_habits.py",
         kind="loops.state_that_stays",
     ),
@@ -857,7 +857,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients have the names of other parameters",
-        STRATEGY,
+        LOOP,
         'names.get(id(each), "")',
         'next(reversed(names.values()), "")',
         "tests/step/test_grads.py",
@@ -865,7 +865,7 @@ MUTANTS = [
     ),
     Mutant(
         "unused parameters on one process are passed over",
-        "step/checks/graph.py",
+        "step/reached.py",
         "if self._looks_for_unused and not self.unused:",
         "if False:",
         "tests/step/test_habits.py",
@@ -1067,7 +1067,7 @@ MUTANTS = [
     ),
     Mutant(
         "under wrap_tp, gradients that are still to be summed are updates",
-        STRATEGY,
+        LOOP,
         "            place_gradients(self.reachable)",
         "            pass",
         SPLIT,
@@ -1081,7 +1081,7 @@ MUTANTS = [
     ),
     Mutant(
         "under wrap_tp, FSDP looks for the fullest rank among those of all axes",
-        "step/padding.py",
+        "step/loop.py",
         "found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks",
         "found = mean.of_ranks",
         SPLIT,
