@@ -167,7 +167,7 @@ class Strategy:
 
         def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
             outcome = self.outputs(plan, state, part, weight)
-            if self.observers.due:
+            if self.observers.of_outcomes:
                 self.observers.on_outcome(part, outcome)
             loss, metrics, seed = (*outcome, None) if counts is None else counts(outcome, weight)
             mean.add(loss.detach(), metrics, weight)

@@ -11,7 +11,7 @@ from accel_fn.base.batch import rows_of, tensors_of
 from accel_fn.base.out_of_memory import is_memory
 from accel_fn.base.weights import Weight, weigh
 from accel_fn.errors import BatchError, OutOfMemoryError, message
-from accel_fn.step.observers import refuse_failed
+from accel_fn.step.observers import FailedBatch
 from accel_fn.step.plan import Plan
 
 Parts = Sequence[Any]
@@ -46,7 +46,8 @@ def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
     """
     if batch is None:
         return (), 0
-    refuse_failed(batch)
+    if type(batch) is FailedBatch:
+        raise batch.error
     split = plan.split[0](batch) if plan.split else (batch,)
     if not isinstance(split, list | tuple):
         _check_split(split)

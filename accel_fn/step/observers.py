@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -85,24 +86,31 @@ class FailedBatch:
         self.error = error
 
 
-def refuse_failed(batch: Any) -> None:
-    """Raise the error of a batch that an observer has refused."""
-    if type(batch) is FailedBatch:
-        raise batch.error
-
-
 class Observers:
     """The observers of a step, and those among them that watch the current one."""
 
     def __init__(self, every: Sequence[Observer]) -> None:
         self.every = tuple(every)
         self.due: list[Observer] = []
+        self.of_outcomes: list[Observer] = []
+        """Those of `due` that look at outcomes."""
+        self.of_updates: list[Observer] = []
+        """Those of `due` that look at updates."""
+        self._look_at_outcomes = [
+            each for each in every if type(each).on_outcome is not Observer.on_outcome
+        ]
+        self._look_at_updates = [
+            each for each in every if type(each).on_update is not Observer.on_update
+        ]
 
     def before(self, state: DistState, batch: Any) -> Any:
         """Begin a step: return its batch, or what stands for it if an observer has refused it."""
-        self.due = [each for each in self.every if each.wants(state)]
+        # By functions of C: in most steps, `wants` of each observer is all that runs.
+        self.due = due = [*filter(methodcaller("wants", state), self.every)]
+        self.of_outcomes = [*filter(self._look_at_outcomes.__contains__, due)]
+        self.of_updates = [*filter(self._look_at_updates.__contains__, due)]
         failure: Exception | None = None
-        for each in self.due:
+        for each in due:
             try:
                 each.before(state, batch)
             except Exception as error:
@@ -112,12 +120,12 @@ class Observers:
 
     def on_outcome(self, rows: Any, outcome: Any) -> None:
         """Show a micro-batch and what the loss has returned."""
-        for each in self.due:
+        for each in self.of_outcomes:
             each.on_outcome(rows, outcome)
 
     def on_update(self, state: DistState, grads: Any, report: Report) -> None:
         """Show the gradients of the update."""
-        for each in self.due:
+        for each in self.of_updates:
             each.on_update(state, grads, report)
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:

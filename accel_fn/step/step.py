@@ -32,14 +32,10 @@ class Stages:
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Run all of a step but `after_update`."""
-        state, grads, report = self.grad_fn(state, batch)
-        return self.update(state, grads, report)
-
-    def update(self, state: DistState, grads: Grads, report: Report) -> tuple[DistState, Report]:
-        """Decide about the update and transform the gradients, which may raise; then write."""
         plan, strategy = self.plan, self.strategy
+        state, grads, report = self.grad_fn(state, batch)
         prepared = strategy.prepare(plan, state, grads, report)
-        if strategy.observers.due:
+        if strategy.observers.of_updates:
             strategy.observers.on_update(state, prepared.grads, report)
         return strategy.apply(plan, state, prepared)
 
@@ -219,7 +215,9 @@ class Step(Generic[Batch]):
             before_step(state, None)
         self.strategy.reset()
         try:
-            state, report = self.stages.update(state, grads, report)
+            prepared = self.strategy.prepare(self.plan, state, grads, report)
+            self.observers.on_update(state, prepared.grads, report)
+            state, report = self.strategy.apply(self.plan, state, prepared)
             if not advance:
                 state = _still(before, state)
             for after_update in self.plan.after_update:

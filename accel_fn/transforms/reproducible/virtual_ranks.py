@@ -29,7 +29,7 @@ from accel_fn.step.loss_module import loss_module_of
 from accel_fn.step.loss_terms import by_count, counted_in
 from accel_fn.step.metric_sums import MetricSums, differing_elsewhere
 from accel_fn.step.microbatches import Parts, Weights, microbatches
-from accel_fn.step.observers import refuse_failed
+from accel_fn.step.observers import FailedBatch
 from accel_fn.step.plan import Plan
 from accel_fn.step.report import Report
 from accel_fn.step.wide_sums import wide_backward
@@ -174,7 +174,7 @@ class VirtualRanks(Strategy):
         for part, weight in zip(parts, weights, strict=True):
             part = _in_own_memory(state, part)
             loss, found = outcome = self.outputs(plan, state, part, weight)
-            if self.observers.due:
+            if self.observers.of_outcomes:
                 self.observers.on_outcome(part, outcome)
             part_of_all = shares(weight, total)
             counted = counted_in(found)
@@ -224,7 +224,8 @@ class VirtualRanks(Strategy):
         """Return the number of samples of this rank, and its slices: none if the number does not divide."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
-        refuse_failed(batch)
+        if type(batch) is FailedBatch:
+            raise batch.error
         rows, num_own = count_samples(batch), self.num_virtual_ranks // state.world_size
         if rows % num_own:
             return rows, []
