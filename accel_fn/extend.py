@@ -16,11 +16,10 @@ __getattr__, __dir__, __all__ = lazy_names(
             "LossScale",
             "check_state",
         ),
-        "base.weights": ("Weight",),
         "checkpoint.compare": ("unlike",),
         "checkpoint.format.plain_data": ("from_plain",),
         "checkpoint.run_state": ("load_optimizer",),
-        "checkpoint.weights.save_load_model": ("matching_set",),
+        "checkpoint.weights.save_load_model": ("check_weights",),
         "comm.collectives": ("all_or_none",),
         "comm.dtensor": (
             "is_sharded",
@@ -35,11 +34,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "log_lines",
         ),
         "step.global_mean": ("GlobalMean",),
-        "step.loss_module": ("Outcome",),
-        "step.microbatches": (
-            "Parts",
-            "Weights",
-        ),
         "step.plan": (
             "GradFn",
             "SlotFunction",

@@ -5,11 +5,10 @@ from accel_fn.base.launch_options import parse_mesh as parse_mesh
 from accel_fn.base.mesh_axes import mesh_shape as mesh_shape
 from accel_fn.base.state import LossScale as LossScale
 from accel_fn.base.state import check_state as check_state
-from accel_fn.base.weights import Weight as Weight
 from accel_fn.checkpoint.compare import unlike as unlike
 from accel_fn.checkpoint.format.plain_data import from_plain as from_plain
 from accel_fn.checkpoint.run_state import load_optimizer as load_optimizer
-from accel_fn.checkpoint.weights.save_load_model import matching_set as matching_set
+from accel_fn.checkpoint.weights.save_load_model import check_weights as check_weights
 from accel_fn.comm.collectives import all_or_none as all_or_none
 from accel_fn.comm.dtensor import is_sharded as is_sharded
 from accel_fn.comm.dtensor import shard_like as shard_like
@@ -18,9 +17,6 @@ from accel_fn.comm.primitives import exchange_number as exchange_number
 from accel_fn.observe.log_lines import log_events as log_events
 from accel_fn.observe.log_lines import log_lines as log_lines
 from accel_fn.step.global_mean import GlobalMean as GlobalMean
-from accel_fn.step.loss_module import Outcome as Outcome
-from accel_fn.step.microbatches import Parts as Parts
-from accel_fn.step.microbatches import Weights as Weights
 from accel_fn.step.plan import GradFn as GradFn
 from accel_fn.step.plan import SlotFunction as SlotFunction
 from accel_fn.step.plan import Stateful as Stateful

@@ -36,11 +36,11 @@ from accel_fn.extend import (
     LossScale,
     all_or_none,
     check_state,
+    check_weights,
     exchange,
     from_plain,
     is_sharded,
     load_optimizer,
-    matching_set,
     shard_like,
     unlike,
 )
@@ -340,8 +340,7 @@ def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack)
             undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
         with _expecting(saved.path, "schedulers' state_dict"):
             scheduler.load_state_dict(saved.schedulers[number])
-    with matching_set(step.plan.model, saved.path):
-        pass
+    check_weights(step.plan.model, saved.path)
 
 
 def _shard(value: Any, parameter: Tensor) -> Any:

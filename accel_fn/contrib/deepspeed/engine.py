@@ -29,15 +29,14 @@ from accel_fn.contrib.deepspeed.whole_state import gather_state, write_state
 from accel_fn.errors import BatchError, LossError, PlanError, StateError, check_equal
 from accel_fn.extend import (
     GlobalMean,
-    Outcome,
-    Parts,
     Prepared,
     Strategy,
-    Weight,
-    Weights,
     exchange,
     exchange_number,
 )
+
+_Weight = float | tuple[float, ...]
+_Outcome = tuple[Tensor, Any]
 
 _RULE = "step: wrap_deepspeed must have a loss_fn that reaches the same parameters on every rank"
 _REPAIR = "call each part of the model on every rank, with no rows where it has nothing to do, or use stage=0"
@@ -144,7 +143,7 @@ class ZeRO(Strategy):
         finally:
             del os.environ["LOCAL_RANK"]
 
-    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: _Weight = 1) -> _Outcome:
         """Loss and metrics of one micro-batch."""
         with self._local_rank():
             try:
@@ -180,8 +179,12 @@ class ZeRO(Strategy):
         return super().gradients(plan, state, batch)
 
     def pad(
-        self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
-    ) -> tuple[Parts, Weights]:
+        self,
+        state: DistState,
+        mean: GlobalMean | None,
+        parts: Sequence[Any],
+        weights: Sequence[_Weight],
+    ) -> tuple[Sequence[Any], Sequence[_Weight]]:
         """Run what weighs something; from stage 1 on, as many micro-batches on every rank.
 
         Ranks reduce gradients in the order in which a backward gives them: from stage 2 on in every backward,
@@ -209,7 +212,12 @@ class ZeRO(Strategy):
         return [part for part, _ in counted], [weight for _, weight in counted]
 
     def run(
-        self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
+        self,
+        plan: Plan,
+        state: DistState,
+        mean: GlobalMean,
+        parts: Sequence[Any],
+        weights: Sequence[_Weight],
     ) -> None:
         """Run the micro-batches; in batches 1, 2, 10 and 100, look at what the first of them reaches."""
         self._is_due, self._is_open = self.checks.is_due, True
@@ -283,7 +291,7 @@ class ZeRO(Strategy):
     def zero_gradients(self) -> None:
         """Do nothing: what weighs nothing is not run, and what stands for it is finite."""
 
-    def take(self, state: DistState, weight: Weight) -> Grads:
+    def take(self, state: DistState, weight: _Weight) -> Grads:
         """Return no tensors: the engine has the gradients, and clips them."""
         return Grads((None,) * len(self.trained))
 
@@ -393,7 +401,7 @@ class _UnderAutocast(nn.Module):
         self.module = module
         self._device, self._dtype = state.device.type, dtype
 
-    def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
+    def forward(self, batch: Any, left_out: Sequence[str] = ()) -> _Outcome:
         with torch.autocast(self._device, self._dtype):
-            outcome: Outcome = self.module(batch, left_out)
+            outcome: _Outcome = self.module(batch, left_out)
             return outcome

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__all__ = ["MemoryEstimate", "estimate_memory", "estimates"]
+__all__ = ["MemoryEstimate", "estimate_memory"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,3 +1,2 @@
 from accel_fn.contrib.estimate.memory import MemoryEstimate as MemoryEstimate
 from accel_fn.contrib.estimate.memory import estimate_memory as estimate_memory
-from accel_fn.contrib.estimate.memory import estimates as estimates
