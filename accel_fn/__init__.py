@@ -51,6 +51,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "distributed",
             "init",
         ),
+        "contrib.deepspeed.wrap_deepspeed": ("wrap_deepspeed",),
         "data.draw": ("draw",),
         "data.group_batches": ("group_batches",),
         "data.loader": (
@@ -95,7 +96,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "transforms.compile.compiled": ("compiled",),
         "transforms.ddp": ("wrap_ddp",),
-        "transforms.deepspeed.deepspeed": ("wrap_deepspeed",),
         "transforms.freeze": ("freeze",),
         "transforms.fsdp.fsdp": ("wrap_fsdp",),
         "transforms.local_sgd.local_sgd": ("local_sgd",),

@@ -34,6 +34,7 @@ from accel_fn.comm.reduce import reduce_min as reduce_min
 from accel_fn.comm.reduce import reduce_sum as reduce_sum
 from accel_fn.comm.world import distributed as distributed
 from accel_fn.comm.world import init as init
+from accel_fn.contrib.deepspeed.wrap_deepspeed import wrap_deepspeed as wrap_deepspeed
 from accel_fn.data.draw import draw as draw
 from accel_fn.data.group_batches import group_batches as group_batches
 from accel_fn.data.loader import Epoch as Epoch
@@ -70,7 +71,6 @@ from accel_fn.transforms.clip import clip as clip
 from accel_fn.transforms.clip import clip_value as clip_value
 from accel_fn.transforms.compile.compiled import compiled as compiled
 from accel_fn.transforms.ddp import wrap_ddp as wrap_ddp
-from accel_fn.transforms.deepspeed.deepspeed import wrap_deepspeed as wrap_deepspeed
 from accel_fn.transforms.freeze import freeze as freeze
 from accel_fn.transforms.fsdp.fsdp import wrap_fsdp as wrap_fsdp
 from accel_fn.transforms.local_sgd.local_sgd import local_sgd as local_sgd

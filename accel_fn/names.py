@@ -11,6 +11,7 @@ import sys
 TYPE_CHECKING = False  # typing's own would take most of the time of `import accel_fn`
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
 CALLS = {
     "build": "build(plan, state)",
@@ -54,6 +55,8 @@ NAMES = {
     "wrap": "wrap_as_launched",
 }
 
+_PLUG_INS = "accel_fn.contrib."
+
 
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
@@ -67,11 +70,11 @@ def lazy_names(
 
     def load(name: str) -> object:
         if name in modules:
-            return importlib.import_module(f"{package}.{name}")
+            return _loaded(f"{package}.{name}", name)
         if name not in home_of:
             new = f"; it is {NAMES[name]} now" if name in NAMES and package == "accel_fn" else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{new}")
-        value = getattr(importlib.import_module(f"accel_fn.{home_of[name]}"), name)
+        value = getattr(_loaded(f"accel_fn.{home_of[name]}", name), name)
         own[name] = value
         return value
 
@@ -79,3 +82,12 @@ def lazy_names(
         return sorted({*home_of, *modules, *own})
 
     return load, names, sorted(home_of)
+
+
+def _loaded(module: str, name: str) -> ModuleType:
+    """Import the module that has a name; without its plug-in, the error names the extra."""
+    if module.startswith(_PLUG_INS):
+        plug_ins = importlib.import_module("accel_fn.plug_ins")
+        found: ModuleType = plug_ins.plug_in(module.removeprefix(_PLUG_INS), name)
+        return found
+    return importlib.import_module(module)

@@ -5,7 +5,7 @@ from accel_fn.names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "checkpoint.from_accelerate": ("load_accelerate",),
+        "contrib.accelerate.checkpoint": ("load_accelerate",),
         "checkpoint.listing": (
             "Checkpoint",
             "list_checkpoints",

@@ -1,4 +1,7 @@
-"""The group of commands: a command's module is imported when it is called, torch when it runs."""
+"""The group of commands: a command's module is imported when it is called, torch when it runs.
+
+Some commands are of plug-ins; without one, its command prints which extra to install.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import difflib
 import importlib
 
 import click
+
+from accel_fn.cli.output import one_line_errors
+from accel_fn.plug_ins import plug_in
 
 _COMMANDS: dict[str, str] = {
     "launch": "Run a script on every process of a world.",
@@ -24,6 +30,15 @@ _COMMANDS: dict[str, str] = {
 }
 """One line of help by name. The command NAME is the function NAME of `accel_fn.cli.NAME`."""
 
+_PLUG_INS = {
+    "estimate": "estimate.command",
+    "report": "runs.report",
+    "plot": "runs.plot",
+    "watch": "runs.watch",
+    "migrate": "migrate.command",
+}
+"""The commands of plug-ins, each with its module in `accel_fn.contrib`."""
+
 
 class LazyGroup(click.Group):
     """A group that imports a command when it is called, and none to list them."""
@@ -36,7 +51,12 @@ class LazyGroup(click.Group):
         """Import the command of that name; None if there is none."""
         if cmd_name not in _COMMANDS:
             return None
-        command = getattr(importlib.import_module(f"accel_fn.cli.{cmd_name}"), cmd_name)
+        if cmd_name in _PLUG_INS:
+            with one_line_errors():
+                module = plug_in(_PLUG_INS[cmd_name], cmd_name)
+        else:
+            module = importlib.import_module(f"accel_fn.cli.{cmd_name}")
+        command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
 

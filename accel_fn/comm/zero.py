@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
 from accel_fn.base.state import DistState
-
-IS_GATHERED = ContextVar("IS_GATHERED", default=False)
-"""Do parameters, and what `whole` has of the optimizer, belong to the program?"""
 
 
 def is_partitioned(model: object) -> bool:
@@ -25,7 +21,7 @@ def is_partitioned(model: object) -> bool:
 
 def is_copied(model: object) -> bool:
     """Does ZeRO write a model's parameters from a copy of its own in every update?"""
-    return isinstance(model, nn.Module) and any(map(is_held, model.parameters()))
+    return isinstance(model, nn.Module) and any(map(_is_held, model.parameters()))
 
 
 def is_born_sharded(model: nn.Module) -> bool:
@@ -33,26 +29,21 @@ def is_born_sharded(model: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") and not hasattr(p, "_z3_optimizer") for p in model.parameters())
 
 
-def is_held(parameter: Tensor) -> bool:
+def _is_held(parameter: Tensor) -> bool:
     """Does an engine of stage 1 to 3 hold this parameter?"""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 @contextmanager
-def gathered(model: nn.Module, *, writes: bool = False) -> Iterator[None]:
-    """Give every rank the whole parameters inside. With `writes`, keep what rank 0 has written."""
-    token = IS_GATHERED.set(True)
-    try:
-        if not is_partitioned(model):
-            yield
-            return
-        import deepspeed
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Give every rank the whole parameters inside, to read them."""
+    if not is_partitioned(model):
+        yield
+        return
+    import deepspeed
 
-        source = 0 if writes else None
-        with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=source):
-            yield
-    finally:
-        IS_GATHERED.reset(token)
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        yield
 
 
 def world_of(model: nn.Module) -> list[DistState]:

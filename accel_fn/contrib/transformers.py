@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -20,34 +20,35 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from accel_fn.base.batch import count_samples
-from accel_fn.base.optimizer_modes import in_eval_mode
-from accel_fn.base.split_batch import part_bounds
-from accel_fn.base.state import DistState, mesh_of
-from accel_fn.checkpoint.build import build
-from accel_fn.checkpoint.load import load
-from accel_fn.checkpoint.save import save
-from accel_fn.checkpoint.weights.save_load_model import load_model
-from accel_fn.checkpoint.weights.whole_state_dict import whole_state_dict
-from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.dtensor import is_sharded
-from accel_fn.comm.gather import gather
-from accel_fn.comm.reduce import reduce_sum
-from accel_fn.comm.world import init
-from accel_fn.comm.zero import gathered, is_partitioned
-from accel_fn.data.workers import WORKER_OPTIONS
+from accel_fn import (
+    DistState,
+    Grads,
+    Plan,
+    Report,
+    Step,
+    accumulate,
+    autocast,
+    broadcast,
+    build,
+    clip,
+    compose,
+    count_samples,
+    gather,
+    init,
+    load,
+    load_model,
+    place,
+    reduce_sum,
+    save,
+    with_amp,
+    wrap_ddp,
+)
+from accel_fn.checkpoint import whole_state_dict
 from accel_fn.errors import ArgumentError, ArgumentTypeError
-from accel_fn.step.autocast import autocast
-from accel_fn.step.grads import Grads
-from accel_fn.step.plan import Plan
-from accel_fn.step.report import Report
-from accel_fn.step.step import Step
-from accel_fn.step.transform import Transform, compose, fill
-from accel_fn.transforms.accumulate.accumulate import accumulate
-from accel_fn.transforms.amp.amp import with_amp
-from accel_fn.transforms.clip import clip
-from accel_fn.transforms.ddp import wrap_ddp
-from accel_fn.transforms.place import place
+from accel_fn.extend import fill, is_sharded
+
+if TYPE_CHECKING:
+    from accel_fn import Transform
 
 PRIVATE_NAMES = (
     "_build_accelerator_args",
@@ -68,7 +69,10 @@ _FOLDER = "accel_fn"
 """The folder in a checkpoint of the Trainer's that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
 """The key of a batch that a rank reads because it has no sample of its own: it counts for nothing."""
-_KEPT_OPTIONS = (*WORKER_OPTIONS, "pin_memory", "in_order")
+_KEPT_OPTIONS = (
+    *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor"),
+    *("persistent_workers", "pin_memory", "in_order"),
+)
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -310,7 +314,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         same = (
             step.strategy.evaluating(step.plan, self._state, "Trainer") if step else nullcontext()
         )
-        with in_eval_mode([self.optimizer] if self.optimizer else []), same:
+        with _in_eval_mode(self.optimizer), same:
             yield model
 
     def _predict(
@@ -384,11 +388,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if any(map(is_sharded, self.model.parameters())):
             load_model(self.model, self.state.best_model_checkpoint)
         else:
-            with gathered(self.model, writes=True):
+            whole = self._step.strategy.whole(writes=True) if self._step else nullcontext()
+            with whole:
                 super()._load_best_model()
 
     def _is_sharded(self) -> bool:
-        return is_partitioned(self.model) or any(map(is_sharded, self.model.parameters()))
+        # DeepSpeed's ZeRO marks the parameters that it shards.
+        parameters = self.model.parameters()
+        return any(is_sharded(each) or hasattr(each, "ds_id") for each in parameters)
 
 
 class RankBatches:
@@ -425,8 +432,9 @@ class RankBatches:
             order = broadcast(order, state)
         for number in range(len(self)):
             batch = order[number * self._batch_size :][: self._batch_size]
-            begin, end = part_bounds(len(batch), state.world_size, state.rank)
-            yield batch[begin:end] or [_StandIn(batch[0])]
+            size, extra = divmod(len(batch), state.world_size)
+            begin = state.rank * size + min(state.rank, extra)
+            yield batch[begin:][: size + (state.rank < extra)] or [_StandIn(batch[0])]
 
 
 class _StandIn(int):
@@ -503,6 +511,20 @@ def _read_norm(state: DistState, grads: Grads) -> Grads:
     return grads
 
 
+@contextmanager
+def _in_eval_mode(optimizer: Any) -> Iterator[None]:
+    """Switch an optimizer that has modes, as schedule-free ones do, and is in train mode."""
+    has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    switches = has_modes and all(each.get("train_mode", True) for each in optimizer.param_groups)
+    if switches:
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        if switches:
+            optimizer.train()
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """Widen half precision, as accelerate does with what a model returns."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
@@ -563,9 +585,8 @@ _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def _check_mesh(state: DistState) -> None:
     """Refuse ranks that hold the same rows: the Trainer gives each rank rows of its own."""
     if state.data.world_size < state.world_size:
-        raise ArgumentError(
-            f"Trainer: mesh must have dp alone, got {mesh_of(state)}; leave out --mesh"
-        )
+        mesh = {each.name: each.world_size for each in state.axes}
+        raise ArgumentError(f"Trainer: mesh must have dp alone, got {mesh}; leave out --mesh")
 
 
 def _check(args: Any) -> None:

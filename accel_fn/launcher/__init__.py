@@ -9,5 +9,10 @@ __getattr__, __dir__, __all__ = lazy_names(
             "LaunchOptions",
             "launch_options",
         ),
+        "launcher.settings.value": (
+            "Given",
+            "Layer",
+            "check_names",
+        ),
     },
 )

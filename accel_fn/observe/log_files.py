@@ -21,7 +21,7 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 from accel_fn.base.file_lock import FileLock
 from accel_fn.base.warn import warn_user
 from accel_fn.errors import LogError
-from accel_fn.observe.run_log import Line, events_file, heading, placed_lines, whole_lines
+from accel_fn.observe.log_lines import Line, events_file, heading, placed_lines, whole_lines
 
 _LOG = logging.getLogger(__name__)
 

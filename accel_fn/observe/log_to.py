@@ -33,9 +33,9 @@ from accel_fn.errors import (
     message,
 )
 from accel_fn.observe.explain import explain
+from accel_fn.observe.log_lines import EVENTS, SUFFIXES
 from accel_fn.observe.over_loader import check_step
 from accel_fn.observe.recorder import Recorder, path_of
-from accel_fn.observe.run_log import EVENTS, SUFFIXES
 from accel_fn.observe.writers import check_writer
 from accel_fn.step.loop import Strategy
 from accel_fn.step.observers import Observer

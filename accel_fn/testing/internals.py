@@ -52,7 +52,6 @@ from accel_fn.step.torch_internals import run_optimizer
 from accel_fn.step.update import apply_update, follow_parameters
 from accel_fn.testing import simulation
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
-from accel_fn.transforms.deepspeed.deepspeed import check_lock
 from accel_fn.transforms.local_sgd import average_ranks
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
 from accel_fn.transforms.tp.draws import draw_by_shard, may_draw
@@ -73,7 +72,6 @@ __all__ = [  # what tests call as it is
     "Writing",
     "apply_update",
     "axes_of",
-    "check_deepspeed_lock",
     "check_fits_in_graph",
     "check_same",
     "ddp_of",
@@ -232,7 +230,6 @@ def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | Non
 average_over_ranks = average_ranks.average
 """Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
 
-check_deepspeed_lock = check_lock
 check_fits_in_graph = keeps_tensors
 
 

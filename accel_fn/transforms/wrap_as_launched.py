@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import accel_fn
 from accel_fn.base.launch_options import launch_options, source_of
 from accel_fn.step.transform import Transform, fill, transform
 from accel_fn.transforms.ddp import wrap_ddp
-from accel_fn.transforms.deepspeed.deepspeed import wrap_deepspeed
 
 
 @transform
@@ -40,6 +40,6 @@ def wrap_as_launched() -> Transform:
 
         made = wrap_fsdp()
     elif wrapper == "deepspeed":
-        made = wrap_deepspeed()
+        made = accel_fn.wrap_deepspeed()
     (slot,) = made.apply.slots["strategy"]
     return fill(strategy=slot.with_source(source_of("wrap")))

@@ -11,7 +11,7 @@ from tests.cli import commands
 from tests.cli.terminal import Terminal
 from tests.support.launch_settings import written
 
-WRITTEN = Path(__file__).parent / "accelerate"
+WRITTEN = Path(__file__).parents[1] / "contrib" / "accelerate" / "files"
 
 
 def config(place, *arguments, code=0, **variables):

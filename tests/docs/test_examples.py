@@ -195,7 +195,7 @@ def test_a_run_of_the_readme_continues_from_its_checkpoint(
 
 
 def test_no_python_stands_in_a_block_that_is_not_run() -> None:
-    """The exceptions need a folder that accelerate wrote, which checkpoint/test_from_accelerate.py makes,
+    """The exceptions need a folder that accelerate wrote, which contrib/accelerate makes,
     are what a command prints, which test_guides.py runs, or start a job of SageMaker, of which
     test_where_to_run_page.py runs what it can."""
     assert [(page.name, text) for page in PAGES for text in not_run(page)] == []

@@ -75,10 +75,10 @@ def test_the_moved_program_of_a_guide_prints_the_losses_of_the_old(
     assert moved == losses(printed(old, tmp_path / "old", **env))
 
 
-def test_the_guide_from_accelerate_shows_what_migrate_prints(
+def test_the_page_of_migrate_shows_what_it_prints_for_the_guide(
     tmp_path: Path,
 ) -> None:
-    page = (ROOT / "docs/from-accelerate.md").read_text()
+    page = (ROOT / "docs/migrate.md").read_text()
     [shown] = re.findall(
         r"^```console\n\$ accel-fn migrate train.py\n(.*?)^```$", page, re.S | re.M
     )

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import accel_fn as af
-from accel_fn.observe.charts import marks
-from accel_fn.observe.goodput import goodput
-from accel_fn.observe.run_log import read_runs
+from accel_fn.contrib.runs.charts import marks
+from accel_fn.contrib.runs.goodput import goodput
+from accel_fn.contrib.runs.run_log import read_runs
 from accel_fn.testing import internals, simulate
 from tests.observe.test_log_to import BATCHES, events_of, late, lines_of, small_plan, train
 from tests.support.forked_ranks import ROOT

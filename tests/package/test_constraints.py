@@ -110,7 +110,7 @@ def test_the_lock_of_tests_has_all_that_they_and_the_build_ask_for(python):
     here = {**default_environment(), "sys_platform": "linux", "python_full_version": f"{python}.0"}
     pins = [*map(Requirement, releases_of(ROOT / ".ci/hashes/tests.txt"))]
     named = {pin.name for pin in pins if pin.marker is None or pin.marker.evaluate(here)}
-    extras = ("testing", "examples", "float8", "migrate", "plots", "transformers")
+    extras = ("testing", "examples", "float8", "migrate", "runs", "transformers")
     asked = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
     asked += chain.from_iterable(EXTRAS[name] for name in extras)
     asked += PROJECT["dependency-groups"]["tests"]

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PUBLIC = ("accel_fn", "accel_fn.errors", "accel_fn.testing", "accel_fn.testing.internals")
+PUBLIC = (
+    *("accel_fn", "accel_fn.checkpoint", "accel_fn.data", "accel_fn.errors", "accel_fn.extend"),
+    *("accel_fn.launcher", "accel_fn.testing", "accel_fn.testing.internals"),
+)
 PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.contrib.transformers")
 DEEP = {
     "base/test_add_alpha.py": {"base.pass_add_alpha", "base.torch_compile"},
@@ -21,7 +24,6 @@ DEEP = {
     "cli/test_config_questions.py": {"cli.config"},
     "cli/test_launch_function.py": {"launcher.function.child"},
     "cli/test_launch_notebook.py": {"launcher.function.notebook"},
-    "cli/test_migrate.py": {"cli.migration.table"},
     "cli/test_test.py": {"testing.outcomes"},
     "comm/test_meshes.py": {"base.mesh_axes"},
     "comm/test_nodes.py": {"comm.clusters.nodes", "comm.world"},
@@ -32,12 +34,8 @@ DEEP = {
     "data/test_order.py": {"data.order"},
     "data/test_random_generators.py": {"data.random_generators"},
     "data/test_streams.py": {"data.streams.pack"},
-    "deepspeed/cases.py": {"comm.dtensor"},
+    "contrib/deepspeed/engine/cases.py": {"comm.dtensor"},
     "contrib/transformers/test_tp_styles.py": {"transforms.tp.styles"},
-    "launcher/test_accelerate_config.py": {
-        "launcher.settings",
-        "launcher.settings.accelerate_config",
-    },
     "launcher/test_cpus.py": {"launcher.machines.cpus"},
     "launcher/test_detect.py": {"launcher.machines.detect"},
     "launcher/test_failures.py": {"launcher.processes.failures"},
@@ -56,22 +54,16 @@ DEEP = {
     "launcher/test_worker.py": {"launcher.processes"},
     "laws/law08_streams.py": {"data.streams.rebalance"},
     "laws/law09_hashing.py": {"checkpoint.format.hashing"},
-    "observe/test_charts.py": {
-        "observe.charts",
-        "observe.plot_page",
-        "observe.plot_png",
-        "observe.run_log",
+    "observe/test_log_files.py": {
+        "contrib.runs.charts",
+        "contrib.runs.goodput",
+        "contrib.runs.run_log",
     },
-    "observe/test_damaged_logs.py": {"observe.run_log"},
-    "observe/test_goodput.py": {"observe.goodput", "observe.run_log"},
-    "observe/test_log_files.py": {"observe.charts", "observe.goodput", "observe.run_log"},
     "observe/test_phase_times.py": {"observe.phase_times"},
-    "observe/test_plot_text.py": {"observe.plot_text", "observe.run_log"},
     "observe/test_profile.py": {"observe.phase_times"},
-    "observe/test_run_log.py": {"observe.run_log"},
     "observe/test_writers.py": {"observe.writers"},
     "ray/devices.py": {"comm.world"},
-    "sim/test_checkpoints.py": {"checkpoint", "checkpoint.format", "checkpoint.format.shard_plan"},
+    "sim/test_checkpoints.py": {"checkpoint.format", "checkpoint.format.shard_plan"},
     "sim/test_hazards.py": {"step.same_on_all_ranks"},
     "sim/test_log.py": {"base.delayed_read"},
     "package/test_package.py": {"names"},
@@ -90,11 +82,9 @@ DEEP = {
     "tools/benchmarks/saving.py": {"checkpoint.background", "checkpoint.format.hashing"},
     "tools/mutants/probe.py": {"testing.promises"},
     "tools/mutants/test_mutants.py": {"transforms"},
-    "tools/pages.py": {"observe.plot_page", "observe.run_log"},
-    "trackers/test_runs.py": {"observe.run_log"},
+    "tools/pages.py": {"contrib.runs.plot_page", "contrib.runs.run_log"},
     "transforms/test_check_replicas.py": {"step.same_on_all_ranks"},
     "transforms/test_compiled_changes.py": {"base.torch_compile"},
-    "transforms/test_deepspeed_refused.py": {"transforms.deepspeed.settings"},
     "transforms/test_fsdp.py": {"base.blocks"},
     "transforms/test_hoist_scalars.py": {"transforms.compile.pass_hoist_scalars"},
     "transforms/test_tp_plans.py": {"transforms.tp.styles"},
@@ -114,7 +104,17 @@ def modules_of(tree):
 
 def deep_imports(path):
     found = {name for name in modules_of(ast.parse(path.read_text())) if is_ours(name)}
-    return {name.removeprefix("accel_fn.") for name in found - {*PUBLIC, *PUBLIC_AFTER_A_DOT}}
+    found -= {*PUBLIC, *PUBLIC_AFTER_A_DOT}
+    return {name.removeprefix("accel_fn.") for name in found if not is_of_its_plug_in(path, name)}
+
+
+def is_of_its_plug_in(path, module):
+    """Tests of a plug-in lie in a folder of its name, and may import its modules."""
+    folder = path.parent
+    while folder.parent not in (folder, TESTS / "contrib"):
+        folder = folder.parent
+    plug_in = f"accel_fn.contrib.{folder.name}"
+    return folder.name != "" and f"{module}.".startswith(f"{plug_in}.")
 
 
 def is_ours(module):

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
-from accel_fn.observe.plot_page import write_page
-from accel_fn.observe.run_log import read_runs
-from tests.observe import histories
+from accel_fn.contrib.runs.plot_page import write_page
+from accel_fn.contrib.runs.run_log import read_runs
+from tests.contrib.runs import histories
 
 WIDTHS = (1400, 400)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")

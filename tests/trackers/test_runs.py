@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_fn.observe.run_log import read_run
+from accel_fn.extend import log_lines
 from tests.support.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +46,9 @@ def read(library, folder):
 def logged(path):
     """Read a log: values by step, and then by name."""
     lines = {}
-    for name, column in read_run(path, "").columns.items():
-        for step, value in zip(*column, strict=True):
-            lines.setdefault(step, {})[name] = value
-    for line in lines.values():
+    for line in log_lines(path):
         del line["time"]
+        lines.setdefault(line.pop("step"), {}).update(line)
     return lines
 
 

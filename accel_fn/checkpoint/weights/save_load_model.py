@@ -191,6 +191,12 @@ def load_model(
     return left_out
 
 
+def check_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that `load_model` would refuse; the model stays as it is. This rank alone."""
+    with matching_set(model, folder):
+        pass
+
+
 @contextmanager
 def matching_set(
     model: nn.Module,

@@ -12,14 +12,17 @@ from typing import Any
 import yaml
 
 from accel_fn.errors import SettingsError, message, shown
-from accel_fn.launcher.settings import accelerate_config
 from accel_fn.launcher.settings.settings import RULES, Settings
 from accel_fn.launcher.settings.value import Given, Layer, check_names
+from accel_fn.plug_ins import plug_in
 
 _HEAD = """\
 # Settings of `accel-fn launch` in this folder and below. A flag or a variable, such as
 # ACCEL_FN_NUM_PROCESSES, goes before a line here. A line that is commented out is left open.
 """
+
+_OF_ACCELERATE = {"compute_environment", "distributed_type"}
+"""Keys of a file that `accelerate config` wrote, which a plug-in translates."""
 
 _SECTION = "[tool.accel_fn]"
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
@@ -39,8 +42,9 @@ def read_yaml(path: Path) -> Layer:
         raise SettingsError(f"{path}{place}: file must be YAML, got: {error.problem}") from None
     except _UNREADABLE as error:
         raise SettingsError(f"{path}: file must be YAML, got: {error}") from None
-    if accelerate_config.is_accelerate_config(given):
-        return accelerate_config.translate(given)
+    if _OF_ACCELERATE & given.keys():
+        translated: Layer = plug_in("accelerate.config", "config").translate(given)
+        return translated
     return _known(given)
 
 

@@ -1,0 +1,392 @@
+"""estimate_memory: the memory of one training step, from a model whose tensors have no data."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_fn import DistState, count_samples, shard_batch
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
+from accel_fn.extend import map_tensors, mesh_shape, tensors_of
+
+__all__ = ["MemoryEstimate", "estimate_memory"]
+
+_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = (torch.bfloat16, torch.float16)
+_FUNCTION = "estimate_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that one rank holds, for a number of ranks and of micro-batches.
+
+    Attributes:
+        world_size: number of ranks, which share the global batch; of a mesh, those along `dp` do.
+        num_microbatches: parts in which each rank computes its share.
+        parameters: of the model, each storage once.
+        buffers: likewise.
+        gradients: of the parameters that require one, and with micro-batches their sums in float32 where
+            parameters are in half precision.
+        optimizer: the optimizer's state after a step.
+        batch: the micro-batch; None without a batch.
+        activations: alive between forward and backward besides all of the above; None
+            without a batch.
+        peak: the most that is alive at once in a step; None without a batch.
+        frozen: parameters and buffers of frozen models, which every rank holds.
+    """
+
+    world_size: int
+    num_microbatches: int
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    batch: int | None
+    activations: int | None
+    peak: int | None
+    frozen: int = 0
+
+
+def estimate_memory(
+    make_model: Callable[[], Any],
+    *,
+    make_batch: Callable[[], Any] | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: str = "AdamW",
+    precision: str = "no",
+    world_sizes: Iterable[int] = (1,),
+    num_microbatches: Iterable[int] = (1,),
+    mesh: Mapping[str, int] | None = None,
+    device: torch.device | str | None = None,
+    make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
+    frozen_dtype: torch.dtype | None = None,
+) -> list[MemoryEstimate]:
+    """Estimate the memory of one training step, without using it: tensors have shapes and no data.
+
+    The step runs on torch's fake tensors: forward, backward and optimizer, and every tensor
+    that they make is counted while it lives. Scratch space of kernels, memory of torch
+    and the driver, and fragmentation are not included.
+
+    Ranks hold replicas, as under `wrap_ddp`: more of them, or more
+    micro-batches, make activations smaller and nothing else. A rank that
+    shares gradients or accumulates them holds them through the whole step. On a mesh, a rank has a part of
+    the batch for its place along `dp`; parameters that `wrap_tp` splits are counted whole.
+
+    Args:
+        make_model: returns the model, or a model and a batch. Called once, without memory.
+        make_batch: returns a global batch, a tree of tensors [num_samples, ...].
+        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`; default: call the model with the batch (first
+            element of a tuple; a dict by name), and take its `loss`, or the sum of its outputs.
+        optimizer: a name in `torch.optim`.
+        precision: "no", "bf16" or "fp16", as for `with_amp`.
+        world_sizes: numbers of ranks to estimate for.
+        num_microbatches: numbers of micro-batches, likewise.
+        mesh: axes that each number of ranks forms and their sizes, as for `init`; default: all ranks share
+            the batch.
+        device: which device's kernels to run; default: the accelerator of this
+            machine, or the CPU.
+        make_frozen: returns the frozen models by name, as for `Plan`; `loss_fn` gets them by a parameter
+            named `frozen`. They are whole on every rank, as without `wrap_fsdp(frozen=True)`.
+        frozen_dtype: their dtype, as for `place`.
+
+    Returns:
+        One estimate for each number of ranks and of micro-batches.
+
+    Raises:
+        ValueError: an argument is outside its range, or the model reads its data in the forward.
+
+    Cost: no memory of the model's size; the host runs one step for each size of micro-batch.
+
+    >>> import accel_fn as af
+    >>> from torch import nn
+    >>> [found] = af.contrib.estimate.estimate_memory(lambda: nn.Linear(1000, 1000))
+    >>> found.parameters, found.gradients, found.optimizer
+    (4004000, 4004000, 8008008)
+    """
+    return [
+        *estimates(
+            make_model,
+            make_batch=make_batch,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            precision=precision,
+            world_sizes=world_sizes,
+            num_microbatches=num_microbatches,
+            mesh=mesh,
+            device=device,
+            make_frozen=make_frozen,
+            frozen_dtype=frozen_dtype,
+        )
+    ]
+
+
+def estimates(
+    make_model: Callable[[], Any],
+    *,
+    make_batch: Callable[[], Any] | None,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    optimizer: str,
+    precision: str,
+    world_sizes: Iterable[int],
+    num_microbatches: Iterable[int],
+    mesh: Mapping[str, int] | None,
+    device: torch.device | str | None,
+    make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
+    frozen_dtype: torch.dtype | None = None,
+) -> Iterator[MemoryEstimate]:
+    """Yield what `estimate_memory` returns, each as soon as it is known."""
+    if precision not in _AUTOCAST:
+        raise ArgumentError(message(_FUNCTION, "precision", 'be "no", "bf16" or "fp16"', precision))
+    sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
+    if mesh is not None:
+        places = {size: mesh_shape(_FUNCTION, mesh, size)["dp"] for size in sizes}
+    else:
+        places = {size: size for size in sizes}
+    counts = [check_count(_FUNCTION, "num_microbatches", each) for each in num_microbatches]
+    kind = _optimizer_class(optimizer)
+    here = torch.accelerator.current_accelerator(check_available=True)
+    place = torch.device(device or here or "cpu")
+    mode = _NoData(allow_non_fake_inputs=True)
+    with mode, place:
+        model, batch = _made(make_model, make_batch, place)
+        frozen = _made_frozen(make_frozen, place, frozen_dtype)
+        loss_of: Callable[..., Any] = loss_fn or _loss_of
+        if frozen and "frozen" in inspect.signature(loss_of).parameters:
+            loss_of = partial(loss_of, frozen=frozen)
+        held = [each for one in frozen.values() for each in (*one.parameters(), *one.buffers())]
+        run = _Run(model, _stepped(model, kind), loss_of, place, _AUTOCAST[precision], held)
+    for size, count in product(sizes, counts):
+        try:
+            with mode, place:
+                found = run.estimate(batch, size, places[size], count)
+        except DataDependentOutputException as error:
+            rule = "not read the values of its tensors"
+            raise ArgumentError(message(_FUNCTION, "the step", rule, str(error))) from error
+        yield found
+
+
+def _optimizer_class(name: str) -> type[Optimizer]:
+    known = {
+        each: found
+        for each, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    }
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    repair = f"did you mean {near[0]}?" if near else ""
+    raise ArgumentError(message(_FUNCTION, "optimizer", "be one of torch.optim", name, repair))
+
+
+class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors with shapes and devices and no data; deep copies of modules stay in one mode."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoData:
+        return self
+
+
+def _made(
+    make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
+) -> tuple[nn.Module, Any]:
+    """Make model and batch, by one function or two; move a model from the meta device to `device`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy
+        made = make_model()
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        rule = "give an nn.Module, or one and a batch"
+        raise ArgumentTypeError(message(_FUNCTION, "make_model", rule, type(model).__name__))
+    _leave_meta(model, device)
+    if make_batch is not None:
+        batch = make_batch()
+    return model.train(), batch
+
+
+def _made_frozen(
+    make_frozen: Callable[[], Mapping[str, nn.Module]] | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Mapping[str, nn.Module]:
+    """Make the frozen models, as `build` leaves them."""
+    made = {} if make_frozen is None else make_frozen()
+    are_models = isinstance(made, Mapping) and all(isinstance(m, nn.Module) for m in made.values())
+    if not are_models:
+        rule = "give a mapping of names to models"
+        raise ArgumentTypeError(message(_FUNCTION, "make_frozen", rule, type(made).__name__))
+    for model in made.values():
+        _leave_meta(model, device, dtype)
+        model.eval().requires_grad_(False)
+    return made
+
+
+def _leave_meta(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Replace tensors on the meta device, or of another floating dtype, by empty ones; ties stay."""
+    moved: dict[Tensor, Tensor] = {}
+    slots: list[dict[str, Any]] = []
+    for module in model.modules():
+        slots += [module._parameters, module._buffers]
+    for held in slots:
+        for name, tensor in held.items():
+            if tensor is None:
+                continue
+            is_cast = dtype not in (None, tensor.dtype) and tensor.is_floating_point()
+            if tensor.is_meta or is_cast:
+                moved.setdefault(tensor, _emptied(tensor, device, dtype if is_cast else None))
+                held[name] = moved[tensor]
+
+
+def _emptied(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    empty = torch.empty_like(tensor, device=device, dtype=dtype, requires_grad=False)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
+
+def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
+    """Make an optimizer and do its first step, so that all its state exists."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        rule = "have parameters that require a gradient"
+        raise ArgumentError(message(_FUNCTION, "model", rule, type(model).__name__))
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer: Optimizer = kind(trained)  # type: ignore[call-arg]
+        optimizer.step()
+    except (DataDependentOutputException, RuntimeError, TypeError, ValueError) as error:
+        rule = f"take such parameters and step without their values ({error})"
+        raise ArgumentError(message(_FUNCTION, "optimizer", rule, kind.__name__)) from error
+    return optimizer
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Return a scalar that depends on all outputs of the model."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(batch[0] if isinstance(batch, tuple | list) else batch)
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
+    return torch.stack([each.sum() for each in found if each.is_floating_point()]).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Steps of one model, measured at several sizes of micro-batch."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss_fn: Callable[[Any, Any], Any]
+    device: torch.device
+    autocast: torch.dtype | None
+    frozen: Sequence[Tensor]
+    """Parameters and buffers of frozen models."""
+
+    def estimate(
+        self, batch: Any, world_size: int, num_parts: int, num_microbatches: int
+    ) -> MemoryEstimate:
+        parameters, buffers = list(self.model.parameters()), list(self.model.buffers())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        state = [each for held in self.optimizer.state.values() for each in tensors_of(held)]
+        gradients = [torch.zeros_like(parameter) for parameter in trained]
+        sums = [
+            torch.zeros_like(each, dtype=torch.float32) for each in trained if each.dtype in _HALF
+        ]
+        gradients_held = [*gradients, *(sums if num_microbatches > 1 else ())]
+        part = None
+        if batch is not None:
+            part = _microbatch(batch, num_parts, num_microbatches)
+        kept = world_size > 1 or num_microbatches > 1
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient if kept else None
+        held = [*parameters, *buffers, *self.frozen, *state, *tensors_of(part)]
+        held += gradients_held if kept else []
+        alive, peak = (None, None) if batch is None else self._step(part, held)
+        return MemoryEstimate(
+            world_size=world_size,
+            num_microbatches=num_microbatches,
+            parameters=_bytes(parameters),
+            buffers=_bytes(buffers),
+            gradients=_bytes(gradients_held),
+            optimizer=_bytes(state),
+            batch=None if batch is None else _bytes(tensors_of(part)),
+            activations=None if alive is None else alive - _bytes(held),
+            peak=peak,
+            frozen=_bytes(self.frozen),
+        )
+
+    def _step(self, part: Any, held: Sequence[Tensor]) -> tuple[int, int]:
+        """Return the bytes alive between forward and backward, and the peak of the step."""
+        casting = nullcontext()
+        if self.autocast is not None:
+            casting = torch.autocast(self.device.type, self.autocast)  # type: ignore[assignment]
+        with _Ledger(held) as ledger:
+            with casting:
+                found = self.loss_fn(self.model, part)
+                loss: Tensor = found[0] if isinstance(found, tuple) else found
+            alive = ledger.alive
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss, found
+            self.optimizer.step()
+        return alive, ledger.peak
+
+
+def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:
+    """Copy the largest micro-batch of any rank."""
+    if num_parts > count_samples(batch):
+        rule = f"make at most {count_samples(batch)} parts of the global batch, of a sample each"
+        raise ArgumentError(message(_FUNCTION, "world_sizes", rule, num_parts))
+    part = shard_batch(batch, DistState(world_size=num_parts))
+    counted = DistState(world_size=min(num_microbatches, count_samples(part)))
+    return map_tensors(Tensor.clone, shard_batch(part, counted))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Add up the bytes of their storages, each once."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of every storage that an operation makes, until it is freed."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.peak = 0
+        self._known: dict[int, int] = {}
+        for tensor in held:
+            self._note(tensor)
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = size
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.alive -= self._known.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in tensors_of(found):
+            self._note(each)
+        return found

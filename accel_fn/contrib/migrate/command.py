@@ -1,0 +1,136 @@
+"""The command `migrate`: print what takes the place of accelerate in a script."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from accel_fn.cli.output import json_option, one_line_errors, print_json, wrapped
+from accel_fn.contrib.migrate.table import DIFFERENCES
+from accel_fn.errors import ExtraError
+
+if TYPE_CHECKING:
+    from accel_fn.contrib.migrate.read import Line, Script, Use
+
+_PAGE = "docs/differences.md#from-accelerate"
+_INDENT = " " * 6
+_COLUMNS = 80
+
+
+@click.command(epilog="Example: accel-fn migrate train.py")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@json_option()
+def migrate(*, script: Path, as_json: bool) -> None:
+    """Print what takes the place of accelerate in SCRIPT, line by line, and what differed.
+
+    Each line with a name of accelerate is followed by its replacement, the reason, and the measured
+    cases in which accelerate's result is not that of one process. At the end stands the recipe that
+    follows. SCRIPT is read, not run or changed.
+    """
+    with one_line_errors():
+        found = _read(script)
+    if as_json:
+        print_json(_as_dict(found))
+    else:
+        _print_script(found)
+
+
+def _read(path: Path) -> Script:
+    try:
+        from accel_fn.contrib.migrate.read import read_script
+    except ModuleNotFoundError as error:
+        raise ExtraError(
+            "migrate: libcst must be installed to read a script; in a clone of accel_fn: "
+            'pip install ".[migrate]"',
+            name=error.name,
+        ) from None
+    return read_script(path)
+
+
+def _as_dict(script: Script) -> dict[str, object]:
+    return {
+        "lines": [{**asdict(line), "goes": line.goes} for line in script.lines],
+        "recipe": script.recipe,
+        "num_lines": script.num_lines,
+        "num_going": script.num_going,
+        "num_replaced": script.num_replaced,
+    }
+
+
+def _print_script(script: Script) -> None:
+    reasons: set[str] = set()
+    rows: set[int] = set()
+    for line in script.lines:
+        _print_line(line, reasons, rows)
+    click.echo("The recipe that follows:\n")
+    for text in _recipe(script.recipe):
+        click.echo(f"{_INDENT}{text}")
+    click.echo(
+        f"\n{script.num_going} of {script.num_lines} lines go, {script.num_replaced} are replaced."
+    )
+    unknown = dict.fromkeys(
+        f"{use.name} (line {line.number})"
+        for line in script.lines
+        for use in line.uses
+        if not use.is_known
+    )
+    if unknown:
+        click.echo(wrapped("Not known, so look them up: ", ", ".join(unknown)))
+    if rows:
+        click.echo(f"Rows are those of {_PAGE}.")
+
+
+def _print_line(line: Line, reasons: set[str], rows: set[int]) -> None:
+    """Print a line and its replacements, with the reasons and rows that were not printed before."""
+    click.echo(f"{line.number:>4}  {_cut(line.source)}")
+    if line.goes:
+        click.echo(f"{_INDENT}-> (goes)")
+    for use in line.uses:
+        if not line.goes:
+            for text in _replacements(use):
+                click.echo(text)
+        if use.why and use.why not in reasons:
+            click.echo(wrapped(_INDENT, use.why))
+            reasons.add(use.why)
+        for number in use.differences:
+            if number not in rows:
+                difference = DIFFERENCES[number]
+                text = f"{difference.what}: {difference.measured}"
+                click.echo(wrapped(f"{_INDENT}row {number}: ", text))
+                rows.add(number)
+    click.echo()
+
+
+def _recipe(transforms: list[str]) -> list[str]:
+    one = f"recipe = af.compose({', '.join(transforms)})"
+    if len(_INDENT + one) <= _COLUMNS:
+        return [one]
+    return ["recipe = af.compose(", *[f"    {each}," for each in transforms], ")"]
+
+
+def _cut(source: str) -> str:
+    room = _COLUMNS - len(_INDENT)
+    return source if len(source) <= room else f"{source[: room - 3]}..."
+
+
+def _replacements(use: Use) -> list[str]:
+    """Return the replacement of a name, wrapped at 80 columns; no lines where the script's line stays."""
+    replacement = "(goes)" if use.replacement is None else use.replacement
+    texts = replacement.splitlines() if use.is_known else ["(not known)"]
+    part = f"{use.part} " if use.part else ""
+    return [_filled(f"{part}-> {text}") for text in texts]
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        initial_indent=_INDENT,
+        subsequent_indent=f"{_INDENT}   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
