@@ -4,6 +4,7 @@ import random
 from itertools import chain
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -144,6 +145,7 @@ def test_the_order_does_not_depend_on_the_world(case, seed):
     check(case, seed)
 
 
+@pytest.mark.slow
 @ours.share(0.16)
 @given(case=sampled(max_world=2), seed=st.integers(0, 9))
 def test_workers_change_nothing(case, seed):
