@@ -1,7 +1,6 @@
 """A run that resumes with more epochs follows the saved schedule or the program's, by choice."""
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
@@ -40,7 +39,6 @@ def chained_of_function(optimizer, n):
 WITHOUT_LENGTH = {
     "function": lambda o, n: falling(n),
     "lambda": lambda o, n: schedulers.LambdaLR(o, falling(n)),
-    "transformers": lambda o, n: transformers.get_scheduler("cosine", o, 2, n),
     "sequential": sequential_of_function,
     "chained": chained_of_function,
 }

@@ -14,12 +14,12 @@ from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
 from tests.support.schedules import (
     SCHEDULERS,
+    Greedy,
     by_device,
     by_host,
     exponential,
     fused,
     fused_sgd,
-    greedy,
     plateau,
     scheduled,
     sgd,
@@ -87,7 +87,7 @@ def test_a_function_is_a_schedule(batches, skipped):
     ours.assert_identical(found[1], expected[1])
 
 
-@pytest.mark.parametrize("make", [plateau, greedy])
+@pytest.mark.parametrize("make", [plateau, Greedy])
 @given(batches=strategies.batches(num_batches=6))
 def test_a_plateau_is_seen_in_the_loss(make, batches):
     model = ours.regression_model()

@@ -205,18 +205,6 @@ def test_frozen_models_in_shards_are_shards_between_all_calls():
             torch.testing.assert_close(one, torch.as_tensor(other), rtol=1e-12, atol=1e-12)
 
 
-def test_every_rank_gets_the_frozen_models_of_rank_0():
-    def run(state):
-        plan = plan_of(frozen={"vae": Encoder(seed=state.rank)})
-        af.build(af.wrap_ddp()(plan), state)
-        return plan.frozen["vae"].state_dict()
-
-    first, *others = simulate(run, world_size=3)
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
-    assert all(torch.equal(first[name], each) for name, each in Encoder().state_dict().items())
-
-
 def test_ranks_with_other_frozen_models_are_refused():
     def run(state):
         other = nn.Linear(3, 3 + state.rank).double()

@@ -17,16 +17,6 @@ INPUTS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
 BATCH = (INPUTS, INPUTS.sum(1, keepdim=True) + 0.5)
 
 
-def test_virtual_ranks_add_sums():
-    losses, expected = ours.trained_by_hand(
-        ours.regression_model(), [BATCH], loss_fn=summed, optimizer=ours.sgd
-    )
-    parts = ours.dealt_evenly([BATCH], 2)
-    for found, parameters in trained(parts, af.reproducible(4), reduction="sum"):
-        ours.assert_close(parameters, expected)
-        assert found == pytest.approx(losses, rel=1e-12)
-
-
 CUT = [
     (af.accumulate(2), 1),
     (af.wrap_fsdp(), 2),
@@ -176,17 +166,6 @@ def test_a_loss_whose_batches_the_user_cuts_is_described_without_a_warning():
     assert "is neither a mean nor a sum" in af.explain(step, state)
 
 
-def test_a_batch_that_is_never_cut_is_not_compared():
-    calls = []
-
-    def loss_fn(model, batch):
-        calls.append(len(batch[0]))
-        return summed(model, batch)
-
-    trained([[BATCH, BATCH]], af.clip(1.0), loss_fn)
-    assert calls == [8, 8]
-
-
 @pytest.mark.parametrize(
     ("recipe", "batch"),
     [
@@ -233,28 +212,6 @@ def causal_batch():
         labels[row, length:] = -100
     inputs = torch.randn(6, 5, ours.NUM_FEATURES, generator=generator, dtype=torch.float64)
     return {"inputs": inputs, "labels": labels}
-
-
-@pytest.mark.parametrize(("world_size", "num_microbatches"), [(1, 3), (3, 2)])
-def test_shifted_labels_are_counted_without_the_first_of_each_row(world_size, num_microbatches):
-    batch = causal_batch()
-    losses, expected = ours.trained_by_hand(
-        ours.token_model(), [batch], loss_fn=causal_loss, optimizer=ours.sgd
-    )
-
-    def run(state):
-        model = ours.token_model()
-        weight_fn = af.count_labels("labels", shift=1)
-        plan = af.Plan(causal_loss, model, ours.sgd(model.parameters()), weight_fn)
-        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
-        state, step = af.build(recipe(plan), state)
-        rows = torch.arange(6).tensor_split(world_size)[state.rank]
-        state, report = step(state, {name: each[rows] for name, each in batch.items()})
-        return float(report.loss), model.state_dict()
-
-    for loss, parameters in simulate(run, world_size=world_size):
-        assert loss == pytest.approx(losses[0], rel=1e-12)
-        ours.assert_close(parameters, expected)
 
 
 CLASS_WEIGHT = torch.linspace(0, 3, ours.NUM_CLASSES, dtype=torch.float64)
@@ -421,15 +378,6 @@ def test_a_loss_that_draws_is_compared_with_the_same_draws_for_every_row(recipe,
     parts = ours.dealt_evenly([BATCH], world_size)
     for line in stepped(DRAWING[name], recipe, parts, num_steps=2):
         assert "is a mean over the items of batches 1 and 2: those of its parts agree" in line
-
-
-def summed_noise(model, batch):
-    return summed(model, (batch[0] + noise(batch[0].shape), batch[1]))
-
-
-def test_a_sum_beside_a_draw_is_refused():
-    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-        stepped(summed_noise, af.wrap_ddp(), ours.dealt_evenly([BATCH], 2))
 
 
 def test_a_weight_that_is_drawn_is_found_by_draws_of_each_row():

@@ -170,15 +170,6 @@ def with_metrics(model, batch):
     return terms(model, batch), {"error": (sums(model, batch)[1] / 2, batch[2].sum())}
 
 
-def test_metrics_beside_terms_are_sums_over_counts():
-    for _, reports in simulate(
-        lambda s: trained(s, af.wrap_ddp(), af.accumulate(2), loss_fn=with_metrics), world_size=2
-    ):
-        error = reports[0].terms["box"] / 2
-        torch.testing.assert_close(reports[0].metrics["error"], error, **ours.EXACT)
-        assert reports[1].metrics["error"].isnan()
-
-
 def built(state, loss_fn):
     model = Detector()
     plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()), WEIGHTS)

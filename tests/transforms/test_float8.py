@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-import torchao.float8 as torchao_float8
 from torch._dynamo.utils import counters
 
 import accel_fn as af
@@ -53,6 +52,8 @@ def by_hand(model, optimizer, parts):
 
 
 def torchaos(model, skipped=()):
+    import torchao.float8 as torchao_float8  # takes seconds
+
     config = torchao_float8.Float8LinearConfig(emulate=True, pad_inner_dim=True)
 
     def fits(layer, name):

@@ -51,23 +51,6 @@ def test_running_statistics_are_averaged_and_counts_are_left_alone():
     assert first["mask"].tolist() == [float("-inf"), 0.0]
 
 
-def test_two_steps_of_one_state_are_each_averaged_after_updates_of_their_own():
-    def run(state):
-        state, one = built(state, af.local_sgd(2))
-        state, other = built(state, af.local_sgd(2))
-        found = []
-        for batch in batches(num=2, size=6):
-            for step in (one, other):
-                state, _ = step(state, part(batch, state))
-            found.append([weights(one)["0.weight"], weights(other)["0.weight"]])
-        return found
-
-    first, second = simulate(run, world_size=2)
-    for step in range(2):
-        assert not torch.equal(first[0][step], second[0][step])
-        assert torch.equal(first[1][step], second[1][step])
-
-
 def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
     def watching(seen):
         def watch(state, report):

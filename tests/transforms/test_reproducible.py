@@ -20,7 +20,6 @@ from tests.support.reproducible_runs import (
     fingerprints,
     kept,
     sha256,
-    spoilt,
     train,
 )
 
@@ -28,12 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:step. model should write the same in its forward"),
     pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean"),
 ]
-
-
-def test_updates_have_one_hash_for_every_number_of_ranks():
-    """The run has AdamW, dropout and clipping; some slices and the first updates do not use one
-    head."""
-    assert len(fingerprints(af.clip(0.5), worlds=(1, 4), data=batches(8))) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,41 +85,6 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
             run(state, drop_last=False)
 
     simulate(run_into_the_tail, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "made", "scale", "world_size"),
-    [
-        ("norm", [True, False, True, True, True], None, 1),
-        ("fp16", [True, False, True, False, True], 2.0**8, 4),
-        ("spikes", [True, False, True, False, True], None, 2),
-    ],
-)
-def test_every_number_of_ranks_skips_the_updates_that_would_do_harm(name, made, scale, world_size):
-    def run(state):
-        state, step = built(state, RECIPES[name])
-        state, said = train(state, step, spoilt(5, 16, 3))
-        found = [bool(each) for each in said if each.dtype == torch.bool]
-        scaled_by = None if state.scaler is None else float(state.scaler.scale)
-        return found, scaled_by, all(each.isfinite().all() for each in kept(state, step))
-
-    assert simulate(run, world_size=world_size) == [(made, scale, True)] * world_size
-
-
-def test_a_batch_that_counts_for_nothing_is_a_gradient_of_zero_everywhere():
-    def run(state):
-        model = ours.token_model()
-        plan = af.Plan(
-            ours.token_loss, model, ours.sgd(model.parameters()), af.count_labels("labels")
-        )
-        state, step = af.build(af.reproducible(2)(plan), state)
-        inputs, labels = torch.zeros(2, 3, 3).double(), torch.full((2, 3), -100)
-        state, report = step(state, {"inputs": inputs, "labels": labels})
-        return report.weight, float(report.loss), ours.kept_tensors(step)
-
-    for weight, loss, tensors in simulate(run, world_size=2):
-        assert (weight, loss) == (0, 0.0)
-        ours.assert_identical(tensors, ours.token_model().state_dict())
 
 
 def test_where_in_memory_a_slot_begins_does_not_matter():
@@ -219,36 +177,3 @@ def test_a_device_draws_by_slot_too_and_its_generator_is_afterwards_where_it_was
         assert torch.equal(device.get_rng_state(), before)
         found.append([float(each) for each in said])
     assert found[0] == found[1]
-
-
-def test_ranks_start_from_the_parameters_of_the_first():
-    def run(state):
-        model = Net([nn.BatchNorm1d(6).eval()])
-        with torch.no_grad():
-            for each in [*model.parameters(), *model.buffers()]:
-                each += state.rank
-        return fingerprint(state, af.compose(), batches(1), model=model)
-
-    assert len(set(simulate(run, world_size=4))) == 1
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.BatchNorm1d(6, track_running_stats=False),
-        lambda: nn.BatchNorm1d(6).eval(),
-        lambda: nn.GroupNorm(2, 6),
-    ],
-    ids=["of the slot alone", "frozen", "GroupNorm"],
-)
-def test_normalisation_that_takes_no_statistics_is_as_any_layer(make):
-    """Each rank makes a model of its own."""
-    found = {
-        each
-        for world_size in (1, 4)
-        for each in simulate(
-            lambda state: fingerprint(state, af.compose(), batches(3), model=Net([make()])),
-            world_size=world_size,
-        )
-    }
-    assert len(found) == 1

@@ -157,15 +157,6 @@ def test_a_spike_leaves_the_loss_scale_alone():
     assert (bool(report.applied), float(state.scaler.scale)) == (False, 1024.0)
 
 
-def test_two_steps_of_one_plan_count_for_themselves():
-    model = linear_model()
-    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    bad = linear_run([float("nan")])[0]
-    for _ in range(2):
-        state, step = af.build(plan, af.DistState())
-        step(state, bad)
-
-
 @pytest.mark.parametrize("saved_after", [2, 3, 5])
 def test_a_resumed_run_knows_what_it_has_seen(saved_after, tmp_path):
     """It knows the norms of the window, and the number of skipped updates in a row."""

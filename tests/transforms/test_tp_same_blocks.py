@@ -249,10 +249,6 @@ def test_right_code_passes(model, styles):
     assert found(model, styles, INPUTS) == ["", ""]
 
 
-def test_a_model_of_right_blocks_passes():
-    assert found(Model(Attention(), MLP()), WHOLE, TOKENS) == ["", ""]
-
-
 WRONG = {
     "a fixed number of heads": (Attention(*FIXED), ATTENTION),
     "as in BERT": (SelfAndOutput(*FIXED), BERT),
@@ -391,16 +387,6 @@ def test_a_model_that_was_split_by_hand_is_compared_too(shape, is_right):
     simulate(run, mesh={"tp": 2})
 
 
-def test_a_forward_that_goes_on_after_the_error_fails_again():
-    def run(state):
-        own = split(Attention(*FIXED), ATTENTION, state)
-        for _ in range(2):
-            with pytest.raises(af.errors.PlanError, match="must return the same"):
-                own(INPUTS)
-
-    simulate(run, mesh={"tp": 2})
-
-
 class Counted(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -507,12 +493,6 @@ def test_parameters_that_fsdp_shards_are_compared_too(shape, is_right):
             own(TOKENS).isnan()
 
     simulate(run, mesh={"dp": 2, "tp": 2})
-
-
-def test_hooks_of_the_user_run_in_both():
-    model = MLP()
-    model.down.register_forward_hook(lambda module, inputs, output: output + 1)
-    assert found(model, PAIR, INPUTS) == ["", ""]
 
 
 ACTIVATIONS = st.sampled_from([F.relu, F.gelu, F.silu, torch.tanh])
