@@ -117,6 +117,7 @@ def train(gan, state, steps, stop=None):
     return state
 
 
+@ours.share(0.5)
 @given(
     num_critic=st.integers(0, 2),
     sizes=st.lists(st.integers(1, 7), min_size=1, max_size=2),

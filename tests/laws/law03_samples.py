@@ -154,7 +154,7 @@ def test_workers_and_prefetching_hand_over_samples():
     assert_trained(2, columns, recipe, lost=LOST, read=af.prefetch, **options)
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     lost=st.sets(st.integers(0, NUM_IMAGES - 1)),
     collate=st.sampled_from(COLLATES),
@@ -255,7 +255,7 @@ def test_virtual_ranks_take_samples():
     ours.assert_close(worlds[0][0], by_hand()[1])
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     lost=st.sampled_from([(), LOST, range(NUM_IMAGES)]),
     collate=st.sampled_from(COLLATES),

@@ -139,6 +139,7 @@ def check(case, seed, num_workers=0):
             assert length == len(seen[0])
 
 
+@ours.share(0.5)
 @given(case=sampled(), seed=st.integers(0, 9))
 @example(case=(3, "buckets", 9, {"batch_sampler": Buckets([4, 4, 1])}), seed=0)
 def test_the_order_does_not_depend_on_the_world(case, seed):
@@ -152,6 +153,7 @@ def test_workers_change_nothing(case, seed):
     check(case, seed, num_workers=2)
 
 
+@ours.share(0.5)
 @given(case=sampled(max_world=3), position=st.integers(0, 80))
 def test_resuming_at_any_batch_is_going_on(case, position):
     whole = flat(passes(case, case[0], seed=1, num_epochs=3))

@@ -61,6 +61,7 @@ def assert_same(found, expected):
             assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
+@ours.share(0.5)
 @given(
     world_size=st.integers(1, 5),
     num_samples=st.integers(1, 60),

@@ -155,7 +155,6 @@ def test_forward_evaluate_and_predict_pass_frozen_models_on():
 @pytest.mark.parametrize(
     ("recipe", "loss", "world_size"),
     [
-        (af.compose(af.wrap_ddp(), af.accumulate(3)), perceptual, 2),
         pytest.param(
             af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn, 2, marks=pytest.mark.slow
         ),
@@ -167,7 +166,7 @@ def test_forward_evaluate_and_predict_pass_frozen_models_on():
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["ddp", "fsdp", "shards", "whole until the backward"],
+    ids=["fsdp", "shards", "whole until the backward"],
 )
 def test_ranks_and_micro_batches_give_the_result_of_one_process(recipe, loss, world_size):
     plan, batches = plan_of(loss), [BATCH, (X[:5], BATCH[1][:5]), (X[:2], BATCH[1][:2])]

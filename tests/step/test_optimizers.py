@@ -23,6 +23,20 @@ from tests.support.strategies import mse, regression_model
 pytestmark = pytest.mark.filterwarnings("ignore:This overload of .* is deprecated:UserWarning")
 
 
+# One of each kind: plain, factored, fused, with momenta, sparse, by a closure.
+USUAL = [
+    f"torch.optim.{name}"
+    for name in (
+        "AdamW",
+        "Adafactor",
+        "Adam(fused=True)",
+        "SGD(lr=0.05, momentum=0.9, fused=True)",
+        "SparseAdam",
+        "LBFGS",
+    )
+]
+
+
 def assert_fulfilled(name, check):
     """Assert that a row passes a check, or fails in the expected way: a repair must not go
     unnoticed."""
@@ -36,10 +50,7 @@ def assert_fulfilled(name, check):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * name.startswith("torch_optimizer"))
-        for name in ROWS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in USUAL)) for name in ROWS],
 )
 def test_an_optimizer_passes_the_checks_of_its_row(name):
     """A step, one that accumulates and clips, two uneven ranks, and an overflow in float16."""

@@ -51,7 +51,7 @@ def test_a_run_that_resumes_with_other_numbers_of_ranks_has_that_hash_too(names,
         return said, sha256([*kept(state, step), *heard, *said])
 
     heard = []
-    for world_size, stop in [(4, 3), (2, 6), (8, 9)]:
+    for world_size, stop in [(2, 3), (4, 6), (2, 9)]:
         ((said, found), *others) = simulate(
             lambda state, stop=stop: leg(state, stop), world_size=world_size
         )

@@ -13,19 +13,16 @@ from tests.support import strategies as ours
 from tests.support.late_reads import read_late
 
 
-@pytest.mark.parametrize(
-    ("wrap", "world_size", "culprit"),
-    [(af.wrap_ddp(), 3, 1), (af.wrap_fsdp(), 2, 0)],
-    ids=["ddp", "fsdp"],
-)
-def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
+def test_a_spike_on_one_rank_is_left_out_on_all():
     generator = torch.Generator().manual_seed(0)
     calm = [(torch.randn(6, 3, generator=generator).double(), torch.ones(6, 1).double())] * 6
-    parts = ours.dealt_evenly([*calm[:4], calm[4], *calm[4:]], world_size)
-    inputs, targets = parts[culprit][4]
-    parts[culprit][4] = inputs, targets * 1e4
+    parts = ours.dealt_evenly([*calm[:4], calm[4], *calm[4:]], 2)
+    inputs, targets = parts[0][4]
+    parts[0][4] = inputs, targets * 1e4
     _, expected = ours.trained_by_hand(ours.regression_model(), calm)
-    for parameters, applied in trained_in_a_world(parts, af.skip_spikes(window=4), wrap=wrap):
+    for parameters, applied in trained_in_a_world(
+        parts, af.skip_spikes(window=4), wrap=af.wrap_fsdp()
+    ):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 4 + [False] + [True] * 2
 
@@ -33,9 +30,7 @@ def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
 BAD = {"nonfinite": (af.skip_nonfinite(), float("nan")), "spike": (af.skip_spikes(window=4), 1e4)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "row"), [("nonfinite", 0), ("nonfinite", 3), ("spike", 1), ("spike", 2)]
-)
+@pytest.mark.parametrize(("kind", "row"), [("nonfinite", 3), ("spike", 1)])
 def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind, row):
     """The targets of one output reach one row of the weight, which one rank holds."""
     recipe, bad = BAD[kind]
@@ -54,7 +49,7 @@ def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind
         assert applied == [True] * 4 + [False] + [True] * 2
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused sgd"])
 @pytest.mark.parametrize(
     ("recipe", "bad"),
     [(af.skip_nonfinite(), float("nan")), (af.skip_spikes(window=4), 1e6)],
@@ -69,7 +64,7 @@ def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit
     model = ours.regression_model().float()
     recipe = af.compose(af.wrap_ddp(), af.clip(0.5), af.with_amp("bf16"), recipe)
     expected, found = (
-        ours.trained(model, ours.dealt_evenly(each, 2), recipe, optimizer=optimizer)
+        ours.trained(model, ours.dealt_evenly(each, 2), recipe, optimizer=OPTIMIZERS[optimizer])
         for each in (batches, spoilt)
     )
     for (losses, parameters), (expected_losses, wanted) in zip(found, expected, strict=True):

@@ -194,10 +194,6 @@ class Cache:
         self.past = []
 
 
-def call_by_name(block, x):
-    return block(hidden_states=x)[0]
-
-
 def call_with_cache(block, x):
     cache = Cache()
     out, _ = block(hidden_states=x, cache=cache)
@@ -226,10 +222,7 @@ class OfDTensors(nn.Module):
 
 
 RIGHT = {
-    "attention": (Attention(), ATTENTION),
-    "two layers": (MLP(), PAIR),
     "as in BERT": (SelfAndOutput(), BERT),
-    "arguments by name": (Wrapped(Named(), call_by_name), within("block", ATTENTION)),
     "a cache": (Wrapped(Named(), call_with_cache), within("block", ATTENTION)),
     "dropout": (Attention(dropout=0.5), ATTENTION),
     "no float64": (MLP(by_constant), PAIR),
@@ -253,13 +246,10 @@ WRONG = {
     "a fixed number of heads": (Attention(*FIXED), ATTENTION),
     "as in BERT": (SelfAndOutput(*FIXED), BERT),
     "a norm": (MLP(lambda x: F.layer_norm(x, x.shape[-1:])), PAIR),
-    "a softmax": (MLP(lambda x: x.softmax(-1)), PAIR),
     "no float64": (MLP(lambda x: by_constant(x).softmax(-1)), PAIR),
-    "by name": (Wrapped(Named(*FIXED), call_by_name), within("block", ATTENTION)),
     "with a cache": (Wrapped(Named(*FIXED), call_with_cache), within("block", ATTENTION)),
     "the start of a vector": (Scaled(cut=True), PAIR),
     "not a number": (MLP(lambda x: x if x.shape[-1] == 16 else x * torch.nan), PAIR),
-    "a mean": (MLP(lambda x: x - x.mean(-1, keepdim=True)), PAIR),
 }
 
 
