@@ -11,18 +11,6 @@ from tests.laws.law11_metrics import run_measured
 from tests.support import strategies as ours
 
 
-def test_what_is_not_finite_is_reported_and_does_not_stop_the_step():
-    def loss_fn(model, batch):
-        loss = ours.mse(model, batch)
-        return loss, {"nan": loss * math.nan, "none": (0, 0), "inf": math.inf}
-
-    batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
-    for (report,) in run_measured(ours.dealt_evenly([batch], 2), af.wrap_ddp(), loss_fn):
-        assert math.isnan(report["nan"])
-        assert math.isnan(report["none"])
-        assert report["inf"] == math.inf
-
-
 def test_batches_without_items_have_no_names_and_then_nan():
     batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
     empty = ours.rows(batch, 0, 0)

@@ -247,20 +247,6 @@ def test_labels_count_as_much_as_their_classes_weigh(world_size, num_microbatche
         ours.assert_close(parameters, expected)
 
 
-def test_a_loss_over_one_label_a_sample_is_compared():
-    """Such labels have no first one in a row, which another `shift` would leave out."""
-    labels = torch.tensor([0, 1, 2, -100, 0, -100, 1, 2])
-
-    def loss_fn(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-    model = nn.Linear(3, 3).double()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn=af.count_labels(1))
-    state, step = af.build(af.accumulate(2)(plan), af.DistState())
-    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-        step(state, (INPUTS, labels))
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "shift", "words"),
     [
@@ -387,18 +373,6 @@ def test_a_weight_that_is_drawn_is_found_by_draws_of_each_row():
 
     with pytest.warns(UserWarning, match="neither a mean nor a sum"):
         stepped(loss_fn, af.accumulate(2), [[BATCH]])
-
-
-def test_a_generator_of_the_loss_is_compared_and_not_moved():
-    def loss_fn(model, batch):
-        return ours.mse(model, (batch[0] + noise(batch[0].shape, generator), batch[1]))
-
-    ends = []
-    for check_loss in (True, False):
-        generator = torch.Generator().manual_seed(0)
-        ((losses, _),) = trained([[BATCH] * 2], af.accumulate(2), loss_fn, check_loss=check_loss)
-        ends.append((losses, generator.get_state().tolist()))
-    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 
-import pytest
 import torch
 import torch.distributed
 from torch import nn
@@ -28,38 +27,6 @@ def one_step(optimizer_of, before=lambda optimizer: None):
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
-
-
-def step_of(loss_of):
-    """Take a step of this loss."""
-    plan = af.Plan(loss_of, model := regression_model(), sgd(model.parameters()))
-    state, step = af.build(plan, af.DistState(), check_loss=False)
-    step(state, batches(torch.float64)[0])
-
-
-def test_backward_frees_the_graph():
-    losses = []
-
-    def kept(model, batch):
-        losses.append(mse(model, batch))
-        return losses[0]
-
-    step_of(kept)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        losses[0].backward()
-
-
-def test_tensor_subclass_sees_the_public_backward():
-    seen = []
-
-    class Watching(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    step_of(lambda model, batch: mse(model, batch).as_subclass(Watching))
-    assert torch.autograd.backward in seen
 
 
 def test_wrapper_is_left_out_where_nothing_listens():

@@ -81,24 +81,6 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
 
 
 @compiles
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_every_mode_trains_the_same_and_warns_of_nothing(mode, capfd):
-    """Some modes cannot be called from C++, and numbers of a large matrix are computed
-    separately."""
-    batches, ends = make_batches(8, 8, 8, 8), []
-    for recipe in (af.compose(), af.compiled(scope="step", mode=mode)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 512), nn.Tanh(), nn.Linear(512, 1)).double()
-        plan = af.compose(af.accumulate(2), af.clip(0.1), recipe)(make_plan(model))
-        _, _, reports = run(plan, batches)
-        ends.append(([float(each.loss) for each in reports], model.state_dict()))
-    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-6)
-    ours.assert_close(ends[0][1], ends[1][1])
-    assert capfd.readouterr().err == ""
-
-
-@compiles
 def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
     state, step = af.build(plan, af.DistState())

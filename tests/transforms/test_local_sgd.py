@@ -73,31 +73,6 @@ def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
     assert torch.equal(first, second)
 
 
-def test_a_batch_that_does_not_fit_on_one_rank_is_done_again_on_all():
-    def tight(limit):
-        def loss_fn(model, batch):
-            if len(batch[0]) > limit:
-                raise torch.OutOfMemoryError("as an accelerator says it")
-            return ours.mse(model, batch)
-
-        return loss_fn
-
-    def trained(state, split, limit):
-        recipe = af.compose(af.local_sgd(2), af.accumulate(split))
-        state, step = built(state, recipe, loss_fn=tight(limit))
-        for batch in batches(size=8):
-            state, report = step(state, part(batch, state))
-        return report.extras.get("num_microbatches"), report.extras["own_weight"], weights(step)
-
-    def run(state):
-        found = trained(state, "auto", 2 if state.rank else 9)
-        return found, trained(state, 2, 9)
-
-    for (count, own, actual), (_, _, expected) in simulate(run, world_size=2):
-        assert (count, own) == (2, 4)
-        ours.assert_identical(actual, expected)
-
-
 def test_a_gradient_function_that_drops_the_rank_s_weight_is_refused():
     def forgetting(grad_fn):
         def wrapped(state, batch):

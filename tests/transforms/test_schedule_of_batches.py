@@ -163,15 +163,3 @@ def test_a_loader_without_a_length_is_refused_on_every_rank():
             refused(af.shard_loader(loader, state), text, TypeError)
 
     simulate(run, world_size=2)
-
-
-def test_ranks_that_count_other_batches_are_refused():
-    def run(state):
-        plan = ours.plan(optimizer=sgd)
-        recipe = af.compose(
-            af.wrap_ddp(), af.schedule(halved(plan.optimizer), every=2 + state.rank)
-        )
-        with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
-            af.build(recipe(plan), state)
-
-    simulate(run, world_size=2)

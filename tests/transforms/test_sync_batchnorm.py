@@ -68,37 +68,6 @@ def test_layers_use_all_rows_where_they_run_again_or_beside_a_compiler(wrap, mod
         torch.testing.assert_close(found, losses, **ours.EXACT)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        af.wrap_ddp(sync_batchnorm=True, find_unused_parameters=True),
-        af.wrap_ddp(sync_batchnorm=True, static_graph=True),
-        af.wrap_fsdp(sync_batchnorm=True, reshard_after_forward=False),
-    ],
-)
-def test_layers_use_all_rows_under_options_of_the_strategies(wrap):
-    model = Normed()
-    _, tensors = expected(model)
-    for _, actual in over_ranks(model, PARTS, wrap, world_size=2):
-        ours.assert_close(actual, tensors)
-
-
-def test_ranks_that_hold_the_same_rows_are_counted_once():
-    model = Normed()
-    _, tensors = expected(model)
-
-    def run(state):
-        mine = copy.deepcopy(model)
-        plan = af.Plan(loss_fn, mine, sgd(mine), weight_fn=weight_fn)
-        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
-        for ranks in PARTS:
-            state, _ = step(state, ranks[state.along("dp").rank])
-        return ours.whole(mine.state_dict())
-
-    for actual in simulate(run, mesh={"dp": 2, "tp": 2}):
-        ours.assert_close(actual, tensors)
-
-
 def test_frozen_layers_use_their_running_statistics():
     def run(state, recipe):
         model = Normed()
