@@ -170,7 +170,7 @@ class ShardedItems(Items):
         return Items(self.items if index == num_shards - 1 else [])
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     kind=st.sampled_from([*KINDS]),
     batch_size=st.integers(1, 9),
@@ -230,7 +230,7 @@ SOURCES = {
 }
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     source=st.sampled_from([*SOURCES]),
     batch_size=st.integers(1, 9),

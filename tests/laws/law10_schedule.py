@@ -134,7 +134,7 @@ def test_a_rate_on_the_device_is_that_of_the_updates_made(
 
 
 @pytest.mark.parametrize("make", [by_host, by_device])
-@ours.share(0.5)
+@ours.share(0.34)
 @given(saved_after=st.integers(0, 5), skipped=st.sets(st.integers(0, 4), max_size=3))
 @example(saved_after=3, skipped={2})
 def test_schedulers_go_one_after_another(tmp_path_factory, make, saved_after, skipped):

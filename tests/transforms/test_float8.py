@@ -67,7 +67,7 @@ def torchaos(model, skipped=()):
     return model
 
 
-@pytest.mark.parametrize("how", ["micro-batches", "ranks"])
+@pytest.mark.parametrize("how", ["micro-batches", pytest.param("ranks", marks=pytest.mark.slow)])
 def test_it_is_the_training_of_torchaos_layers(how):
     num_parts = 2
     start = make_model()
