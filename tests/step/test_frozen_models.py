@@ -137,21 +137,6 @@ def test_place_refuses_a_dtype_that_is_no_float():
         af.place(frozen_dtype=torch.int64)
 
 
-def test_forward_evaluate_and_predict_pass_frozen_models_on():
-    state, step = trained(plan_of(), steps=0)
-    expected = float(loss_fn(step.plan.model, BATCH, step.plan.frozen).detach())
-    assert float(step.forward(state, BATCH)) == pytest.approx(expected, rel=1e-12)
-
-    def metrics(model, batch, *, frozen):
-        return loss_fn(model, batch, frozen), {}
-
-    for metric_fn in (None, metrics):
-        found = af.evaluate(step, state, [BATCH], metric_fn)
-        assert found["loss"] == pytest.approx(expected, rel=1e-12)
-    found = af.predict(step, state, [BATCH], lambda model, batch, frozen: frozen["vae"](batch[0]))
-    assert torch.equal(found, step.plan.frozen["vae"](X))
-
-
 @pytest.mark.parametrize(
     ("recipe", "loss", "world_size"),
     [

@@ -85,25 +85,6 @@ def test_single_samples_of_ranks_are_joined_in_any_structure(of):
     simulate(run, world_size=2)
 
 
-def test_a_batch_that_cannot_be_compared_is_followed_by_others():
-    def loss_fn(model, batch):
-        if len(batch[0]) < 2:
-            raise ValueError("too short")
-        return summed(model, batch)
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.wrap_ddp()(plan), state)
-        state, _ = step(state, ours.rows(BATCH, 0, 3))
-        assert "could not be compared" in af.explain(step, state)
-        assert "ValueError: too short" in af.explain(step, state)
-        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-            step(state, tuple(torch.cat([each, each[:1]]) for each in BATCH))  # 9 rows: 3, 3 and 3
-
-    simulate(run, world_size=2)
-
-
 def test_parts_without_items_are_left_out():
     """Their mean is that of nothing; the comparison waits for a batch with items in two parts."""
 
@@ -299,20 +280,6 @@ def stepped(loss_fn, recipe, parts, num_steps=1, **options):
         return af.explain(step, state).splitlines()[-1]
 
     return simulate(run, world_size=len(parts))
-
-
-def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_second():
-    def loss_fn(model, batch):
-        loss = ours.mse(model, batch)
-        return loss.sqrt() if batch[0][0, 0] > 5 else loss
-
-    model = ours.regression_model()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.accumulate(2)(plan), af.DistState())
-    state, _ = step(state, BATCH)
-    with pytest.warns(UserWarning, match="got one in batch 2 that is neither a mean nor a sum"):
-        step(state, (BATCH[0] + 10, BATCH[1]))
-    assert "neither a mean nor a sum over the items of batch 2" in af.explain(step, state)
 
 
 STATE = (

@@ -3,7 +3,6 @@ failures."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import accel_fn as af
@@ -14,7 +13,6 @@ from tests.support.block_models import (
     batches,
     part,
     stack,
-    weights_after,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
@@ -68,45 +66,3 @@ def test_ranks_exchange_gradients_only_in_the_last_micro_batch(reshard):
 
     kept = [(True, False), (True, not reshard), (True, not reshard)]
     assert simulate(run, world_size=2) == [kept * 2] * 2
-
-
-def failing_in_a_block(model, batch):
-    handle = model.blocks[1].inner[0].register_forward_pre_hook(lambda *_: 1 / 0)
-    try:
-        return ours.mse(model, batch)
-    finally:
-        handle.remove()
-
-
-def failing_in_the_backward(model, batch):
-    hidden = model.encode(batch[0])
-    hidden.register_hook(lambda gradient: 1 / 0)
-    return F.mse_loss(model.last(hidden), batch[1])
-
-
-@pytest.mark.parametrize(
-    ("failing", "num_microbatches"),
-    [(failing_in_a_block, 2), pytest.param(failing_in_the_backward, 1, marks=pytest.mark.slow)],
-)
-def test_a_step_that_fails_can_be_followed_by_one(failing, num_microbatches):
-    def run(state):
-        model, calls = stack(), []
-
-        def loss_fn(model, batch):
-            calls.append(None)
-            return (failing if len(calls) == num_microbatches + 1 else ours.mse)(model, batch)
-
-        recipe = af.compose(af.wrap_fsdp(), af.accumulate(num_microbatches))
-        state, step = ours.built(recipe, state, model=model, optimizer=ours.adamw, loss_fn=loss_fn)
-        for index, batch in enumerate(batches()):
-            if index == 1:
-                with pytest.raises(ZeroDivisionError):
-                    step(state, part(batch, state))
-                assert all(isinstance(each, DTensor) for each in model.parameters())
-            state, _ = step(state, part(batch, state))
-        return ours.whole(dict(model.named_parameters()))
-
-    (expected,) = weights_after(af.compose(), 1)
-    for actual in simulate(run, world_size=2):
-        for name, value in actual.items():
-            torch.testing.assert_close(value, expected[name], **ours.EXACT)

@@ -7,7 +7,6 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.laws.law07_scaling import OPTIMIZERS
 from tests.laws.law07_skipping import linear_model, linear_run, tiny_sgd, trained_in_a_world
 from tests.support import strategies as ours
 from tests.support.late_reads import read_late
@@ -47,29 +46,6 @@ def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind
     ):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 4 + [False] + [True] * 2
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "fused sgd"])
-@pytest.mark.parametrize(
-    ("recipe", "bad"),
-    [(af.skip_nonfinite(), float("nan")), (af.skip_spikes(window=4), 1e6)],
-    ids=["nonfinite", "spike"],
-)
-def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit(
-    recipe, bad, optimizer
-):
-    generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(6, 3, generator=generator), torch.ones(6, 1)) for _ in range(6)]
-    spoilt = [*batches[:4], (batches[4][0], batches[4][1] * bad), *batches[4:]]
-    model = ours.regression_model().float()
-    recipe = af.compose(af.wrap_ddp(), af.clip(0.5), af.with_amp("bf16"), recipe)
-    expected, found = (
-        ours.trained(model, ours.dealt_evenly(each, 2), recipe, optimizer=OPTIMIZERS[optimizer])
-        for each in (batches, spoilt)
-    )
-    for (losses, parameters), (expected_losses, wanted) in zip(found, expected, strict=True):
-        ours.assert_identical(parameters, wanted)
-        assert [*losses[:4], *losses[5:]] == expected_losses
 
 
 @pytest.mark.parametrize(
