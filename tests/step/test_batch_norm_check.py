@@ -154,6 +154,27 @@ def test_one_row_that_has_statistics_trains(recipe, make, world_size):
     assert ends(recipe, [12, 3], make, world_size=world_size) == [None] * world_size
 
 
+class Unused(nn.Module):
+    """Holds a layer in training mode that its forward does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = made(nn.Tanh()), nn.BatchNorm1d(4, affine=False).double()
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: made(nn.GroupNorm(2, 4)), lambda: made(nn.BatchNorm1d(4).eval()), Unused],
+    ids=["GroupNorm", "frozen", "unused"],
+)
+def test_layers_without_statistics_of_rows_are_not_warned_of(model):
+    recipe = af.compose(af.wrap_ddp(), af.accumulate(2))
+    assert warned(recipe, model, world_size=2) == []
+
+
 def test_a_layer_that_thaws_later_is_warned_of_at_the_next_look():
     model = made()
     model[1].eval()

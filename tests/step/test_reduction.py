@@ -68,23 +68,6 @@ def test_the_first_global_batch_of_two_samples_is_compared(recipe, sizes):
     simulate(run, world_size=3)
 
 
-@pytest.mark.parametrize("of", [tuple, lambda pair: {"pair": [*pair]}])
-def test_single_samples_of_ranks_are_joined_in_any_structure(of):
-    def loss_fn(model, batch):
-        x, y = batch["pair"] if isinstance(batch, dict) else batch
-        return (model(x) - y).square().sum()
-
-    def run(state):
-        model = nn.Linear(3, 1).double()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.wrap_ddp()(plan), state)
-        x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)[state.rank :][:1]
-        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-            step(state, of((x, x[:, :1])))
-
-    simulate(run, world_size=2)
-
-
 def test_parts_without_items_are_left_out():
     """Their mean is that of nothing; the comparison waits for a batch with items in two parts."""
 
@@ -145,6 +128,17 @@ def test_a_loss_whose_batches_the_user_cuts_is_described_without_a_warning():
     state, step = af.build(af.accumulate(split=lambda batch: [batch])(plan), af.DistState())
     step(state, BATCH)  # a warning would be an error
     assert "is neither a mean nor a sum" in af.explain(step, state)
+
+
+def test_a_batch_that_is_never_cut_is_not_compared():
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(len(batch[0]))
+        return summed(model, batch)
+
+    trained([[BATCH, BATCH]], af.clip(1.0), loss_fn)
+    assert calls == [8, 8]
 
 
 @pytest.mark.parametrize(

@@ -60,19 +60,6 @@ def test_step_that_somebody_wrapped_on_the_class_is_run():
     assert seen == [optimizer]
 
 
-def test_scheduler_sees_the_step():
-    schedulers = []
-
-    def schedule(optimizer):
-        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-
-    _, optimizer = one_step(sgd, schedule)
-    schedulers[
-        0
-    ].step()  # torch's warning that it came before the optimizer's step is an error in these tests
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
 def steps_of_replicas(loss_fn, around=contextlib.nullcontext):
     """Return the first rank's state after three steps: losses, parameters, and recorded calls."""
 

@@ -68,6 +68,23 @@ def test_layers_use_all_rows_where_they_run_again_or_beside_a_compiler(wrap, mod
         torch.testing.assert_close(found, losses, **ours.EXACT)
 
 
+@wraps
+def test_the_model_keeps_its_layers_and_its_keys(wrap):
+    def run(state):
+        model = Normed()
+        layers, keys = [*model.modules()], [*model.state_dict()]
+        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
+        state, step = af.build(wrap(sync_batchnorm=True)(plan), state, check_loss=False)
+        step(state, PARTS[0][state.rank])
+        assert not any("forward" in vars(each) for each in model.modules())
+        return (
+            all(map(isinstance, model.modules(), map(type, layers))),
+            [*model.state_dict()] == keys,
+        )
+
+    assert simulate(run, world_size=2) == [(True, True)] * 2
+
+
 def test_frozen_layers_use_their_running_statistics():
     def run(state, recipe):
         model = Normed()

@@ -109,8 +109,10 @@ def test_another_style_of_torch_may_name_any_module():
     assert list(styles_of(Words(), given, 2)) == ["", "layers.0", "layers.1"]
 
 
-def test_a_star_does_not_stand_for_the_model():
+def test_a_star_stands_for_one_name_and_not_for_the_model():
     assert list(styles_of(nn.Sequential(nn.Linear(4, 4)), {"*": "colwise"}, 2)) == ["0"]
+    nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    assert list(styles_of(nested, {"*.0": "colwise"}, 2)) == ["1.0"]
 
 
 def test_module_in_two_places_has_one_style():
