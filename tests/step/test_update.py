@@ -234,6 +234,19 @@ def test_bad_verdict_changes_no_bit_of_parameters_and_state(make, fused, factor,
     )
 
 
+@every_optimizer
+@fused_or_not
+def test_skipped_first_update_leaves_no_trace(make, fused):
+    skipping, plain = parameters(dtype := torch.float64), parameters(dtype)
+    one, other = make(skipping, fused=fused), make(plain, fused=fused)
+    factor = torch.tensor(0.5, dtype=dtype)
+    update(one, [torch.full((4,), torch.inf, dtype=dtype)], factor, BAD)
+    for seed in range(2):
+        update(one, normal([dtype], seed), factor, OK)
+        update(other, normal([dtype], seed), factor)  # a verdict of True changes no bit either
+    assert_same_bits(skipping, plain)
+
+
 @pytest.mark.parametrize("earlier", [[], [[torch.ones(4), None]]], ids=["at all", "of its own"])
 def test_first_update_makes_no_momentum_where_it_is_skipped(earlier):
     early, late = parameters(torch.float32, torch.float32)

@@ -41,6 +41,36 @@ def test_it_repeats_a_later_batch_with_the_buffers_of_the_first_rank():
     assert counts == [1, 2, 2]
 
 
+def test_a_step_that_failed_is_repeated_with_the_buffers_of_the_first_rank():
+    """As in DDP by hand."""
+
+    def run(state, recipe):
+        fails = False
+
+        def loss_fn(model, batch):
+            loss = ours.mse(model, batch)
+            if fails:
+                raise ArithmeticError("no number")
+            return loss
+
+        state, step = make(state, loss_fn, af.compose(af.wrap_ddp(), recipe))
+        part = tuple(each[state.rank :: 2] for each in fixed_batches(num=1, size=4)[0])
+        state, _ = step(state, part)
+        fails = True
+        with pytest.raises(ArithmeticError):
+            step(state, part)
+        fails = False
+        step(state, part)
+        return step.plan.model.state_dict()
+
+    expected, found = (
+        simulate(lambda state, recipe=recipe: run(state, recipe), world_size=2)
+        for recipe in (af.accumulate(1), af.accumulate("auto"))
+    )
+    for actual, plain in zip(found, expected, strict=True):
+        ours.assert_identical(actual, plain)
+
+
 def test_a_batch_that_overflows_as_well_is_skipped_once():
     """The overflow is on the first rank; the last rank runs out of memory."""
     batches = fixed_batches(num=3, size=16)

@@ -51,6 +51,28 @@ def test_running_statistics_are_averaged_and_counts_are_left_alone():
     assert first["mask"].tolist() == [float("-inf"), 0.0]
 
 
+def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
+    def watching(seen):
+        def watch(state, report):
+            seen.append(report_of[state.rank]())
+            return state
+
+        return lambda plan: replace(plan, after_update=(*plan.after_update, watch))
+
+    report_of = {}
+
+    def run(state):
+        seen = []
+        model = ours.regression_model()
+        report_of[state.rank] = lambda: model[0].weight.detach().clone()
+        state, step = built(state, af.compose(watching(seen), af.local_sgd(1)), model=model)
+        step(state, part(batches()[0], state))
+        return seen
+
+    (first,), (second,) = simulate(run, world_size=2)
+    assert torch.equal(first, second)
+
+
 def test_a_gradient_function_that_drops_the_rank_s_weight_is_refused():
     def forgetting(grad_fn):
         def wrapped(state, batch):

@@ -87,6 +87,22 @@ def test_a_sharded_loader_gives_the_same_slots_to_every_number_of_ranks():
     simulate(run_into_the_tail, world_size=2)
 
 
+def test_a_batch_that_counts_for_nothing_is_a_gradient_of_zero_everywhere():
+    def run(state):
+        model = ours.token_model()
+        plan = af.Plan(
+            ours.token_loss, model, ours.sgd(model.parameters()), af.count_labels("labels")
+        )
+        state, step = af.build(af.reproducible(2)(plan), state)
+        inputs, labels = torch.zeros(2, 3, 3).double(), torch.full((2, 3), -100)
+        state, report = step(state, {"inputs": inputs, "labels": labels})
+        return report.weight, float(report.loss), ours.kept_tensors(step)
+
+    for weight, loss, tensors in simulate(run, world_size=2):
+        assert (weight, loss) == (0, 0.0)
+        ours.assert_identical(tensors, ours.token_model().state_dict())
+
+
 def test_where_in_memory_a_slot_begins_does_not_matter():
     """Linear layers of this shape round differently if an address is no multiple of some number of
     bytes."""
