@@ -13,10 +13,12 @@ from tests.support.optimizers import (
     CONTRACT,
     PAGE,
     ROWS,
+    batches,
     kinds,
     outcome,
     split_page,
     table,
+    with_graph,
 )
 from tests.support.strategies import mse, regression_model
 
@@ -85,3 +87,25 @@ def test_closure_is_refused_before_anything_is_trained():
         r"the loss again; use another, or step\.grads in a loop of your own",
     ):
         af.build(plan, af.DistState())
+
+
+def test_gradient_function_gives_a_second_order_optimizer_its_graph():
+    by_hand, model = regression_model(), regression_model()
+    optimizer = torch_optimizer.Adahessian(by_hand.parameters())
+    torch.manual_seed(0)
+    for batch in batches(torch.float64):
+        found = torch.autograd.grad(
+            mse(by_hand, batch), list(by_hand.parameters()), create_graph=True
+        )
+        for parameter, gradient in zip(by_hand.parameters(), found, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+    plan = af.Plan(mse, model, torch_optimizer.Adahessian(model.parameters()))
+    state, step = af.build(with_graph(plan), af.DistState())
+    torch.manual_seed(0)
+    for batch in batches(torch.float64):
+        state, _ = step(state, batch)
+
+    for actual, expected in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(actual, expected)
