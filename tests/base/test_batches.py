@@ -131,15 +131,6 @@ def test_parts_join_to_the_batch_again(num_samples, num_parts):
         assert part["scalar"] is batch["scalar"]
 
 
-@given(num_samples=st.integers(0, 9), num_parts=st.integers(1, 12))
-def test_ranks_take_consecutive_parts_that_may_be_empty(num_samples, num_parts):
-    batch = (torch.arange(num_samples), torch.zeros(num_samples, 2))
-    states = [af.DistState(rank=rank, world_size=num_parts) for rank in range(num_parts)]
-    parts = [af.shard_batch(batch, state) for state in states]
-    assert torch.cat([part[0] for part in parts]).tolist() == list(range(num_samples))
-    assert {part[1].shape[1:] for part in parts} == {(2,)}
-
-
 def test_an_empty_batch_is_one_empty_part():
     (part,) = split_batch((torch.zeros(0, 3),), 4)
     assert part[0].shape == (0, 3)

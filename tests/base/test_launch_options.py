@@ -3,11 +3,9 @@ arguments."""
 
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 
 import accel_fn as af
-from accel_fn.testing import strategies
 from tests.support import strategies as ours
 
 PRECISION, NUMBER, WRAP, TIMEOUT, MESH = (
@@ -164,14 +162,6 @@ def test_without_a_number_the_batch_stays_whole_and_explain_shows_it(said):
     )
 
 
-@given(batches=strategies.batches())
-def test_with_a_launch_that_sets_nothing_both_are_the_identity_to_the_bit(batches):
-    recipe = af.compose(af.with_amp(), af.accumulate())
-    _, expected = ours.trained(ours.regression_model(), [batches], af.compose())[0]
-    _, actual = ours.trained(ours.regression_model(), [batches], recipe)[0]
-    ours.assert_identical(actual, expected)
-
-
 def test_an_argument_wins_over_the_launch(said):
     said(PRECISION, "fp16")
     said(NUMBER, "3")
@@ -200,10 +190,3 @@ def test_a_bad_variable_is_refused_when_the_transform_is_made(said, name, value,
     said(name, value)
     with pytest.raises(ValueError, match=f"launch_options: {name} must"):
         transform()
-
-
-@pytest.mark.parametrize("transform", [af.with_amp(), af.accumulate(), af.with_amp("fp16")])
-def test_a_transform_makes_the_same_of_the_same_plan(transform):
-    plan = make_plan()
-    first, second = transform(plan), transform(plan)
-    assert repr(first) == repr(second)

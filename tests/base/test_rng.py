@@ -48,10 +48,6 @@ def test_ranks_draw_other_dropout_masks_unless_they_are_to_draw_the_same():
     assert len(set(masks(per_rank=False))) == 1
 
 
-def test_the_generators_do_not_depend_on_the_world_size():
-    assert drawn(af.DistState(seed=1)) == drawn(af.DistState(seed=1, world_size=4))
-
-
 def test_whether_each_rank_has_its_own_is_a_flag():
     with pytest.raises(TypeError, match="seed_all: per_rank must be True or False, got 'yes'"):
         af.seed_all(af.DistState(), per_rank="yes")

@@ -62,16 +62,6 @@ def test_ranks_may_hold_their_elements_in_any_order_in_memory(order, function):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_numbers_in_the_plane_may_be_conjugated_lazily_on_one_rank():
-    value = torch.tensor([1 + 2j, 3j])
-
-    def run(state):
-        return af.reduce_sum(value.conj() if state.rank else value.conj().resolve_conj(), state)
-
-    for found in simulate(run, world_size=2):
-        torch.testing.assert_close(found, value.conj() * 2, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(1).expand(3), torch.ones(()), torch.ones(0, 3), torch.ones(1, 2).expand(2, 2)],

@@ -48,15 +48,6 @@ def test_the_source_of_a_broadcast_gets_the_gradients_of_all():
     assert simulate(run, world_size=3) == [[6.0, 6.0], None, None]
 
 
-def test_a_complex_gradient_arrives():
-    def run(state):
-        value = torch.tensor([1 + 1j], dtype=torch.complex128, requires_grad=True)
-        af.gather(value, state).abs().square().sum().backward()
-        return value.grad.tolist()
-
-    assert simulate(run, world_size=2) == [[pytest.approx(4 + 4j, rel=1e-12)]] * 2
-
-
 def test_a_rank_without_a_graph_takes_part_in_the_backward():
     """The same holds for outputs that the loss does not use, if it uses one of the same call."""
 

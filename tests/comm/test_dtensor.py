@@ -7,14 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import accel_fn as af
@@ -30,7 +23,6 @@ from accel_fn.testing.internals import (
     whole,
 )
 from tests.support import strategies as ours
-from tests.support.processes import launch
 
 CUTS = {
     "rows over the first axis": (Shard(0), Replicate()),
@@ -224,83 +216,3 @@ def test_a_step_trains_what_shard_model_has_cut():
     expected = run(af.DistState())
     for found in simulated(run):
         ours.assert_close(found, expected)
-
-
-def test_a_run_over_two_axes_resumes_on_one_process_and_back(tmp_path):
-    batches = [(torch.randn(6, 3).double(), torch.randn(6, 1).double()) for _ in range(4)]
-
-    def run(state, mesh=None, *, folder=tmp_path, since, until):
-        state, step = built_on(mesh, state)
-        state = af.resume(step, state, folder)
-        assert state.step == since
-        for batch in batches[since:until]:
-            state, _ = step(state, batch)
-        af.save(step, state, folder)
-        return ours.whole(dict(step.plan.model.named_parameters()))
-
-    expected = run(af.DistState(), folder=tmp_path / "one", since=0, until=4)
-    simulated(partial(run, since=0, until=1))
-    run(af.DistState(), since=1, until=2)
-    simulated(partial(run, since=2, until=3))
-    ours.assert_close(run(af.DistState(), since=3, until=4), expected)
-
-
-class ByHooks(af.extend.Strategy):
-    """FSDP's hooks average over the first axis, and tensor parallelism sums over the second one."""
-
-    finds_unused = False
-
-    def trainable(self):
-        self.model.unshard()
-        unsharded = [*self.model.parameters()]
-        self.model.reshard()
-        return [*unsharded, *self.model.parameters()]
-
-    def backward(self, loss, seed):
-        loss.backward(seed)
-
-
-def train_by_torch(state, folder):
-    """Train by fully_shard over tensor parallelism, save and load; every rank has the whole batch."""
-    generator = torch.Generator().manual_seed(0)
-    batches = torch.randn(3, 2, 6, 4, generator=generator, dtype=torch.float64).unbind()
-
-    def sharded(state, model):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return fully_shard(model, mesh=mesh["dp"])
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
-    plan = ours.plan(model=model, optimizer=ours.adamw)
-    plan = af.compose(af.clip(0.1), af.check_replicas(1))(plan)
-    if state.world_size > 1:
-        plan = replace(plan, shard_model=(sharded,), strategy=(af.extend.SlotFunction(ByHooks),))
-    state, step = af.build(plan, state)
-    found = {}
-    for batch in batches:
-        state, report = step(state, batch)
-        found |= {f"loss {state.step}": report.loss, f"norm {state.step}": report.grad_norm}
-    af.save_model(model, folder)
-    with torch.no_grad():
-        for each in model.parameters():
-            local(each).zero_()
-    af.load_model(model, folder)
-    return found | ours.whole(dict(model.named_parameters()))
-
-
-SCRIPT = """
-import accel_fn as af
-from tests.comm.test_dtensor import train_by_torch
-from tests.support import strategies as ours
-
-state = af.init(device="cpu", timeout_s=100)
-found = train_by_torch(state, {folder!r} + "/mesh")
-ours.assert_close(found, train_by_torch(af.DistState(), {folder!r} + f"/{{state.rank}}"))
-say("equal")
-"""
-
-
-@pytest.mark.slow
-def test_fsdp_over_tensor_parallelism_trains_as_one_process(tmp_path):
-    launch(SCRIPT.format(folder=str(tmp_path)), num_processes=4, expect=["equal"] * 4)

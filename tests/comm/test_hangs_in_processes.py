@@ -32,12 +32,6 @@ CASES = {
             af.gather({"rows": torch.ones(5, 3), "ids": torch.arange(5)}, state)  # alone
         time.sleep(600)  # elsewhere
     """,
-    "four_steps_against_three": """
-        mark()
-        for _ in range(4 - state.rank):
-            state, _ = step(state, batch)  # steps
-        time.sleep(600)  # elsewhere
-    """,
     "four_steps_against_three_that_leaves": """
         mark()
         for _ in range(4 - state.rank):
@@ -55,12 +49,6 @@ CASES = {
         if state.rank:
             raise ValueError("of rank 1 alone")  # raises
         af.barrier(state)  # waits
-    """,
-    "a_long_computation_against_a_step": """
-        mark()
-        while state.rank:
-            torch.ones(50, 50) @ torch.ones(50, 50)  # computes
-        state, _ = step(state, batch)  # steps
     """,
     "an_abort_in_native_code": """
         mark()
@@ -171,22 +159,6 @@ def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(e
     assert ranks[1].stderr.endswith("time.sleep(600)  # elsewhere\n")
 
 
-@of("four_steps_against_three")
-def test_a_step_on_one_rank_is_reported_by_all_with_its_number_and_phase(ended):
-    ranks, place = ended
-    at = place("# steps")
-    number = collective_of(ranks[0], 0)
-    last = f"last collective {number - 1}, step of float32 [2], at {at}"
-    assert_reports(
-        ranks,
-        f"  rank 0: in collective {number}, step of float64 [2], at {at}; last step 4, at {at}\n",
-        f"  rank 1: at {place('# elsewhere')}; last step 3, at {at}; {last}\n",
-    )
-    assert "step has waited for longer than timeout_s=3\n" in ranks[0].stderr
-    assert in_stack(at) in ranks[0].stderr
-    assert "in wait" in ranks[0].stderr
-
-
 @of("four_steps_against_three_and_an_evaluation")
 def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
     ranks, _ = ended
@@ -225,15 +197,6 @@ def test_if_a_rank_raises_the_others_report_its_error_and_their_own_line(ended):
         waits,
         f"  rank 0: in collective 6, barrier, at {place('# waits')}\n",
         "  rank 1: has left by ValueError: of rank 1 alone; last collective 5, barrier, at ",
-    )
-
-
-@of("a_long_computation_against_a_step")
-def test_a_rank_that_computes_while_the_others_wait_is_reported_where_it_is(ended):
-    ranks, place = ended
-    assert_reports(ranks, f"  rank 0: in collective 6, step, at {place('# steps')}\n")
-    assert (
-        f"line {place('# computes').split()[0].partition(':')[2]}, in <module>" in ranks[1].stderr
     )
 
 

@@ -184,23 +184,6 @@ def test_what_concerns_all_ranks_goes_over_the_world():
     assert simulate(run, mesh=SQUARE) == [[3, True, 3]] * 4
 
 
-def test_the_parts_of_a_batch_go_over_the_data_axis():
-    batch = torch.arange(5)
-    whole = [[0, 1, 2], [3, 4]]
-
-    def run(state):
-        loader = torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(batch), batch_size=5, shuffle=False
-        )
-        (mine,) = af.shard_loader(loader, state)
-        (along,) = af.shard_loader(loader, state.along("dp"))
-        assert torch.equal(mine[0], along[0])
-        assert torch.equal(af.shard_batch(batch, state), mine[0])
-        return mine[0].tolist()
-
-    assert simulate(run, mesh=SQUARE) == [whole[0], whole[0], whole[1], whole[1]]
-
-
 @pytest.mark.parametrize("name", ["build", "save", "load", "resume", "load_accelerate"])
 def test_what_needs_all_ranks_refuses_the_state_of_an_axis(name, tmp_path):
     model = torch.nn.Linear(1, 1)

@@ -309,6 +309,7 @@ def test_ranks_that_do_not_come_are_named_and_the_port_is_free_while_the_error_i
     assert kept.value is not None
 
 
+@pytest.mark.slow
 def test_two_states_and_worlds_one_after_the_other_are_usable():
     launch(
         """

@@ -17,8 +17,21 @@ def check(drawn):
     assert drawn.verdict() in {KINDS[drawn.name].right, "equal"}, drawn.source()
 
 
-# Ports import transformers, and train its models.
-SMALL = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("ports.")) for name in KINDS]
+# Ports import transformers, and train its models. Tests of wrap_fsdp and of resumed schedules have
+# cases of the others.
+SLOW = {
+    "schedules.longer_function",
+    "schedules.more_epochs",
+    "shards.averaged_model",
+    "shards.gradients_by_sample",
+    "shards.meta_learning",
+    "shards.optimizer_by_norms",
+    "shards.optimizer_of_its_own_part",
+    "shards.optimizer_that_flattens",
+    "shards.optimizer_that_reads_a_norm",
+}
+SLOW |= {name for name in KINDS if name.startswith("ports.")}
+SMALL = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS]
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -56,8 +56,13 @@ def check(name, dtype, seed, log_k):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.bfloat16) for name in RECIPES if name != "reduce_dtype=None"]
-    + [("reduce_dtype=None", torch.float16)],
+    [
+        ("alone", torch.bfloat16),
+        ("wrap_ddp", torch.bfloat16),
+        pytest.param("wrap_fsdp", torch.bfloat16, marks=pytest.mark.slow),
+        ("reduce_dtype=None", torch.float16),
+        ("reproducible", torch.bfloat16),
+    ],
     ids=str,
 )
 def test_the_error_of_a_gradient_over_many_micro_batches_is_that_of_its_dtype(name, dtype):

@@ -85,7 +85,11 @@ WRAPPERS = {"wrap_ddp": af.wrap_ddp(), "by hand": wrap_by_hand, "wrap_fsdp": af.
 
 @pytest.mark.parametrize(
     ("loss_of", "wrap"),
-    [(all_ranks, "wrap_ddp"), (put_back_by_hand, "by hand"), (all_ranks, "wrap_fsdp")],
+    [
+        (all_ranks, "wrap_ddp"),
+        (put_back_by_hand, "by hand"),
+        pytest.param(all_ranks, "wrap_fsdp", marks=pytest.mark.slow),
+    ],
 )
 @ours.share(0.2)
 @given(dealt=dealt())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import accel_fn as af
 from accel_fn.testing import simulate, strategies
 from tests.laws.law03_worlds import dealt_batches
-from tests.laws.law07_scaling import OPTIMIZERS, scaled
+from tests.laws.law07_scaling import OPTIMIZERS
 from tests.support import strategies as ours
 
 few = ours.share(0.16)
@@ -107,19 +107,3 @@ def test_the_norm_is_that_of_all_shards_and_what_is_clipped_by_it_is_within_the_
     for norms in simulate(lambda state: run(state, wrap), world_size=world_size):
         torch.testing.assert_close(norms, alone)  # both reports are in float32
         assert norms[:, 1].max() <= max_norm * (1 + 1e-6)
-
-
-@optimizers
-@few
-@given(batches=strategies.batches(), exponent=st.integers(-30, 30), world_size=st.integers(2, 3))
-def test_an_inactive_clip_and_a_scale_by_a_power_of_two_change_no_bit(
-    optimizer, batches, exponent, world_size
-):
-    parts, options = ours.dealt_evenly(batches, world_size), {"optimizer": OPTIMIZERS[optimizer]}
-    idle = af.compose(af.clip(1e9), af.clip_value(1e9), scaled(2.0**exponent))
-    plain = ours.trained(ours.regression_model(), parts, af.wrap_fsdp(), **options)
-    found = ours.trained(
-        ours.regression_model(), parts, af.compose(af.wrap_fsdp(), idle), **options
-    )
-    for (_, expected), (_, actual) in zip(plain, found, strict=True):
-        ours.assert_identical(actual, expected)

@@ -14,17 +14,7 @@ from tests.laws.law03_worlds import dealt_batches
 from tests.support import strategies as ours
 from tests.support.local_sgd_by_hand import copied, held, trained_apart_by_hand
 
-LINEAR = {
-    "momentum": ours.sgd,
-    "dampened": lambda p: torch.optim.SGD(
-        p, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.1
-    ),
-    "fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
-}
-"""Optimizers that are linear in the gradients."""
-
-
-few, some = ours.share(0.5), ours.share(0.8)
+few = ours.share(0.5)
 
 
 def trained_apart(parts, recipe):
@@ -44,24 +34,6 @@ def trained_apart(parts, recipe):
     return simulate(run, world_size=len(parts))
 
 
-@some
-@given(
-    dealt=dealt_batches(strategies.batches(), 4),
-    optimizer=st.sampled_from(list(LINEAR)).map(LINEAR.get),
-    num_microbatches=st.integers(1, 3),
-)
-@example(
-    dealt=([(torch.ones(3, 3).double(), torch.ones(3, 1).double())], [[0, 3]]),
-    optimizer=ours.sgd,
-    num_microbatches=2,
-)
-def test_ranks_averaged_after_every_update_are_one_rank(dealt, optimizer, num_microbatches):
-    model, options = ours.regression_model(), {"optimizer": optimizer}
-    recipe = af.compose(af.accumulate(num_microbatches), af.local_sgd(1))
-    ranks = ours.trained(model, ours.dealt(*dealt), recipe, **options)
-    ours.assert_trained(ranks, ours.trained_by_hand(model, dealt[0], **options))
-
-
 MASKED = {
     "inputs": torch.ones(4, 3, 3).double(),
     "labels": torch.tensor([[0, 1, -100], [2, 3, 0], [-100] * 3, [-100] * 3]),
@@ -69,7 +41,7 @@ MASKED = {
 """The last two samples weigh nothing."""
 
 
-@some
+@few
 @given(
     dealt=dealt_batches(strategies.labelled_batches(), 4),
     num_microbatches=st.integers(1, 3),
@@ -85,7 +57,7 @@ def test_ranks_averaged_after_every_update_are_one_rank_for_any_weights(dealt, n
     ours.assert_trained(ranks, ours.trained_by_hand(model, dealt[0], **options))
 
 
-@some
+@few
 @given(
     dealt=dealt_batches(strategies.batches(num_batches=4), 4),
     every=st.integers(1, 3) | st.just(10),
@@ -110,19 +82,6 @@ def test_ranks_apart_and_their_means_are_those_by_hand(dealt, every, num_microba
     for number, cut in enumerate(sizes):
         own = [reports[number].extras.get("own_weight") for _, reports in found]
         assert own == (list(cut) if len(parts) > 1 else [None])
-
-
-@few
-@given(world_size=st.integers(1, 4), seed=strategies.seeds())
-def test_until_it_is_averaged_a_rank_is_a_loop_of_its_own_to_the_bit(world_size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(3, 7, 3, generator=generator).double()
-    parts = ours.dealt_evenly([(each, each[:, :1].cos()) for each in inputs], world_size)
-    every = 10 if world_size > 1 else 2
-    found = trained_apart(parts, af.local_sgd(every))
-    for (trace, _), by_hand in zip(found, trained_apart_by_hand(parts, 10), strict=True):
-        for actual, expected in zip(trace, by_hand, strict=True):
-            ours.assert_identical(actual, expected)
 
 
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -109,7 +109,9 @@ def check(num_processes, wrap):
         assert (told.applied, told.scale) == ([True] * 5, None)
 
 
-@pytest.mark.parametrize("wrap", ["af.wrap_ddp()", "af.wrap_fsdp()"])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param("af.wrap_ddp()", marks=pytest.mark.slow), "af.wrap_fsdp()"]
+)
 def test_processes_and_microbatches_are_one_process_and_one_batch(wrap):
     check(2, wrap)
 
@@ -118,25 +120,6 @@ def test_processes_and_microbatches_are_one_process_and_one_batch(wrap):
 @MORE_WORLDS
 def test_more_processes_are_one_process(num_processes, wrap):
     check(num_processes, wrap)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_processes", "wrap"), [(3, "af.wrap_ddp()"), (4, "af.wrap_fsdp()")])
-def test_processes_are_one_process_by_tokens(num_processes, wrap):
-    losses, expected = ours.trained_by_hand(
-        ours.token_model(), batches("token_loss"), loss_fn=ours.token_loss
-    )
-    results = run(
-        num_processes,
-        model="token_model",
-        loss="token_loss",
-        weight_fn='af.count_labels("labels")',
-        wrap=wrap,
-        transforms="af.accumulate(3)",
-    )
-    for told in results:
-        ours.assert_close(told.parameters, expected)
-        assert told.losses == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def dealt_batches(draw, batches, max_world=5):
 
 
 @wrappers
+@ours.share(0.5)
 @given(dealt=dealt_batches(strategies.batches()), num_microbatches=st.integers(1, 4))
 @example(
     dealt=([(torch.ones(3, 3).double(), torch.ones(3, 1).double())], [[0, 3]]), num_microbatches=2
@@ -64,7 +65,7 @@ def test_any_ranks_are_one_rank(wrap, dealt, num_microbatches):
     [af.wrap_ddp(), af.wrap_fsdp(reshard_after_forward=False)],
     ids=["wrap_ddp", "wrap_fsdp"],
 )
-@ours.share(0.5)
+@ours.share(0.34)
 @given(dealt=dealt_batches(strategies.labelled_batches(), 4), num_microbatches=st.integers(1, 3))
 def test_any_ranks_are_one_rank_by_tokens(wrap, dealt, num_microbatches):
     batches, sizes = dealt
@@ -81,6 +82,7 @@ def weighted_batches(draw):
     return inputs, targets, draw(strategies.weights(len(inputs)))
 
 
+@ours.share(0.5)
 @given(weighted=weighted_batches(), world_size=strategies.world_sizes())
 def test_weights_may_be_any_numbers(weighted, world_size):
     """A sample's weight counts in the mean over its batch and in the mean over ranks."""
@@ -142,6 +144,7 @@ def test_weights_beyond_what_losses_can_go_times_are_refused(weight):
         step(state, batch)
 
 
+@ours.share(0.5)
 @given(dealt=dealt_batches(strategies.batches(num_batches=1), 4))
 def test_the_forward_alone_is_the_loss_of_the_global_batch(dealt):
     batches, sizes = dealt

@@ -51,7 +51,7 @@ WRAPPED += [
 
 
 @pytest.mark.parametrize(("optimizer", "wrap"), WRAPPED)
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     batches=strategies.batches(num_batches=5),
     poisoned=st.lists(st.booleans(), min_size=5, max_size=5),

@@ -39,7 +39,7 @@ def trained_in_a_world(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     batches=strategies.batches(num_batches=5),
     poisoned=st.sets(st.integers(0, 4), max_size=4),
@@ -136,7 +136,7 @@ def test_a_spike_is_far_above_the_norms_before_it(gains, num_sigmas, window, wor
     assert outcomes_of(gains, recipe, world_size) == expected_outcomes(gains, num_sigmas, window)
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(batches=strategies.batches(num_batches=6), world_size=st.integers(1, 3))
 def test_a_spike_is_as_if_the_batch_were_not_there(batches, world_size):
     inputs, targets = batches[0]

@@ -4,6 +4,7 @@ import random
 from itertools import chain
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -138,18 +139,21 @@ def check(case, seed, num_workers=0):
             assert length == len(seen[0])
 
 
+@ours.share(0.5)
 @given(case=sampled(), seed=st.integers(0, 9))
 @example(case=(3, "buckets", 9, {"batch_sampler": Buckets([4, 4, 1])}), seed=0)
 def test_the_order_does_not_depend_on_the_world(case, seed):
     check(case, seed)
 
 
+@pytest.mark.slow
 @ours.share(0.16)
 @given(case=sampled(max_world=2), seed=st.integers(0, 9))
 def test_workers_change_nothing(case, seed):
     check(case, seed, num_workers=2)
 
 
+@ours.share(0.5)
 @given(case=sampled(max_world=3), position=st.integers(0, 80))
 def test_resuming_at_any_batch_is_going_on(case, position):
     whole = flat(passes(case, case[0], seed=1, num_epochs=3))

@@ -47,7 +47,7 @@ def train(state, recipe, asked):
     return stops, counts, {name: value.clone() for name, value in tensors.items()}
 
 
-@ours.share(0.7)
+@ours.share(0.5)
 @given(
     world_size=st.integers(2, 4),
     recipe=st.sampled_from(sorted(RECIPES)),

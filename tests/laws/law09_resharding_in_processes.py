@@ -48,23 +48,6 @@ def test_a_run_resumes_as_replicas_as_shards_and_alone(tmp_path, lives):
         ours.assert_close(found, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "wrap"),
-    [
-        (2, "af.wrap_fsdp(offload=True)"),
-        (4, "af.wrap_fsdp(replicate=2)"),
-    ],
-)
-def test_shards_that_continue_as_many_end_with_the_same_bits(tmp_path, world_size, wrap):
-    whole, stopped = (
-        last_of([(world_size, wrap, steps) for steps in lives], tmp_path / str(len(lives)))
-        for lives in ([5], [2, 2, 1])
-    )
-    for found, expected in zip(stopped, whole, strict=True):
-        ours.assert_identical(found, expected)
-
-
 def last_of(lives, folder):
     """Run one world after the other; return the parameters of every rank of the last one."""
     start, run = str(folder / "start"), str(folder / "run")

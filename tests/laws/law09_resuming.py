@@ -239,7 +239,7 @@ class RunsOfOneWorld(Runs):
 def test_runs_that_are_stopped_anywhere_are_one_that_is_not(runs):
     """Results equal the loop by hand to rounding; at one world size, also repeated losses are equal
     to the bit."""
-    run_state_machine_as_test(runs, settings=settings(ours.share(0.2), stateful_step_count=8))
+    run_state_machine_as_test(runs, settings=settings(ours.share(0.2), stateful_step_count=6))
 
 
 def test_runs_at_four_worlds_killed_in_two_saves_are_the_one_by_hand():

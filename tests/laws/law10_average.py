@@ -27,7 +27,7 @@ from tests.support.late_reads import read_late
 
 
 @each_rule
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     batches=strategies.batches(num_batches=5),
     skipped=st.sets(st.integers(0, 4), max_size=3),
@@ -64,7 +64,7 @@ def test_it_is_torchs_over_the_updates_that_are_made(
     ids=RULES,
 )
 @pytest.mark.parametrize("is_late", [False, True])
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     batches=strategies.batches(num_batches=6),
     num_warmup=st.integers(0, 6),

@@ -46,7 +46,7 @@ def spoilt(batches, skipped):
     ]
 
 
-@ours.share(0.7)
+@ours.share(0.5)
 @given(
     batches=strategies.batches(num_batches=4),
     frozen=st.sampled_from(FROZEN),
@@ -99,7 +99,7 @@ def built(recipe, *, late=False):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@ours.share(0.7)
+@ours.share(0.5)
 @given(
     until=st.integers(1, 5),
     skipped=st.sets(st.integers(1, 4), max_size=2),

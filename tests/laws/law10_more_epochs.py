@@ -1,7 +1,6 @@
 """A run that resumes with more epochs follows the saved schedule or the program's, by choice."""
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedulers
@@ -40,7 +39,6 @@ def chained_of_function(optimizer, n):
 WITHOUT_LENGTH = {
     "function": lambda o, n: falling(n),
     "lambda": lambda o, n: schedulers.LambdaLR(o, falling(n)),
-    "transformers": lambda o, n: transformers.get_scheduler("cosine", o, 2, n),
     "sequential": sequential_of_function,
     "chained": chained_of_function,
 }
@@ -98,24 +96,17 @@ def check(folder, case, wrap, bad, worlds, k, stop):
 def test_a_longer_program_goes_on_from_the_saved_update_by_the_schedule_that_is_chosen(
     tmp_path, case
 ):
-    check(tmp_path, case, "wrap_ddp", {1, 7}, worlds=(2, 1), k=2, stop=5)
+    check(tmp_path, case, "wrap_ddp", {1, 7}, worlds=(1, 1), k=2, stop=5)
 
 
 @pytest.mark.parametrize("choice", ["saved", "program"])
 def test_a_function_has_no_length_that_could_be_chosen(tmp_path, choice):
     """The update before the stop was skipped."""
     case = "function", WITHOUT_LENGTH["function"], choice
-    check(tmp_path, case, "wrap_fsdp", {0}, worlds=(1, 2), k=1, stop=1)
+    check(tmp_path, case, "wrap_fsdp", {0}, worlds=(1, 1), k=1, stop=1)
 
 
 @ours.share(0.5)
 @given(case=st.sampled_from(CASES), run=RUNS)
 def test_a_run_that_stops_anywhere_goes_on_in_a_longer_program(tmp_path_factory, case, run):
-    check(tmp_path_factory.mktemp("run"), case, **run)
-
-
-@pytest.mark.slow
-@ours.share(3)
-@given(case=st.sampled_from(CASES), run=RUNS)
-def test_many_runs_that_stop_anywhere_go_on_in_a_longer_program(tmp_path_factory, case, run):
     check(tmp_path_factory.mktemp("run"), case, **run)

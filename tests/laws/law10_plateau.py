@@ -65,7 +65,7 @@ def reading_late(transform):
     return add
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     make=st.sampled_from([on_the_host, read_late_on_the_host, on_the_device]),
     is_anew=st.booleans(),

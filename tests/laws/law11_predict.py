@@ -64,7 +64,7 @@ def options(order, batch_size, num_samples):
 ORDERS = ("as they are", "shuffled", "sampler", "repeated", "batch sampler")
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     strategy=st.sampled_from([*RECIPES]),
     order=st.sampled_from(ORDERS),
@@ -96,7 +96,7 @@ def test_rows_are_those_of_one_process_in_the_order_of_the_data_set(
         assert_rows(found, by_hand(data))
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     strategy=st.sampled_from([*RECIPES]),
     world_size=st.integers(1, 4),
@@ -124,7 +124,7 @@ def test_batches_that_part_cuts_give_the_rows_and_the_figures_of_one_process(
         assert_same(found, figures)
 
 
-@ours.share(0.5)
+@ours.share(0.34)
 @given(
     strategy=st.sampled_from([*RECIPES]),
     counts=st.lists(st.integers(0, 3), min_size=2, max_size=4).filter(any),

@@ -321,17 +321,10 @@ def train(state, setting, fails):
 POINTS = [*COUNTED, *IN_MICROBATCHES, *WHOLE, *VERDICTS]
 
 
+@ours.share(0.5)
 @given(setting=st.sampled_from(POINTS).flatmap(settings_of_a_run))
 def test_a_step_that_fails_before_it_is_applied_never_happened(setting):
     check(setting)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-@ours.share(0.5)
-@given(data=st.data())
-def test_a_step_that_fails_at_this_point_never_happened(point, data):
-    check(data.draw(settings_of_a_run(point)))
 
 
 @pytest.mark.parametrize(

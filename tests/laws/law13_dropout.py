@@ -138,28 +138,3 @@ def test_processes_on_a_mesh_draw_as_those_of_its_data_axis_also_when_resumed_th
     found += ends((later, {"dp": 2}, 2, 4), num_processes=2)
     for each in found:
         ours.assert_close(each, expected)
-
-
-SEEDED_BY_RANK = """
-import json
-import random
-import numpy as np
-import torch
-import accel_fn as af
-from tests.laws.law13_dropout import SQUARE
-from tests.support import strategies as ours
-
-with af.distributed(device="cpu", timeout_s=60, mesh=SQUARE) as state:
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(state.rank)
-    ours.built(af.wrap_ddp(), state)
-    say(json.dumps([state.rank, [random.random(), np.random.rand(), torch.rand(()).item()]]))
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_seed_by_rank_draw_alike_along_other_axes_than_dp_after_build():
-    draws = dict(map(json.loads, launch(SEEDED_BY_RANK, num_processes=4).splitlines()))
-    assert draws[0] == draws[1]
-    assert draws[2] == draws[3]
-    assert not {*draws[0]} & {*draws[2]}

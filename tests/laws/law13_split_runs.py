@@ -79,11 +79,6 @@ def check_overflows(wrap, mesh, skipped, culprit, num_microbatches):
 
 
 @pytest.mark.slow
-def test_an_overflow_in_the_part_of_one_rank_skips_the_update_and_its_rate_on_all():
-    check_overflows(af.wrap_fsdp(), SQUARE, {0, 2}, culprit=3, num_microbatches=2)
-
-
-@pytest.mark.slow
 @BOTH
 @ours.share(0.3)
 @given(
@@ -135,12 +130,6 @@ def check_figures(recipe, mesh, num_rows, batch_size):
     expected = figures(af.DistState(), af.compose(), num_rows, batch_size)
     for found in simulate(lambda state: figures(state, recipe, num_rows, batch_size), mesh=mesh):
         ours.assert_close(found, expected)
-
-
-@pytest.mark.slow
-def test_metrics_evaluations_and_predictions_are_those_of_one_process():
-    recipe = af.compose(af.wrap_ddp(), SPLIT, af.accumulate(2))
-    check_figures(recipe, SQUARE, num_rows=7, batch_size=4)
 
 
 @pytest.mark.slow

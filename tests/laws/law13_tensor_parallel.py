@@ -55,7 +55,7 @@ def runs(draw):
 
 
 UNEVEN = (
-    lm.language_model(is_tied=False),
+    lm.language_model(is_tied=False, depth=1),
     lm.STYLES | HEAD | TABLE | NORMS,
     SQUARE,
     lm.batches(5, 6, 3),

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import accel_fn as af
 from accel_fn.errors import WorldError
@@ -55,19 +54,6 @@ def test_advance_is_a_flag_that_is_refused_before_the_update():
     ours.assert_identical(ours.kept_tensors(step), before)
 
 
-def test_after_update_has_the_position_that_stays():
-    seen = []
-
-    def note(state, report):
-        seen.append(position(state))
-        return state
-
-    state, step = ours.built(lambda plan: replace(plan, after_update=(note,)))
-    state, _ = step(state, BATCH, advance=False)
-    step(state, BATCH)
-    assert seen == [(0, 1), (1, 0)]
-
-
 def halving(plan):
     return af.schedule(torch.optim.lr_scheduler.StepLR(plan.optimizer, 2, gamma=0.5))(plan)
 
@@ -102,57 +88,12 @@ def test_transforms_count_updates_and_not_positions(names):
         torch.testing.assert_close(its_states, states, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("recipe", [af.wrap_fsdp(), af.local_sgd(2)], ids=str)
-def test_ranks_count_updates_alike(recipe):
-    def run(state, advances):
-        model = ours.regression_model()
-        plan = af.compose(recipe, halving)(ours.plan(model=model))
-        state, step = af.build(plan, state, check_loss=False)
-        for advance in advances:
-            state, _ = step(state, af.shard_batch(BATCH, state), advance=advance)
-        return ours.whole(dict(model.named_parameters()))
-
-    usual, staying = (
-        simulate(lambda state, each=each: run(state, each), world_size=2)
-        for each in ([True] * 4, [False, True] * 2)
-    )
-    for found, expected in zip(staying, usual, strict=True):
-        ours.assert_identical(found, expected)
-
-
 def test_too_many_skipped_updates_name_the_batch_and_the_call():
     state, step = ours.built(af.skip_nonfinite(2))
     bad = (BATCH[0] * float("nan"), BATCH[1])
     state, _ = step(state, bad, advance=False)
     with pytest.raises(ArithmeticError, match=r"got nan at step 1\.1, and so for 2 in a row"):
         step(state, bad)
-
-
-class Masks(nn.Module):
-    """Keeps the masks that its dropout draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(3, 1).double(), []
-
-    def forward(self, inputs):
-        self.seen.append(nn.functional.dropout(torch.ones(8)).tolist())
-        return self.layer(inputs)
-
-
-def test_two_steps_on_one_batch_draw_different_masks_under_reproducible():
-    def run(state):
-        model = Masks()
-        plan = af.reproducible(2)(ours.plan(model=model))
-        state, step = af.build(plan, state, check_loss=False)
-        state, _ = step(state, af.shard_batch(BATCH, state), advance=False)
-        step(state, af.shard_batch(BATCH, state))
-        return model.seen
-
-    (alone,) = simulate(run, world_size=1)
-    assert len({*map(tuple, alone)}) == 4  # two slices in each of two steps
-    first, second = simulate(run, world_size=2)
-    assert [first[0], second[0], first[1], second[1]] == alone
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ def test_a_layer_whose_rows_are_cut_is_warned_of_once_with_the_repair(recipe, wo
 @pytest.mark.parametrize(
     ("recipe", "world_size"),
     [
-        (af.wrap_ddp(), 1),
         (af.accumulate(1), 1),
         (af.wrap_fsdp(sync_batchnorm=True), 2),
         (af.local_sgd(every=2), 2),

@@ -258,29 +258,6 @@ def test_gradients_by_frequency_of_the_functional_are_found():
         stepped(Table(), batch=(ids, ids[:, None].double()))
 
 
-def test_batch_norm_does_not_hide_a_sum():
-    """Each run has the statistics of the whole batch."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-
-    def summed(model, batch):
-        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
-
-    with pytest.raises(af.errors.LossError, match="got a sum"):
-        stepped(model, summed)
-
-
-def test_a_step_that_is_refused_is_refused_again():
-    def summed(model, batch):
-        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
-
-    model = ours.regression_model()
-    plan = af.accumulate(2)(af.Plan(summed, model, ours.sgd(model.parameters())))
-    state, step = af.build(plan, af.DistState())
-    for _ in range(4):
-        with pytest.raises(af.errors.LossError, match="got a sum"):
-            step(state, BATCH)
-
-
 class Tokens(torch.utils.data.Dataset):
     def __init__(self):
         draw = torch.Generator().manual_seed(0)

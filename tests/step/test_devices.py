@@ -40,9 +40,3 @@ def test_a_move_that_makes_new_parameters_is_refused():
             af.build(af.place()(plan_on("cpu")), af.DistState())
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-def test_a_state_on_the_cpu_needs_no_place():
-    state, step = af.build(plan_on("cpu"), af.DistState())
-    state, report = step(state, torch.ones(4, 2))
-    assert report.loss.isfinite()

@@ -137,25 +137,9 @@ def test_place_refuses_a_dtype_that_is_no_float():
         af.place(frozen_dtype=torch.int64)
 
 
-def test_forward_evaluate_and_predict_pass_frozen_models_on():
-    state, step = trained(plan_of(), steps=0)
-    expected = float(loss_fn(step.plan.model, BATCH, step.plan.frozen).detach())
-    assert float(step.forward(state, BATCH)) == pytest.approx(expected, rel=1e-12)
-
-    def metrics(model, batch, *, frozen):
-        return loss_fn(model, batch, frozen), {}
-
-    for metric_fn in (None, metrics):
-        found = af.evaluate(step, state, [BATCH], metric_fn)
-        assert found["loss"] == pytest.approx(expected, rel=1e-12)
-    found = af.predict(step, state, [BATCH], lambda model, batch, frozen: frozen["vae"](batch[0]))
-    assert torch.equal(found, step.plan.frozen["vae"](X))
-
-
 @pytest.mark.parametrize(
     ("recipe", "loss", "world_size"),
     [
-        (af.compose(af.wrap_ddp(), af.accumulate(3)), perceptual, 2),
         pytest.param(
             af.compose(af.wrap_fsdp(), af.accumulate(3)), loss_fn, 2, marks=pytest.mark.slow
         ),
@@ -167,7 +151,7 @@ def test_forward_evaluate_and_predict_pass_frozen_models_on():
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["ddp", "fsdp", "shards", "whole until the backward"],
+    ids=["fsdp", "shards", "whole until the backward"],
 )
 def test_ranks_and_micro_batches_give_the_result_of_one_process(recipe, loss, world_size):
     plan, batches = plan_of(loss), [BATCH, (X[:5], BATCH[1][:5]), (X[:2], BATCH[1][:2])]
@@ -203,18 +187,6 @@ def test_frozen_models_in_shards_are_shards_between_all_calls():
     for found in simulate(run, world_size=2):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, torch.as_tensor(other), rtol=1e-12, atol=1e-12)
-
-
-def test_every_rank_gets_the_frozen_models_of_rank_0():
-    def run(state):
-        plan = plan_of(frozen={"vae": Encoder(seed=state.rank)})
-        af.build(af.wrap_ddp()(plan), state)
-        return plan.frozen["vae"].state_dict()
-
-    first, *others = simulate(run, world_size=3)
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
-    assert all(torch.equal(first[name], each) for name, each in Encoder().state_dict().items())
 
 
 def test_ranks_with_other_frozen_models_are_refused():

@@ -146,23 +146,6 @@ def test_schedules_alone_and_rates_that_are_set_by_hand_are_not_warned_of(make, 
     assert warned(loop(make, same, beside=beside)) == []
 
 
-def test_a_resumed_schedule_is_not_warned_of(tmp_path):
-    def run(state):
-        for _ in range(2):
-            model = ours.regression_model()
-            optimizer = ours.sgd(model.parameters())
-            plan = af.schedule(exponential(optimizer))(af.Plan(ours.mse, model, optimizer))
-            new, step = af.build(plan, state)
-            new = af.resume(step, new, tmp_path)
-            new, _ = step(new, BATCH)
-            af.save(step, new, tmp_path)
-            new, _ = step(new, BATCH)
-            new = af.load(step, new, tmp_path)
-            step(new, BATCH)
-
-    assert warned(run) == []
-
-
 @pytest.mark.parametrize("finds", [False, True])
 def test_parameters_that_ranks_would_wait_for_are_warned_of_once_on_one_process(finds):
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 1), "unused": torch.nn.Linear(3, 1)})

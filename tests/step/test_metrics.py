@@ -7,39 +7,8 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.laws.law11_metrics import expected_metrics, run_measured
+from tests.laws.law11_metrics import run_measured
 from tests.support import strategies as ours
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        af.local_sgd(every=2),
-        af.compose(af.wrap_ddp(), af.accumulate("auto")),
-        af.compose(af.reproducible(4), af.accumulate(2)),
-        pytest.param(af.compose(af.wrap_ddp(), af.compiled()), marks=pytest.mark.slow),
-    ],
-    ids=["local_sgd", "auto", "reproducible", "compiled"],
-)
-def test_every_strategy_reports_metrics(recipe):
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-    batch = (inputs, inputs.sum(1, keepdim=True))
-    wanted = expected_metrics(ours.regression_model(), batch)
-    for reports in run_measured(ours.dealt_evenly([batch, batch], 2), recipe):
-        assert {name: reports[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
-
-
-def test_what_is_not_finite_is_reported_and_does_not_stop_the_step():
-    def loss_fn(model, batch):
-        loss = ours.mse(model, batch)
-        return loss, {"nan": loss * math.nan, "none": (0, 0), "inf": math.inf}
-
-    batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
-    for (report,) in run_measured(ours.dealt_evenly([batch], 2), af.wrap_ddp(), loss_fn):
-        assert math.isnan(report["nan"])
-        assert math.isnan(report["none"])
-        assert report["inf"] == math.inf
 
 
 def test_batches_without_items_have_no_names_and_then_nan():

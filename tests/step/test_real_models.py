@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import accel_fn as af
@@ -41,20 +40,29 @@ def ids():
 
 
 def language(config, kind, **options):
-    return lambda: kind(config(**options)), "text", ids
+    return lambda: getattr(tf, kind)(getattr(tf, config)(**options)), "text", ids
 
 
 def classifier(make, inputs):
     return make, "classes", inputs
 
 
-tf = transformers
+class Lazy:
+    """transformers, whose import takes seconds: with the first model, not where tests are collected."""
+
+    def __getattr__(self, name):
+        import transformers
+
+        return getattr(transformers, name)
+
+
+tf = Lazy()
 MODELS = {
     "BERT": classifier(
         lambda: tf.BertForSequenceClassification(tf.BertConfig(**SMALL, num_labels=3)), ids
     ),
     "GPT-2": language(
-        tf.GPT2Config, tf.GPT2LMHeadModel, vocab_size=64, n_embd=16, n_layer=2, n_head=2
+        "GPT2Config", "GPT2LMHeadModel", vocab_size=64, n_embd=16, n_layer=2, n_head=2
     ),
     "T5": (
         lambda: tf.T5ForConditionalGeneration(
@@ -84,7 +92,7 @@ MODELS = {
         lambda: drawn(8, 3, 32, 32),
     ),
     "Mixtral": language(
-        tf.MixtralConfig, tf.MixtralForCausalLM, **SMALL, num_key_value_heads=1, num_local_experts=4
+        "MixtralConfig", "MixtralForCausalLM", **SMALL, num_key_value_heads=1, num_local_experts=4
     ),
     "LSTM": classifier(Recurrent, ids),
 }

@@ -17,16 +17,6 @@ INPUTS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3)
 BATCH = (INPUTS, INPUTS.sum(1, keepdim=True) + 0.5)
 
 
-def test_virtual_ranks_add_sums():
-    losses, expected = ours.trained_by_hand(
-        ours.regression_model(), [BATCH], loss_fn=summed, optimizer=ours.sgd
-    )
-    parts = ours.dealt_evenly([BATCH], 2)
-    for found, parameters in trained(parts, af.reproducible(4), reduction="sum"):
-        ours.assert_close(parameters, expected)
-        assert found == pytest.approx(losses, rel=1e-12)
-
-
 CUT = [
     (af.accumulate(2), 1),
     (af.wrap_fsdp(), 2),
@@ -76,42 +66,6 @@ def test_the_first_global_batch_of_two_samples_is_compared(recipe, sizes):
             step(state, ours.rows(BATCH, 0, sizes[-1][state.rank]))
 
     simulate(run, world_size=3)
-
-
-@pytest.mark.parametrize("of", [tuple, lambda pair: {"pair": [*pair]}])
-def test_single_samples_of_ranks_are_joined_in_any_structure(of):
-    def loss_fn(model, batch):
-        x, y = batch["pair"] if isinstance(batch, dict) else batch
-        return (model(x) - y).square().sum()
-
-    def run(state):
-        model = nn.Linear(3, 1).double()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.wrap_ddp()(plan), state)
-        x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)[state.rank :][:1]
-        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-            step(state, of((x, x[:, :1])))
-
-    simulate(run, world_size=2)
-
-
-def test_a_batch_that_cannot_be_compared_is_followed_by_others():
-    def loss_fn(model, batch):
-        if len(batch[0]) < 2:
-            raise ValueError("too short")
-        return summed(model, batch)
-
-    def run(state):
-        model = ours.regression_model()
-        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-        state, step = af.build(af.wrap_ddp()(plan), state)
-        state, _ = step(state, ours.rows(BATCH, 0, 3))
-        assert "could not be compared" in af.explain(step, state)
-        assert "ValueError: too short" in af.explain(step, state)
-        with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-            step(state, tuple(torch.cat([each, each[:1]]) for each in BATCH))  # 9 rows: 3, 3 and 3
-
-    simulate(run, world_size=2)
 
 
 def test_parts_without_items_are_left_out():
@@ -235,28 +189,6 @@ def causal_batch():
     return {"inputs": inputs, "labels": labels}
 
 
-@pytest.mark.parametrize(("world_size", "num_microbatches"), [(1, 3), (3, 2)])
-def test_shifted_labels_are_counted_without_the_first_of_each_row(world_size, num_microbatches):
-    batch = causal_batch()
-    losses, expected = ours.trained_by_hand(
-        ours.token_model(), [batch], loss_fn=causal_loss, optimizer=ours.sgd
-    )
-
-    def run(state):
-        model = ours.token_model()
-        weight_fn = af.count_labels("labels", shift=1)
-        plan = af.Plan(causal_loss, model, ours.sgd(model.parameters()), weight_fn)
-        recipe = af.compose(af.wrap_ddp(), af.accumulate(num_microbatches))
-        state, step = af.build(recipe(plan), state)
-        rows = torch.arange(6).tensor_split(world_size)[state.rank]
-        state, report = step(state, {name: each[rows] for name, each in batch.items()})
-        return float(report.loss), model.state_dict()
-
-    for loss, parameters in simulate(run, world_size=world_size):
-        assert loss == pytest.approx(losses[0], rel=1e-12)
-        ours.assert_close(parameters, expected)
-
-
 CLASS_WEIGHT = torch.linspace(0, 3, ours.NUM_CLASSES, dtype=torch.float64)
 
 
@@ -288,20 +220,6 @@ def test_labels_count_as_much_as_their_classes_weigh(world_size, num_microbatche
     for loss, parameters in simulate(run, world_size=world_size):
         assert loss == pytest.approx(losses[-1], rel=1e-12)
         ours.assert_close(parameters, expected)
-
-
-def test_a_loss_over_one_label_a_sample_is_compared():
-    """Such labels have no first one in a row, which another `shift` would leave out."""
-    labels = torch.tensor([0, 1, 2, -100, 0, -100, 1, 2])
-
-    def loss_fn(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-    model = nn.Linear(3, 3).double()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()), weight_fn=af.count_labels(1))
-    state, step = af.build(af.accumulate(2)(plan), af.DistState())
-    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-        step(state, (INPUTS, labels))
 
 
 @pytest.mark.parametrize(
@@ -358,20 +276,6 @@ def stepped(loss_fn, recipe, parts, num_steps=1, **options):
     return simulate(run, world_size=len(parts))
 
 
-def test_a_loss_whose_parts_agree_in_the_first_batch_alone_is_warned_of_in_the_second():
-    def loss_fn(model, batch):
-        loss = ours.mse(model, batch)
-        return loss.sqrt() if batch[0][0, 0] > 5 else loss
-
-    model = ours.regression_model()
-    plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
-    state, step = af.build(af.accumulate(2)(plan), af.DistState())
-    state, _ = step(state, BATCH)
-    with pytest.warns(UserWarning, match="got one in batch 2 that is neither a mean nor a sum"):
-        step(state, (BATCH[0] + 10, BATCH[1]))
-    assert "neither a mean nor a sum over the items of batch 2" in af.explain(step, state)
-
-
 STATE = (
     r"step: loss_fn should return the same loss for the same batch, got .*: it keeps state outside"
 )
@@ -423,15 +327,6 @@ def test_a_loss_that_draws_is_compared_with_the_same_draws_for_every_row(recipe,
         assert "is a mean over the items of batches 1 and 2: those of its parts agree" in line
 
 
-def summed_noise(model, batch):
-    return summed(model, (batch[0] + noise(batch[0].shape), batch[1]))
-
-
-def test_a_sum_beside_a_draw_is_refused():
-    with pytest.raises(af.errors.LossError, match=r"return the mean .* got a sum"):
-        stepped(summed_noise, af.wrap_ddp(), ours.dealt_evenly([BATCH], 2))
-
-
 def test_a_weight_that_is_drawn_is_found_by_draws_of_each_row():
     def loss_fn(model, batch):
         weight = drawn_weight(batch[0].shape)
@@ -439,18 +334,6 @@ def test_a_weight_that_is_drawn_is_found_by_draws_of_each_row():
 
     with pytest.warns(UserWarning, match="neither a mean nor a sum"):
         stepped(loss_fn, af.accumulate(2), [[BATCH]])
-
-
-def test_a_generator_of_the_loss_is_compared_and_not_moved():
-    def loss_fn(model, batch):
-        return ours.mse(model, (batch[0] + noise(batch[0].shape, generator), batch[1]))
-
-    ends = []
-    for check_loss in (True, False):
-        generator = torch.Generator().manual_seed(0)
-        ((losses, _),) = trained([[BATCH] * 2], af.accumulate(2), loss_fn, check_loss=check_loss)
-        ends.append((losses, generator.get_state().tolist()))
-    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,6 @@ def test_other_batches_are_not_warned_of(collate, given):
     assert texts(2, collate, **given) == []
 
 
-def test_one_process_without_micro_batches_is_not_warned_of():
-    assert texts(1, time_first) == []
-
-
 def test_a_length_that_is_the_number_of_samples_is_seen_in_a_later_batch():
     """The first batch has as many steps in time as a rank has samples."""
     first = [(torch.ones(4, 3).double(), torch.ones(4, 1).double())] * 8

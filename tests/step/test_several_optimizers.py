@@ -4,27 +4,13 @@ import pytest
 import torch
 
 import accel_fn as af
-from tests.laws.law03_several_optimizers import by_hand, halved, split, trained
+from tests.laws.law03_several_optimizers import halved, split
 from tests.support import strategies as ours
 
 EVEN = [
     (torch.linspace(-1, 1, 24).reshape(8, 3).double() * sign, torch.ones(8, 1).double())
     for sign in (1, -1, 2)
 ]
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        af.reproducible(4),
-        af.compose(af.wrap_ddp(), af.accumulate("auto")),
-        af.compose(af.wrap_ddp(), af.ema(0.9), af.check_replicas(1), af.skip_nonfinite()),
-    ],
-    ids=["reproducible", "auto", "average"],
-)
-def test_every_strategy_takes_several_optimizers(recipe):
-    for found in trained(ours.dealt_evenly(EVEN, 2), af.compose(recipe, af.clip(0.5))):
-        ours.assert_close(found, by_hand(EVEN))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -68,22 +68,6 @@ def test_reproducible_is_exact_and_has_the_same_bits_for_every_number_of_ranks(
         assert [each.weight for each in reports] == [each.weight for each in said]
 
 
-def test_a_batch_that_is_repeated_after_an_out_of_memory_error_is_exact():
-    _, expected = ours.trained_by_hand(Detector(), FIXED, loss_fn=by_hand)
-
-    def run(state):
-        def small(model, batch):
-            if len(batch[0]) > 1 and state.rank == 1:
-                raise torch.OutOfMemoryError("out of memory")
-            return terms(model, batch)
-
-        return trained(state, af.wrap_ddp(), af.accumulate("auto"), loss_fn=small)
-
-    for model, reports in simulate(run, world_size=2):
-        ours.assert_close(model.state_dict(), expected)
-        assert reports[1].extras["num_microbatches"] == 2
-
-
 def test_terms_in_half_precision_are_added_up_in_full():
     def halved(model, batch):
         return {name: each.bfloat16() for name, each in terms(model, batch).items()}
@@ -168,15 +152,6 @@ def test_terms_may_have_tables_with_sparse_gradients():
 
 def with_metrics(model, batch):
     return terms(model, batch), {"error": (sums(model, batch)[1] / 2, batch[2].sum())}
-
-
-def test_metrics_beside_terms_are_sums_over_counts():
-    for _, reports in simulate(
-        lambda s: trained(s, af.wrap_ddp(), af.accumulate(2), loss_fn=with_metrics), world_size=2
-    ):
-        error = reports[0].terms["box"] / 2
-        torch.testing.assert_close(reports[0].metrics["error"], error, **ours.EXACT)
-        assert reports[1].metrics["error"].isnan()
 
 
 def built(state, loss_fn):

@@ -52,24 +52,6 @@ def test_a_step_is_its_gradients_and_its_update():
     assert (state.step, float(report.loss)) == (whole.step, float(whole_report.loss))
 
 
-def test_gradients_alone_change_nothing():
-    state, step, model = built()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    _, grads, _ = step.grads(state, BATCH)
-    ours.assert_identical(model.state_dict(), before)
-    assert all(p.grad is None for p in model.parameters())
-    assert [g.shape for g in grads.tensors] == [p.shape for p in model.parameters()]
-
-
-def test_the_forward_alone_needs_no_gradient_and_changes_nothing():
-    state, step, model = built(af.accumulate(3))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    loss = step.forward(state, BATCH)
-    assert (loss.requires_grad, loss.dtype, loss.shape) == (False, torch.float64, ())
-    assert float(loss) == pytest.approx(ours.mse(model, BATCH).item(), rel=1e-6)
-    ours.assert_identical(model.state_dict(), before)
-
-
 def test_no_gradient_is_left_behind_and_none_that_was_there_counts():
     state, step, model = built()
     _, clean_step, clean = built()
@@ -101,27 +83,6 @@ def test_another_model_in_the_loss_keeps_its_gradients():
 
     with pytest.warns(UserWarning, match="should reach what is trained by the model"):
         assert simulate(run, world_size=2) == [(True, False)] * 2
-
-
-class Helper(nn.Module):
-    """A model whose loss calls one of its methods twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = ours.regression_model()
-
-    def score(self, inputs):
-        return self.inner(inputs)
-
-
-def test_a_loss_may_call_any_method_any_number_of_times():
-    def loss_fn(model, batch):
-        return F.mse_loss(model.score(batch[0]), batch[1]) + model.score(batch[0]).square().mean()
-
-    _, expected = ours.trained_by_hand(Helper(), [BATCH], loss_fn=loss_fn)
-    parts = ours.dealt_evenly([BATCH], 3)
-    for _, actual in ours.trained(Helper(), parts, af.wrap_ddp(), loss_fn=loss_fn):
-        ours.assert_close(actual, expected)
 
 
 def test_a_step_that_is_gone_keeps_nothing_alive():

@@ -6,17 +6,6 @@ from tests import reference
 from tests.support import strategies as ours
 
 
-def parts(world_size):
-    """Return five global batches, split unevenly; in one of them the last rank has no samples."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [
-        [size] * (world_size - 1) + [last]
-        for size, last in zip((3, 2, 4, 1, 2), (5, 1, 0, 2, 3), strict=True)
-    ]
-    inputs = [torch.randn(sum(each), 3, generator=generator).double() for each in sizes]
-    return ours.dealt([(each, each[:, :1].cos()) for each in inputs], sizes)
-
-
 def trained_apart_by_hand(parts, every, optimizer=ours.adamw, max_norm=None):
     """Train the reference loop for each rank, average by hand; return what each rank holds after
     each batch."""

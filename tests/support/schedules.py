@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-import transformers
 from torch.optim import lr_scheduler as schedulers
 
 import accel_fn as af
@@ -22,7 +21,6 @@ SCHEDULERS = {
     "sequential": lambda o: schedulers.SequentialLR(
         o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.5)], [2]
     ),
-    "transformers": lambda o: transformers.get_scheduler("cosine", o, 2, 10),
 }
 
 
@@ -54,11 +52,26 @@ def exponential(optimizer):
     return schedulers.ExponentialLR(optimizer, 0.5)
 
 
-def greedy(optimizer):
-    """Make transformers' GreedyLR, whose class is none of torch's schedulers."""
-    return transformers.get_scheduler(
-        "greedy", optimizer, scheduler_specific_kwargs={"patience": 0}
-    )
+class Greedy:
+    """A scheduler by a metric whose class is none of torch's: it halves the rate of a loss that rises."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.best = optimizer, float("inf")
+
+    def step(self, metrics):
+        if metrics > self.best:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.5
+        self.best = min(self.best, metrics)
+
+    def get_last_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
 
 
 def plateau(optimizer):

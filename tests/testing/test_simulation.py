@@ -91,7 +91,9 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout():
     assert time.monotonic() - start < 8
 
 
-@pytest.mark.parametrize("where", ["the world", "a part of a mesh"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("the world", marks=pytest.mark.slow), "a part of a mesh"]
+)
 def test_ranks_of_a_failed_world_end_long_before_their_collectives_time_out(where):
     others, ended = threading.enumerate(), queue.SimpleQueue()
 
@@ -122,7 +124,7 @@ def test_worlds_that_failed_are_not_many_at_a_time():
         af.barrier(state)
 
     with internals.simulations_apart(max_lost_sockets=8):
-        for _ in range(5):
+        for _ in range(4):
             with pytest.raises(KeyError):
                 simulate(run, world_size=2, timeout_s=0.3)
             waiting = [each for each in threading.enumerate() if each not in others]
@@ -147,7 +149,7 @@ def test_worlds_that_wait_hold_few_files(other):
     """The limit of open files is often 1024; a property over sizes and meshes makes many worlds."""
     counts = []
     with internals.simulations_apart(max_idle_sockets=0):
-        for turn in range(5):
+        for turn in range(3):
             simulate(lambda state: af.device_mesh(state) is None, **OTHER_WORLDS[other](turn))
             counts.append(num_files())
     assert max(counts) == min(counts)
@@ -308,6 +310,7 @@ def test_a_process_that_a_rank_forks_seeds_as_any_other():
     assert simulate(forked, world_size=2) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_seeds_and_waits_for_another_one_keeps_none_waiting():
     """It waits in a way that no collective shows, so the other rank may seed all the same."""
     seeded = threading.Event()

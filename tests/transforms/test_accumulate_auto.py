@@ -33,22 +33,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("where", "world_size"), [("after", 2), pytest.param("backward", 4, marks=pytest.mark.slow)]
-)
-def test_it_is_that_run_where_the_last_rank_alone_has_no_room(where, world_size):
-    parts = ours.dealt_evenly(fixed_batches(num=3, size=16), world_size)
-    counts, last = checked(parts, world_size - 1, 1, where, scaled(8.0, growth_interval=2))
-    assert counts == [16 // world_size] * 3
-    assert told_by(last.scaler) == (16.0, 1, 0)
-
-
-@pytest.mark.parametrize("where", ["before", "after", "backward"])
-def test_it_repeats_a_later_batch_with_the_buffers_of_the_first_rank(where):
+def test_it_repeats_a_later_batch_with_the_buffers_of_the_first_rank():
     """DDP broadcasts them before each update; on the others they are those of their own samples."""
     batches = [fixed_batches(num=1, size=2)[0], *fixed_batches(num=2, size=4)]
     parts = ours.dealt_evenly(batches, world_size=2)
-    counts, _ = checked(parts, 1, 1, where, af.compose())
+    counts, _ = checked(parts, 1, 1, "backward", af.compose())
     assert counts == [1, 2, 2]
 
 

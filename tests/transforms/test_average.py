@@ -40,34 +40,6 @@ def test_after_showing_it_all_is_as_it_was_even_after_an_error():
     ours.assert_identical(model.state_dict(), before)
 
 
-@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
-def test_what_is_computed_within_is_of_the_averaged_parameters(wrap):
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(7, size, generator=generator, dtype=torch.float64) for size in (3, 1)]
-    data = torch.utils.data.TensorDataset(*parts)
-
-    def run(state):
-        state, step = make(af.compose(wrap, af.ema(0.5)), state)
-        loader = af.shard_loader(torch.utils.data.DataLoader(data, batch_size=4), state)
-        mine = [each.tensor_split(2)[state.rank] for each in data.tensors]
-        for _ in range(3):
-            state, _ = step(state, mine)
-        with af.averaged(step):
-            shown = {n: v.clone() for n, v in ours.whole(step.plan.model.state_dict()).items()}
-            found = float(step.forward(state, mine)), af.evaluate(step, state, loader)["loss"]
-        own = ours.whole(step.plan.model.state_dict())
-        return shown, found, own, float(step.forward(state, mine))
-
-    model = ours.regression_model()
-    for shown, found, own, after in simulate(run, world_size=2):
-        model.load_state_dict(shown)
-        expected = ours.mse(model, data.tensors).item()
-        assert found == (pytest.approx(expected, rel=1e-6), pytest.approx(expected, rel=1e-6))
-        model.load_state_dict(own)
-        assert after == pytest.approx(ours.mse(model, data.tensors).item(), rel=1e-6)
-        assert after < 0.99 * expected or after > 1.01 * expected
-
-
 def test_before_the_first_update_the_average_is_the_parameters_as_they_are(tmp_path):
     """A loaded checkpoint replaces the parameters of `build`; the first update may also have been
     skipped."""

@@ -53,41 +53,6 @@ def test_numbers_in_other_places_have_another_fingerprint(pair):
     assert [first, second] == fingerprints([each.clone() for each in pair])
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(()), torch.ones(0, 3), torch.ones(3, 2).T])
-def test_a_tensor_of_any_shape_has_a_fingerprint(tensor):
-    first, second = fingerprints([tensor, tensor.clone()])
-    assert first == second
-
-
-@pytest.mark.slow
-def test_groups_of_shards_are_compared_shard_by_shard():
-    """Ranks 0 and 2 hold one half of each parameter, ranks 1 and 3 the other."""
-
-    def run(state, bad_rank):
-        model = ours.regression_model()
-        plan = af.Plan(ours.mse, model, ours.sgd(model.parameters()))
-        recipe = af.compose(af.wrap_fsdp(replicate=2), af.check_replicas(2))
-        state, step = af.build(recipe(plan), state)
-        state, _ = step(state, BATCH)
-        if state.rank == bad_rank:
-            with torch.no_grad():
-                model[2].weight.to_local().view(-1).view(torch.int64).bitwise_xor_(1 << 30)
-                model[0].weight.to_local().view(-1).view(torch.int64)[0] ^= 1 << 30
-        try:
-            step(state, BATCH)
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    assert simulate(lambda state: run(state, None), world_size=4) == [""] * 4
-    words = (
-        "check_replicas: parameters must be equal on all ranks at step 2, 0.weight differs on rank"
-    )
-    for bad_rank, told in ((1, 3), (2, 2)):
-        for each in simulate(lambda state, bad=bad_rank: run(state, bad), world_size=4):
-            assert each.startswith(f"{words} {told};")
-
-
 def test_how_often_is_a_number_of_steps():
     with pytest.raises(ValueError, match="check_replicas: every must be an integer >= 1, got 0"):
         af.check_replicas(0)

@@ -81,56 +81,6 @@ def test_a_hundred_steps_take_one_graph_and_one_more_for_shorter_batches(
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("precision", "scope"), [("bf16", "loss"), ("bf16", "blocks"), ("fp16", "step")]
-)
-def test_a_compiled_step_under_autocast_is_the_step_to_the_rounding_of_its_dtype(precision, scope):
-    """In float16, the third batch overflows."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-    def loss_fn(model, batch):
-        output = model(batch[0])
-        assert output.dtype == dtype
-        return nn.functional.mse_loss(output.float(), batch[1])
-
-    batches = [tuple(each.float() for each in batch) for batch in make_batches(*[8] * 6)]
-    batches[2] = batches[2][0] * 1e6, batches[2][1]
-    if precision == "bf16":
-        del batches[2]
-    ends = []
-    for compiling in (af.compose(), af.compiled(scope=scope)):
-        plan = make_plan(ours.regression_model().float(), ours.sgd, loss_fn)
-        autocast = af.with_amp(precision, init_scale=2.0**8)
-        recipe = af.compose(af.accumulate(2), af.clip(0.5), autocast, compiling)
-        state, _, reports = run(recipe(plan), batches)
-        scale = None if state.scaler is None else float(state.scaler.scale)
-        ends.append(([bool(each.applied) for each in reports], scale, plan.model.state_dict()))
-    assert ends[0][:2] == ends[1][:2]
-    assert ends[1][0] == [index != 2 or precision == "bf16" for index in range(len(batches))]
-    # Five updates with momentum, of 0.05 times gradients of at most 0.5, each right to a few
-    # roundings.
-    ours.assert_close(ends[1][2], ends[0][2], rtol=0.0, atol=0.5 * torch.finfo(dtype).eps)
-
-
-@compiles
-@pytest.mark.usefixtures("forgetful")
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_every_mode_trains_the_same_and_warns_of_nothing(mode, capfd):
-    """Some modes cannot be called from C++, and numbers of a large matrix are computed
-    separately."""
-    batches, ends = make_batches(8, 8, 8, 8), []
-    for recipe in (af.compose(), af.compiled(scope="step", mode=mode)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 512), nn.Tanh(), nn.Linear(512, 1)).double()
-        plan = af.compose(af.accumulate(2), af.clip(0.1), recipe)(make_plan(model))
-        _, _, reports = run(plan, batches)
-        ends.append(([float(each.loss) for each in reports], model.state_dict()))
-    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-6)
-    ours.assert_close(ends[0][1], ends[1][1])
-    assert capfd.readouterr().err == ""
-
-
-@compiles
 def test_the_parts_of_a_compiled_step_run_without_the_compiler():
     plan = af.compiled(scope="step")(make_plan(optimizer=torch.optim.SGD))
     state, step = af.build(plan, af.DistState())

@@ -55,39 +55,6 @@ def test_a_schedule_that_moves_more_than_the_rate_takes_one_graph_more(optimizer
     ours.assert_close(ends[1], ends[0])
 
 
-@compiles
-def test_a_longer_schedule_is_followed_by_a_compiled_step_that_resumes(tmp_path):
-    def built(recipe, length):
-        plan = recipe(make_plan(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))
-        cycle = torch.optim.lr_scheduler.OneCycleLR(plan.optimizer, 0.2, total_steps=length)
-        return *af.build(af.schedule(cycle, every=2)(plan), af.DistState()), plan
-
-    ends, batches = [], make_batches(*[8] * 7)
-    for number, recipe in enumerate((af.compose(), af.compiled(scope="step"))):
-        state, step, _ = built(recipe, 5)
-        for batch in batches[:4]:
-            state, _ = step(state, batch)
-        af.save(step, state, tmp_path / str(number))
-        state, step, plan = built(recipe, 9)
-        state = af.load(step, state, tmp_path / str(number), schedule="program")
-        for batch in batches[4:]:
-            state, _ = step(state, batch)
-        ends.append(plan.model.state_dict())
-    ours.assert_close(ends[1], ends[0])
-
-
-@compiles
-def test_a_hyperparameter_that_changes_is_followed():
-    eager, plan = make_plan(optimizer=ours.sgd), make_plan(optimizer=ours.sgd)
-    states = [af.build(each, af.DistState()) for each in (eager, af.compiled(scope="step")(plan))]
-    for batch, momentum in zip(make_batches(4, 4, 4), (0.9, 0.9, 0.5), strict=True):
-        for index, each in enumerate((eager, plan)):
-            state, step = states[index]
-            each.optimizer.param_groups[0]["momentum"] = momentum
-            states[index] = step(state, batch)[0], step
-    ours.assert_close(plan.model.state_dict(), eager.model.state_dict())
-
-
 GUARDS = [
     ("MODULE_MATCH", "G['__import_torch_dot_optim_dot_adam']", False),
     ("CLOSURE_MATCH", "G['__import_torch'].compiler.is_compiling", False),

@@ -69,21 +69,6 @@ def test_what_changes_after_build_is_refused(do, what):
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@needs_compiler
-@pytest.mark.slow
-def test_a_learning_rate_that_was_a_tensor_and_becomes_a_number_counts():
-    ends = []
-    for recipe in (af.compose(), af.compiled(scope="step")):
-        rate = torch.tensor(0.5, dtype=torch.float64)
-        state, step, model, optimizer = built(recipe, lambda p, lr=rate: torch.optim.SGD(p, lr=lr))
-        for number in range(4):
-            if number == 2:
-                optimizer.param_groups[0]["lr"] = 0.01
-            state, _ = step(state, X)
-        ends.append(model[0].weight.detach().clone())
-    torch.testing.assert_close(*ends)
-
-
 class Decaying(torch.optim.Optimizer):
     """An optimizer that counts in a tensor of its group."""
 

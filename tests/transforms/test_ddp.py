@@ -44,23 +44,6 @@ def test_ddp_gets_what_the_docs_name_where_the_user_gives_nothing_else(options, 
     assert simulate(run, world_size=2) == [expected] * 2
 
 
-@pytest.mark.parametrize(("options", "count"), [({}, 1), ({"gradient_as_bucket_view": False}, 4)])
-def test_the_optimizer_sees_gradients_that_lie_in_the_bucket(options, count):
-    def run(state):
-        state, step = built(state, **options)
-        places = set()
-
-        def look(optimizer, *_):
-            for parameter in step.plan.model.parameters():
-                places.add(parameter.grad.untyped_storage().data_ptr())
-
-        step.plan.optimizer.register_step_pre_hook(look)
-        step(state, BATCH)
-        return len(places)
-
-    assert simulate(run, world_size=2) == [count] * 2
-
-
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
 def test_replicas_stay_equal_and_near_what_is_sent_whole_under_communication_hooks(hook):
     model = ours.regression_model().float()

@@ -1,7 +1,5 @@
 """freeze: what gradient functions see, when the host waits, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,28 +8,6 @@ from accel_fn.testing import simulate
 from tests.laws.law10_freezing import BATCHES, built, spoilt
 from tests.support import late_reads
 from tests.support import strategies as ours
-
-
-@pytest.mark.parametrize("listed_first", [True, False])
-def test_a_gradient_function_sees_no_such_gradient_wherever_it_is_listed(listed_first):
-    seen = []
-
-    def watching(plan):
-        def wrap(grad_fn):
-            def watched(state, batch):
-                state, grads, report = grad_fn(state, batch)
-                seen.append([each is None for each in grads.tensors])
-                return state, grads, report
-
-            return watched
-
-        return replace(plan, wrap_grad_fn=(*plan.wrap_grad_fn, wrap))
-
-    transforms = [af.freeze("0"), watching]
-    plan = ours.plan(optimizer=ours.adamw)
-    state, step = af.build(af.compose(*transforms[:: 1 - 2 * listed_first])(plan), af.DistState())
-    step(state, (torch.ones(4, 3).double(), torch.zeros(4, 1).double()))
-    assert seen == [[True, True, False, False]]
 
 
 def test_the_host_waits_for_an_accelerator_only_where_the_next_update_may_be_the_first(monkeypatch):

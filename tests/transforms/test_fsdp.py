@@ -4,7 +4,6 @@ import gc
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +16,6 @@ from tests.support.block_models import (
     LAYERS,
     Block,
     Stack,
-    assert_trains_as_alone,
     batches,
     is_in,
     part,
@@ -26,16 +24,6 @@ from tests.support.block_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:step. model should write the same in its forward")
-
-
-@pytest.mark.parametrize(
-    ("blocks", "reshard"),
-    [pytest.param(None, True, marks=pytest.mark.slow), ((Block, nn.Linear), False)],
-    ids=str,
-)
-def test_any_choice_of_blocks_trains_the_same(blocks, reshard):
-    wrap = af.wrap_fsdp(blocks=blocks, reshard_after_forward=reshard)
-    assert_trains_as_alone(af.compose(wrap, af.accumulate(2)))
 
 
 @pytest.mark.parametrize(("blocks", "units"), CHOICES[::3], ids=str)
@@ -89,36 +77,6 @@ def test_gradients_are_added_up_in_the_given_dtype(settings, is_exact):
         return float(grads.tensors[0].full_tensor())
 
     assert simulate(run, world_size=2) == [514.0 if is_exact else 512.0] * 2
-
-
-def test_a_rank_holds_its_part_of_a_model_that_keeps_its_classes_and_keys():
-    def run(state):
-        model, optimizer, step, state = train(state, af.wrap_fsdp())
-        _, grads, _ = step.grads(state, part(batches()[0], state))
-        kept = [value for each in optimizer.state.values() for value in each.values() if value.ndim]
-        assert [type(each) for each in model.modules()] == [
-            type(each) for each in stack().modules()
-        ]
-        assert list(model.state_dict()) == list(stack().state_dict())
-        return [
-            sum(each.to_local().numel() for each in tensors)
-            for tensors in (model.parameters(), grads.tensors, kept)
-        ]
-
-    whole = sum(parameter.numel() for parameter in stack().parameters())
-    found = simulate(run, world_size=3)
-    assert [sum(column) for column in zip(*found, strict=True)] == [whole, whole, 2 * whole]
-    # 1 and 5 rows over 3 ranks: the first rank has most
-    assert max(rank[0] for rank in found) < whole / 2
-
-
-def test_the_loss_may_call_methods_and_the_model_twice():
-    def loss_fn(model, batch):
-        inputs, targets = batch
-        once = F.mse_loss(model.last(model.encode(inputs)), targets)
-        return once + F.mse_loss(model(inputs * 2), targets) + model.encode(inputs).square().mean()
-
-    assert_trains_as_alone(af.compose(af.wrap_fsdp(), af.accumulate(2)), loss_fn=loss_fn)
 
 
 def test_a_model_that_is_a_mere_container_trains_the_same():
@@ -208,27 +166,6 @@ def test_blocks_compute_in_the_given_dtype_and_shards_keep_theirs(dtype, world_s
 def test_in_a_world_of_one_nothing_is_sharded():
     model, *_ = train(af.DistState(), af.wrap_fsdp())
     assert not any(isinstance(each, DTensor) for each in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (
-            {"replicate": 1},
-            "the mean over the global batch; wrap_fsdp(replicate=1) has nothing to do",
-        ),
-        ({"offload": True}, "the mean over the global batch, by wrap_fsdp(offload=True)"),
-        (
-            {"param_dtype": torch.bfloat16},
-            "the mean over the global batch, by wrap_fsdp(param_dtype=torch.bfloat16)",
-        ),
-    ],
-    ids=str,
-)
-def test_explain_describes_a_world_of_one(options, told):
-    plan = ours.plan(model=stack())
-    text = af.explain(af.wrap_fsdp(**options)(plan), af.DistState())
-    assert f"backward   {told}" in text
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import accel_fn as af
@@ -354,25 +354,6 @@ def test_a_whole_model_may_be_called_without_gradients_in_the_loss_and_outside(
         lambda state: train(state, af.compose(wraps, af.accumulate(k))), world_size=world_size
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_a_whole_model_in_another_dtype_casts_what_it_is_called_with():
-    def run(state, wraps):
-        model = copy.deepcopy(linear)
-        plan = af.Plan(
-            lambda model, x: model(x).float().square().mean(),
-            model,
-            SGD(model.parameters(), lr=0.1),
-        )
-        state, step = af.build(wraps(plan), state)
-        state, report = step(state, ROWS.float())
-        return report.loss
-
-    linear = nn.Linear(3, 1)
-    whole = af.wrap_fsdp(blocks="", param_dtype=torch.bfloat16)
-    blocks = af.wrap_fsdp(param_dtype=torch.bfloat16)
-    found = [simulate(lambda state, w=w: run(state, w), world_size=2) for w in (whole, blocks)]
-    assert found[0] == found[1]
 
 
 def test_only_wrap_fsdp_takes_the_whole_model_as_its_block():

@@ -79,65 +79,6 @@ def test_it_trains_as_one_process_does(world_size, recipe):
         )
 
 
-def test_all_ranks_start_from_the_parameters_of_rank_0():
-    def run(state):
-        model = Distilled()
-        with torch.no_grad():
-            model.teacher.last.weight.add_(state.rank)
-        trained(state, af.wrap_fsdp(ignore=IGNORE), model=model, num=0)
-        return model.teacher.last.weight.tolist()
-
-    first, second = simulate(run, world_size=2)
-    assert first == second
-
-
-def test_a_model_of_modules_may_ignore_one_of_them():
-    def run(state, recipe):
-        model = nn.ModuleDict({"student": stack(0), "teacher": stack(1).requires_grad_(False)})
-
-        def distil(model, batch):
-            return (model["student"](batch[0]) - model["teacher"](batch[0])).square().mean()
-
-        optimizer = ours.adamw(model["student"].parameters())
-        state, step = af.build(recipe(af.Plan(distil, model, optimizer)), state, check_loss=False)
-        for batch in batches():
-            state, report = step(state, part(batch, state))
-        assert not any(isinstance(each, DTensor) for each in model["teacher"].parameters())
-        return float(report.loss)
-
-    expected = run(af.DistState(), af.compose())
-    recipe = af.wrap_fsdp(ignore="teacher")
-    found = simulate(lambda state: run(state, recipe), world_size=3)
-    assert found == pytest.approx([expected] * 3, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_resumes_with_and_without_shards(tmp_path):
-    expected = trained(af.DistState(), af.compose(), num=4)[0].state_dict()
-    wrap = af.wrap_fsdp(ignore=IGNORE)
-
-    def run(state):
-        _, state, step, _ = trained(state, wrap, num=2)
-        af.save(step, state, tmp_path)
-
-    def resume(state, recipe):
-        model, state, step, _ = trained(state, recipe, num=0)
-        with torch.no_grad():
-            for each in model.parameters():
-                each.zero_()
-        state = af.load(step, state, tmp_path)
-        for batch in batches(4)[2:]:
-            state, _ = step(state, part(batch, state))
-        return {name: value.clone() for name, value in ours.whole(model.state_dict()).items()}
-
-    simulate(run, world_size=2)
-    for recipe, world_size in ((wrap, 3), (af.compose(), 1)):
-        for found in simulate(lambda state, r=recipe: resume(state, r), world_size=world_size):
-            for name, value in expected.items():
-                if not name.endswith("calls"):
-                    torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
-
-
 def test_whole_parameters_keep_their_dtype_and_are_not_gathered():
     def run(state):
         model = Distilled().float()

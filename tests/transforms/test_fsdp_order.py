@@ -79,19 +79,6 @@ def test_ranks_that_skip_an_expert_raise_an_error_that_names_it_and_the_repair()
         assert first == third == ""
 
 
-def test_experts_that_are_called_with_no_rows_train_as_on_one_rank():
-    def run(state, recipe):
-        state, step = built(state, recipe, skips=False)
-        for each in (BOTH, APART, APART):
-            state, report = step(state, batch_of(state, each))
-        return ours.whole(step.plan.model.state_dict()), float(report.loss)
-
-    expected, loss = run(af.DistState(), af.compose())
-    for actual, found in simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2):
-        ours.assert_close(actual, expected)
-        assert found == pytest.approx(loss, rel=1e-12)
-
-
 def test_a_forward_alone_is_refused_on_all_ranks_and_a_step_can_follow():
     def run(state):
         state, step = built(state, af.wrap_fsdp())
@@ -140,24 +127,3 @@ def test_steps_after_the_first_two_have_three_small_collectives():
         return counts[2:], num_calls() - before
 
     assert simulate(run, world_size=2) == [([3, 3, 3], 6)] * 2
-
-
-@pytest.mark.slow
-def test_a_forward_without_a_backward_leaves_no_gather_to_the_next_step():
-    """FSDP gathers ahead by the forwards before; ranks would compare that gather in every step."""
-
-    def run(state):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
-        plan = af.Plan(square, model, ours.adamw(model.parameters()))
-        state, step = af.build(af.wrap_fsdp(blocks=nn.Linear)(plan), state)
-        counts = []
-        for each in range(5):
-            with torch.no_grad():
-                if each > 2:
-                    model(batch_of(state, BOTH))
-            before = num_calls()
-            state, _ = step(state, batch_of(state, BOTH))
-            counts.append(num_calls() - before)
-        return counts[2:]
-
-    assert simulate(run, world_size=2) == [[3, 3, 3]] * 2

@@ -7,7 +7,6 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.laws.law07_scaling import scaled
 from tests.support import strategies as ours
-from tests.support.block_models import stack
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [
@@ -76,37 +75,3 @@ def test_what_it_keeps_continues_at_another_number_of_shards(tmp_path, name, siz
     runs = simulate(lambda state: train(state, recipe, 2, tmp_path), world_size=second)
     for found in runs:
         ours.assert_close(found, expected)
-
-
-@pytest.mark.slow
-def test_a_call_with_a_graph_changes_nothing_of_an_average_or_an_update():
-    """The call leaves parameters whole for a backward that may never come."""
-
-    def run(state, is_called):
-        model = stack()
-        inputs = torch.ones(2, 3).double()
-        call = (lambda: model(inputs)) if is_called else (lambda: None)
-        plan = af.Plan(ours.mse, model, ours.adamw(model.parameters()))
-        recipe = af.compose(af.wrap_fsdp(), af.ema(0.5))
-        state, step = af.build(recipe(plan), state, check_loss=False)
-        for batch in BATCHES[:3]:
-            mine = [each.tensor_split(2)[state.rank] for each in batch]
-            state, grads, report = step.grads(state, mine)
-            call()
-            state, _ = step.update(state, grads, report)
-            call()
-            with af.averaged(step):
-                mean = copied(model)
-                call()
-        found = copied(model)
-        with torch.no_grad():
-            output = model(inputs)
-        found |= {"output": output, **{f"mean {name}": mean[name] for name in mean}}
-        return {name: each for name, each in found.items() if not name.endswith("calls")}
-
-    for found, expected in zip(
-        simulate(lambda state: run(state, True), world_size=2),
-        simulate(lambda state: run(state, False), world_size=2),
-        strict=True,
-    ):
-        ours.assert_identical(found, expected)

@@ -51,23 +51,6 @@ def test_running_statistics_are_averaged_and_counts_are_left_alone():
     assert first["mask"].tolist() == [float("-inf"), 0.0]
 
 
-def test_two_steps_of_one_state_are_each_averaged_after_updates_of_their_own():
-    def run(state):
-        state, one = built(state, af.local_sgd(2))
-        state, other = built(state, af.local_sgd(2))
-        found = []
-        for batch in batches(num=2, size=6):
-            for step in (one, other):
-                state, _ = step(state, part(batch, state))
-            found.append([weights(one)["0.weight"], weights(other)["0.weight"]])
-        return found
-
-    first, second = simulate(run, world_size=2)
-    for step in range(2):
-        assert not torch.equal(first[0][step], second[0][step])
-        assert torch.equal(first[1][step], second[1][step])
-
-
 def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
     def watching(seen):
         def watch(state, report):
@@ -88,31 +71,6 @@ def test_what_comes_after_an_update_sees_the_average_wherever_it_is_listed():
 
     (first,), (second,) = simulate(run, world_size=2)
     assert torch.equal(first, second)
-
-
-def test_a_batch_that_does_not_fit_on_one_rank_is_done_again_on_all():
-    def tight(limit):
-        def loss_fn(model, batch):
-            if len(batch[0]) > limit:
-                raise torch.OutOfMemoryError("as an accelerator says it")
-            return ours.mse(model, batch)
-
-        return loss_fn
-
-    def trained(state, split, limit):
-        recipe = af.compose(af.local_sgd(2), af.accumulate(split))
-        state, step = built(state, recipe, loss_fn=tight(limit))
-        for batch in batches(size=8):
-            state, report = step(state, part(batch, state))
-        return report.extras.get("num_microbatches"), report.extras["own_weight"], weights(step)
-
-    def run(state):
-        found = trained(state, "auto", 2 if state.rank else 9)
-        return found, trained(state, 2, 9)
-
-    for (count, own, actual), (_, _, expected) in simulate(run, world_size=2):
-        assert (count, own) == (2, 4)
-        ours.assert_identical(actual, expected)
 
 
 def test_a_gradient_function_that_drops_the_rank_s_weight_is_refused():

@@ -1,7 +1,6 @@
 """reproducible over real processes: the bits of one process, and the cost."""
 
 import sys
-from itertools import pairwise
 
 import pytest
 
@@ -76,67 +75,6 @@ def test_as_much_is_sent_as_an_all_reduce_sends(num_processes):
     expected = 2 * (num_processes - 1) / num_processes
     for line in output.splitlines():
         assert float(line) == pytest.approx(expected, abs=0.01)
-
-
-HELD = """
-import ctypes, re, torch
-from pathlib import Path
-import accel_fn as af
-from tests.support import strategies as ours
-
-if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-    libc.mallopt(-3, 2**16)  # a tensor's memory goes back at once: what is held is what is needed
-
-def most():
-    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-state = af.init(device="cpu")
-model = {model}
-plan = af.Plan(ours.mse, model, torch.optim.SGD(model.parameters(), 0.1))
-state, step = af.build({owner}(plan), state)
-batch = torch.ones(16, {width}), torch.ones(16, {width})
-for _ in range(3):
-    state, _ = step(state, batch)
-say(most() / sum(each.nbytes for each in model.parameters()))
-"""
-LARGE = {"model": "torch.nn.Linear(4608, 4608, bias=False)", "width": 4608}
-"""85 MB in one parameter."""
-MANY = {
-    "model": "torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(96)])",
-    "width": 512,
-}
-"""101 MB in parameters of 1 MB."""
-
-
-def most_held(owner, model, num_processes):
-    """Return the largest memory of a process, in units of the gradients."""
-    said = launch(HELD.format(owner=owner, **model), num_processes=num_processes)
-    return max(map(float, said.splitlines()))
-
-
-on_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="asks Linux for the most that was held"
-)
-
-
-@on_linux
-def test_twice_as_many_slots_hold_one_gradient_more():
-    most = [
-        most_held(f"af.reproducible(num_virtual_ranks={each})", LARGE, 1) for each in (1, 4, 16)
-    ]
-    assert [later - before for before, later in pairwise(most)] == pytest.approx([2, 2], abs=0.3)
-
-
-@on_linux
-@pytest.mark.parametrize(
-    ("model", "num_virtual_ranks", "more"), [(LARGE, 8, 1.5), (MANY, 8, 2.0)], ids=["large", "many"]
-)
-def test_two_processes_hold_so_many_gradients_more_than_with_ddp(model, num_virtual_ranks, more):
-    """With many parameters, log2 of a rank's slices; with a single one, the buffer of its sum over
-    the ranks."""
-    beside = most_held("af.wrap_ddp()", model, 2)
-    found = most_held(f"af.reproducible(num_virtual_ranks={num_virtual_ranks})", model, 2)
-    assert found - beside == pytest.approx(more, abs=0.3)
 
 
 COMPILED = """

@@ -68,6 +68,11 @@ def test_a_layer_that_takes_running_statistics_is_named(norm):
     )
 
 
+def test_a_layer_that_takes_none_is_taken():
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    af.build(af.reproducible(2)(make_plan(Normed(norm))), af.DistState())
+
+
 @pytest.mark.filterwarnings("ignore:step. model should be in training mode")
 def test_one_that_was_frozen_and_is_not_any_more_is_named_by_the_step_on_all_ranks():
     """The layer may have changed on one rank only."""

@@ -112,28 +112,6 @@ def test_rates_stay_on_the_host_where_another_schedule_counts_batches(order):
     assert [*map(place_of_rate, plan.after_update)] == [kinds[every] for every in order]
 
 
-@pytest.mark.parametrize("skipped", [set(), {1}, {3}, {1, 2, 3}])
-def test_schedules_of_updates_and_of_epochs_stand_beside_each_other(skipped):
-    plan = ours.plan(optimizer=sgd)
-    warm_up = schedulers.LinearLR(plan.optimizer, 0.25, total_iters=3)
-    recipe = af.compose(
-        af.skip_nonfinite(), af.schedule(warm_up), af.schedule(halved(plan.optimizer), every=2)
-    )
-    state, step = af.build(recipe(plan), af.DistState())
-    batches = [
-        (
-            torch.full((2, 3), float("nan") if i in skipped else 1.0).double(),
-            torch.ones(2, 1).double(),
-        )
-        for i in range(6)
-    ]
-    expected = [
-        0.1 * min(1.0, 0.25 + 0.25 * (i - len(skipped & set(range(i))))) * 0.5 ** (i // 2)
-        for i in range(6)
-    ]
-    assert rates_of(step, state, batches) == pytest.approx(expected, rel=1e-12)
-
-
 def test_a_run_that_counts_other_batches_is_refused(tmp_path):
     def built(every):
         plan = ours.plan(optimizer=sgd)
@@ -183,17 +161,5 @@ def test_a_loader_without_a_length_is_refused_on_every_rank():
                 f"have a length that all of its epochs have, got 'a loader of {name}'; give every=n"
             )
             refused(af.shard_loader(loader, state), text, TypeError)
-
-    simulate(run, world_size=2)
-
-
-def test_ranks_that_count_other_batches_are_refused():
-    def run(state):
-        plan = ours.plan(optimizer=sgd)
-        recipe = af.compose(
-            af.wrap_ddp(), af.schedule(halved(plan.optimizer), every=2 + state.rank)
-        )
-        with pytest.raises(RuntimeError, match="build: plan must be the same on every rank"):
-            af.build(recipe(plan), state)
 
     simulate(run, world_size=2)

@@ -22,17 +22,6 @@ def counts(state):
     return state.step, state.samples, state.items
 
 
-def test_skipped_batches_count_and_a_step_that_does_not_advance_does_not():
-    state, step = built(af.skip_nonfinite())
-    state, _ = step(state, BATCHES[0])
-    state, report = step(state, batches_of({0})[0])
-    assert not report.applied
-    state, report = step(state, BATCHES[1], advance=False)
-    assert (counts(state), state.call, report.samples) == ((2, 12, 12), 1, 6)
-    state, _ = step(state, BATCHES[1])
-    assert counts(state) == (3, 18, 18)
-
-
 def test_items_are_the_weights_of_all_terms_and_gradients_apart_count_too():
     def loss_fn(model, batch):
         return {name: ours.mse(model, batch) for name in ("a", "b")}
@@ -97,15 +86,6 @@ def test_a_step_of_another_plan_moves_the_rate_of_the_next():
 def test_mistakes_are_refused(make, text):
     with pytest.raises(AccelError, match=text):
         make()
-
-
-def test_counts_survive_a_checkpoint(tmp_path):
-    state, step = built(af.compose(), weight_fn=lambda batch: 0.25)
-    for batch in BATCHES[:3]:
-        state, _ = step(state, batch)
-    af.save(step, state, tmp_path)
-    fresh, other = built(af.compose(), weight_fn=step.plan.weight_fn)
-    assert counts(af.load(other, fresh, tmp_path)) == (3, 18, 0.75)
 
 
 def test_extras_are_put_back_before_a_function_is_called(tmp_path):

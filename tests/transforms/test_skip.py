@@ -7,25 +7,21 @@ import torch
 
 import accel_fn as af
 from accel_fn.testing import simulate
-from tests.laws.law07_scaling import OPTIMIZERS, scaled
 from tests.laws.law07_skipping import linear_model, linear_run, tiny_sgd, trained_in_a_world
 from tests.support import strategies as ours
 from tests.support.late_reads import read_late
 
 
-@pytest.mark.parametrize(
-    ("wrap", "world_size", "culprit"),
-    [(af.wrap_ddp(), 3, 1), (af.wrap_fsdp(), 2, 0)],
-    ids=["ddp", "fsdp"],
-)
-def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
+def test_a_spike_on_one_rank_is_left_out_on_all():
     generator = torch.Generator().manual_seed(0)
     calm = [(torch.randn(6, 3, generator=generator).double(), torch.ones(6, 1).double())] * 6
-    parts = ours.dealt_evenly([*calm[:4], calm[4], *calm[4:]], world_size)
-    inputs, targets = parts[culprit][4]
-    parts[culprit][4] = inputs, targets * 1e4
+    parts = ours.dealt_evenly([*calm[:4], calm[4], *calm[4:]], 2)
+    inputs, targets = parts[0][4]
+    parts[0][4] = inputs, targets * 1e4
     _, expected = ours.trained_by_hand(ours.regression_model(), calm)
-    for parameters, applied in trained_in_a_world(parts, af.skip_spikes(window=4), wrap=wrap):
+    for parameters, applied in trained_in_a_world(
+        parts, af.skip_spikes(window=4), wrap=af.wrap_fsdp()
+    ):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 4 + [False] + [True] * 2
 
@@ -33,9 +29,7 @@ def test_a_spike_on_one_rank_is_left_out_on_all(wrap, world_size, culprit):
 BAD = {"nonfinite": (af.skip_nonfinite(), float("nan")), "spike": (af.skip_spikes(window=4), 1e4)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "row"), [("nonfinite", 0), ("nonfinite", 3), ("spike", 1), ("spike", 2)]
-)
+@pytest.mark.parametrize(("kind", "row"), [("nonfinite", 3), ("spike", 1)])
 def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind, row):
     """The targets of one output reach one row of the weight, which one rank holds."""
     recipe, bad = BAD[kind]
@@ -52,29 +46,6 @@ def test_a_gradient_that_is_bad_in_the_shard_of_one_rank_is_left_out_by_all(kind
     ):
         ours.assert_close(parameters, expected)
         assert applied == [True] * 4 + [False] + [True] * 2
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("recipe", "bad"),
-    [(af.skip_nonfinite(), float("nan")), (af.skip_spikes(window=4), 1e6)],
-    ids=["nonfinite", "spike"],
-)
-def test_in_single_and_half_precision_it_is_the_run_without_the_batch_to_the_bit(
-    recipe, bad, optimizer
-):
-    generator = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(6, 3, generator=generator), torch.ones(6, 1)) for _ in range(6)]
-    spoilt = [*batches[:4], (batches[4][0], batches[4][1] * bad), *batches[4:]]
-    model = ours.regression_model().float()
-    recipe = af.compose(af.wrap_ddp(), af.clip(0.5), af.with_amp("bf16"), recipe)
-    expected, found = (
-        ours.trained(model, ours.dealt_evenly(each, 2), recipe, optimizer=optimizer)
-        for each in (batches, spoilt)
-    )
-    for (losses, parameters), (expected_losses, wanted) in zip(found, expected, strict=True):
-        ours.assert_identical(parameters, wanted)
-        assert [*losses[:4], *losses[5:]] == expected_losses
 
 
 @pytest.mark.parametrize(
@@ -145,25 +116,6 @@ def test_a_batch_without_weight_is_no_norm_to_look_back_on(empty):
     for index, (inputs, targets) in enumerate(linear_run([1.0] * 10)):
         state, report = step(state, (inputs, targets * (index not in empty)))
         assert report.applied
-
-
-def test_a_spike_leaves_the_loss_scale_alone():
-    recipe = af.compose(scaled(1024.0), af.skip_spikes(window=4))
-    model = linear_model()
-    plan = recipe(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    state, step = af.build(plan, af.DistState())
-    for batch in linear_run([1.0, 1.0, 1.0, 1e3]):
-        state, report = step(state, batch)
-    assert (bool(report.applied), float(state.scaler.scale)) == (False, 1024.0)
-
-
-def test_two_steps_of_one_plan_count_for_themselves():
-    model = linear_model()
-    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    bad = linear_run([float("nan")])[0]
-    for _ in range(2):
-        state, step = af.build(plan, af.DistState())
-        step(state, bad)
 
 
 @pytest.mark.parametrize("saved_after", [2, 3, 5])

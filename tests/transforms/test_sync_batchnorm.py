@@ -1,7 +1,6 @@
 """sync_batchnorm: what its layers compute beside other transforms, and what it refuses."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -67,37 +66,6 @@ def test_layers_use_all_rows_where_they_run_again_or_beside_a_compiler(wrap, mod
     for found, actual in over_ranks(model, PARTS, recipe, world_size=2):
         ours.assert_close(actual, tensors)
         torch.testing.assert_close(found, losses, **ours.EXACT)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        af.wrap_ddp(sync_batchnorm=True, find_unused_parameters=True),
-        af.wrap_ddp(sync_batchnorm=True, static_graph=True),
-        af.wrap_fsdp(sync_batchnorm=True, reshard_after_forward=False),
-    ],
-)
-def test_layers_use_all_rows_under_options_of_the_strategies(wrap):
-    model = Normed()
-    _, tensors = expected(model)
-    for _, actual in over_ranks(model, PARTS, wrap, world_size=2):
-        ours.assert_close(actual, tensors)
-
-
-def test_ranks_that_hold_the_same_rows_are_counted_once():
-    model = Normed()
-    _, tensors = expected(model)
-
-    def run(state):
-        mine = copy.deepcopy(model)
-        plan = af.Plan(loss_fn, mine, sgd(mine), weight_fn=weight_fn)
-        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
-        for ranks in PARTS:
-            state, _ = step(state, ranks[state.along("dp").rank])
-        return ours.whole(mine.state_dict())
-
-    for actual in simulate(run, mesh={"dp": 2, "tp": 2}):
-        ours.assert_close(actual, tensors)
 
 
 @wraps
@@ -195,23 +163,6 @@ def test_build_refuses_what_statistics_over_ranks_do_not_go_with(wrap, layer, tr
     simulate(run, world_size=2)
 
 
-def test_half_precision_keeps_its_dtype_and_sums_in_single():
-    def run(state, recipe, dtype):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)).to(dtype)
-        plan = af.Plan(lambda model, x: model(x).float().square().mean(), model, sgd(model))
-        state, step = af.build(recipe(plan), state, check_loss=False)
-        x = torch.arange(600 * 6).reshape(600, 6).sin().to(dtype)
-        step(state, af.shard_batch(x, state))
-        return model[0].running_var, model[1].weight
-
-    right = run(af.DistState(), af.compose(), torch.bfloat16)
-    sync = partial(run, recipe=af.wrap_ddp(sync_batchnorm=True), dtype=torch.bfloat16)
-    for found in simulate(sync, world_size=2):
-        # two roundings to 8 bits, at most
-        torch.testing.assert_close(found, right, rtol=2**-7, atol=2**-8)
-
-
 @pytest.mark.slow
 def test_processes_are_one_process():
     text = launch(
@@ -235,18 +186,6 @@ def test_processes_are_one_process():
     for line in text.splitlines():
         found = torch.tensor([float(each) for each in line.strip("[]").split(",")]).double()
         torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
-
-
-def test_a_model_of_a_step_can_be_pickled_and_copied():
-    def run(state):
-        model = Normed()
-        plan = af.Plan(loss_fn, model, sgd(model), weight_fn=weight_fn)
-        state, step = af.build(af.wrap_ddp(sync_batchnorm=True)(plan), state, check_loss=False)
-        step(state, PARTS[0][state.rank])
-        again = pickle.loads(pickle.dumps(model))
-        ours.assert_identical(copy.deepcopy(again).state_dict(), model.state_dict())
-
-    simulate(run, world_size=2)
 
 
 @wraps

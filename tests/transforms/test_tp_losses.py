@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -147,69 +145,3 @@ def test_a_wrong_size_in_the_users_code_has_a_note_where_layers_are_split(transf
 def test_gradients_of_gradients_are_refused(styles, model_of):
     for text in refused(of_gradients, styles, model_of):
         assert "wrap_tp must have a loss_fn without gradients of gradients" in text
-
-
-class Attention(nn.Module):
-    """Torch's attention, whole on every rank, beside a split layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2)
-        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
-        self.up, self.down = nn.Linear(3, 12), nn.Linear(6, 1)
-
-    def forward(self, x):
-        # Over one token, the gradients of queries and keys would be rounding alone.
-        tokens = self.layer(self.up(x).view(-1, 2, 6).transpose(0, 1))
-        mixed, _ = self.attention(tokens, tokens, tokens, need_weights=False)
-        return self.down(mixed.mean(0))
-
-
-def attention():
-    torch.manual_seed(0)
-    return Attention().double()
-
-
-@pytest.mark.slow
-def test_attention_of_torch_stays_whole():
-    styles = {"up": ColwiseParallel(output_layouts=Replicate())}
-    # The gradient of a bias of keys is rounding alone, which AdamW turns into whole updates.
-    assert_one_process(af.wrap_tp(styles), TWO, make=attention, optimizer=ours.sgd)
-
-    def run(state):
-        model = attention()
-        af.build(af.wrap_tp(styles)(ours.plan(model=model)), state)
-        with torch.no_grad():
-            return model.eval()(BATCH[0])
-
-    with torch.no_grad():
-        expected = attention().eval()(BATCH[0])
-    for actual in simulate(run, mesh=TWO):
-        torch.testing.assert_close(actual, expected)
-
-
-class Listed(nn.Module):
-    """Split layers, and parameters of its own in a list and a dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 1)
-        self.scales = nn.ParameterList([torch.ones(1), 2 * torch.ones(1)])
-        self.shifts = nn.ParameterDict({"first": torch.ones(1)})
-
-    def forward(self, x):
-        y = self.down(self.up(x).tanh())
-        for scale in self.scales:
-            y = y * scale
-        return y + self.shifts["first"]
-
-
-def listed():
-    torch.manual_seed(0)
-    return Listed().double()
-
-
-@pytest.mark.slow
-def test_a_module_may_use_its_lists_and_dicts_of_parameters():
-    recipe = af.compose(af.wrap_fsdp(), af.wrap_tp({"up": "colwise", "down": "rowwise"}))
-    assert_one_process(recipe, SQUARE, make=listed)

@@ -1,13 +1,11 @@
 """wrap_tp: what it makes of a model, beside which transforms, and what it refuses."""
 
-import copy
 import re
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accel_fn as af
@@ -75,14 +73,6 @@ def test_tied_parameters_stay_tied():
     assert simulate(run, mesh=TWO) == [True, True]
 
 
-def two_optimizers(parameters):
-    first, *others = parameters
-    return {
-        "first": torch.optim.AdamW([first], lr=0.05, fused=True),
-        "others": torch.optim.SGD(others, lr=0.05, momentum=0.9, foreach=True),
-    }
-
-
 BESIDE = [
     af.compose(
         af.accumulate(2),
@@ -126,26 +116,6 @@ def test_blocks_with_parameters_of_their_own_are_recomputed():
     assert_one_process(af.compose(styles, recompute), TWO, make=scaled)
 
 
-@pytest.mark.slow
-def test_a_copy_of_the_model_has_parameters_of_its_own():
-    def run(state):
-        model = scaled()
-        styles = af.wrap_tp({"*.up": "colwise", "*.down": "rowwise"})
-        af.build(styles(ours.plan(model=model)), state)
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            other[0].scale.zero_()
-        return model(BATCH[0]).detach(), other(BATCH[0]).detach()
-
-    expected = scaled()
-    changed = copy.deepcopy(expected)
-    with torch.no_grad():
-        changed[0].scale.zero_()
-    for found in simulate(run, mesh=TWO):
-        for actual, model in zip(found, (expected, changed), strict=True):
-            torch.testing.assert_close(actual, model(BATCH[0]).detach(), **ours.EXACT)
-
-
 TRAIN = """
 import accel_fn as af
 from tests.support import language_model as lm
@@ -182,10 +152,6 @@ def test_compiled_blocks_work_over_processes():
     launch(TRAIN, num_processes=2)
 
 
-def test_two_optimizers_work():
-    assert_one_process(af.wrap_tp(STYLES), TWO, optimizer=two_optimizers)
-
-
 def test_on_one_rank_it_does_nothing():
     assert_one_process(af.wrap_tp(STYLES), {"dp": 1, "tp": 1})
     assert_one_process(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES)), {"dp": 2, "tp": 1})
@@ -208,20 +174,6 @@ def test_a_model_that_was_split_by_hand_is_taken_as_it_is():
         assert found == pytest.approx(losses, rel=1e-6)
 
 
-def test_a_plan_can_be_built_twice():
-    def run(state):
-        model = perceptron()
-        plan = af.wrap_tp(STYLES)(ours.plan(model=model))
-        af.build(plan, state)
-        state, step = af.build(plan, state)
-        state, report = step(state, BATCH)
-        return float(report.loss)
-
-    _, step = ours.built(model=perceptron())
-    expected = float(step(af.DistState(), BATCH)[1].loss)
-    assert simulate(run, mesh=TWO) == pytest.approx([expected] * 2)
-
-
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 1}, TWO], ids=str)
 def test_a_model_that_fsdp_has_sharded_is_refused(mesh):
     words = "build: wrap_tp's model must not be sharded by FSDP before, got '0.weight'; build once"
@@ -233,19 +185,6 @@ def test_a_model_that_fsdp_has_sharded_is_refused(mesh):
             af.build(af.compose(af.wrap_ddp(), af.wrap_tp(STYLES))(ours.plan(model=model)), state)
 
     simulate(run, mesh=mesh)
-
-
-def test_the_model_can_be_called_outside_of_a_step():
-    def run(state):
-        model = perceptron()
-        af.build(af.wrap_tp(STYLES)(ours.plan(model=model)), state)
-        with pytest.raises(RuntimeError):
-            model(BATCH[0][:, :2])  # of a wrong width
-        assert all(isinstance(each, DTensor) for each in model.parameters())
-        return model(BATCH[0]).detach()
-
-    for found in simulate(run, mesh=TWO):
-        torch.testing.assert_close(found, perceptron()(BATCH[0]).detach(), **ours.EXACT)
 
 
 def refused(recipe, words, mesh=TWO, **given):
