@@ -729,26 +729,6 @@ from pathlib import Path
 from accel_fn.base.file_lock import FileLock
 lock = FileLock(Path(folder) / ".lock")
 """
-SAVING = """
-from pathlib import Path
-from tests.checkpoint.test_checkpoint_files import run
-saver = run(Path(folder), 3)
-print("up", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.slow
-def test_a_second_run_is_refused_and_the_first_is_named(tmp_path, impatient):
-    with other_run(tmp_path, SAVING) as other:
-        before = names(tmp_path)
-        for folder in (tmp_path, tmp_path / ".." / tmp_path.name):
-            with pytest.raises(CheckpointError, match=rf"by one run at a time.*pid {other.pid}\b"):
-                run(folder, 1)
-            assert names(tmp_path) == before
-        loads(tmp_path, 3)  # a reader need not wait
-    run(tmp_path, 1)
-    assert steps_of(tmp_path) == [1, 3]
 
 
 def test_a_run_that_was_killed_holds_nothing(tmp_path, impatient):

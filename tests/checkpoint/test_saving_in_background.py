@@ -271,31 +271,6 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
-    """The process has a limit on the size of files."""
-    script = f"""
-        import resource, signal
-        from tests.checkpoint.test_saving_in_background import advance, make
-        import accel_fn as af
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        state, step = make(af.init(device="cpu", timeout_s=60))
-        af.save(step, state, {str(tmp_path)!r})
-        state = advance(state, step)
-        if state.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        af.save(step, state, {str(tmp_path)!r}, wait=False)
-        say("went on")
-    """
-    ranks = run_worlds({"script": script}, tmp_path)["script"]
-    for rank in ranks:
-        assert "went on" in rank.stdout
-        assert rank.exit_code == 1
-        assert "step_00000002 was not written" in rank.stderr
-        assert "File too large" in rank.stderr
-    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
-
-
-@pytest.mark.slow
 def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_code(tmp_path):
     """Handlers of the user run, each once, and open files are flushed."""
     script = f"""

@@ -38,12 +38,3 @@ def test_the_error_of_a_rank_is_the_last_line_of_a_launch_and_in_its_logs(tmp_pa
     assert printed.read_text() == "rank 1 is up\n"
     assert done.stdout + done.stderr == (report.read_text() if where else "")
     assert getattr(done, where or "stdout") == done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_launch_whose_output_nobody_reads_ends_with_the_code_and_the_error_of_its_rank(tmp_path):
-    (tmp_path / "script.py").write_text(FAILS)
-    command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--tee", "script.py"]
-    done = shell(tmp_path, ["sh", "-c", '{ "$@"; echo $? >code; } | true', "sh", *command], "")
-    assert (tmp_path / "code").read_text() == "1\n"
-    assert done.stderr.endswith("\nthe reason of rank 1\n")

@@ -193,13 +193,6 @@ def test_a_module_that_is_there_is_found_and_not_imported(tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.slow
-def test_a_module_that_its_package_does_not_have_is_the_error_of_the_ranks(launchers, tmp_path):
-    ended = launchers.run(tmp_path, "-n", 2, "-m", "json")
-    assert ended.exit_code == 1
-    assert "No module named json.__main__" in ended.last_lines[-1]
-
-
 def test_logs_hold_the_output_of_each_rank_and_tee_prints_it(launchers, tmp_path):
     script = """
         import os, sys
@@ -242,15 +235,6 @@ def test_a_restart_is_printed_and_has_a_new_store(launchers, tmp_path):
     ports = {tuple(line.split()) for line in ended.stdout.splitlines()}
     assert [attempt for attempt, _ in sorted(ports)] == ["0", "1"]
     assert len({port for _, port in ports}) == 2
-
-
-@pytest.mark.slow
-def test_restarts_run_out(launchers, tmp_path):
-    script = "import os, sys; sys.exit(4 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"
-    ended = launchers.run(tmp_path, "--max-restarts", 2, "script.py", script=script)
-    assert ended.exit_code == 6
-    assert ended.stderr.count("restart") == 2
-    assert ended.last_lines[-1] == "exit code 6"
 
 
 @pytest.mark.slow

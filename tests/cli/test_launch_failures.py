@@ -4,13 +4,11 @@ failure."""
 import os
 import re
 import signal
-import sys
 
 import pytest
 
-from tests.cli.commands import run_python, surroundings
+from tests.cli.commands import run_python
 from tests.cli.launchers import gone, is_running, until
-from tests.cli.terminal import Terminal
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -186,20 +184,6 @@ def test_a_child_with_a_group_of_its_own_ends_with_a_launch_and_one_with_a_sessi
 
 
 @pytest.mark.slow
-def test_files_of_the_user_in_a_log_folder_are_left_alone(launchers, tmp_path):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    for name in ("pid", "crash", "stopped", "deeper/pid", "deeper/crash"):
-        (logs / name).parent.mkdir(exist_ok=True)
-        (logs / name).touch()
-    ended = launchers.run(tmp_path, "--log-dir", "logs", "script.py", script="")
-    assert ended.exit_code == 0
-    kept = {str(path.relative_to(logs)) for path in logs.rglob("*") if path.is_file()}
-    kept -= {str(path.relative_to(logs)) for path in logs.rglob("std*.log")}
-    assert kept == {"pid", "crash", "stopped", "deeper/pid", "deeper/crash"}
-
-
-@pytest.mark.slow
 def test_a_launch_does_not_disarm_the_reaper_of_another_in_the_same_log_folder(launchers, tmp_path):
     script = """
         import os, subprocess, sys, time
@@ -217,20 +201,6 @@ def test_a_launch_does_not_disarm_the_reaper_of_another_in_the_same_log_folder(l
     assert launchers.run(tmp_path / "b", *logs, script=script).exit_code == 0
     first.kill(signal.SIGKILL).wait()
     gone([child])
-
-
-@pytest.mark.slow
-def test_a_temporary_folder_with_a_line_end_in_its_name_is_removed_and_no_other(
-    launchers, tmp_path
-):
-    named, other = tmp_path / "a\nb", tmp_path / "a"
-    for folder in (named, other):
-        folder.mkdir()
-        (folder / "own").touch()
-    ended = launchers.run(tmp_path, "script.py", script="", TMPDIR=str(named))
-    assert ended.exit_code == 0
-    assert [path.name for path in named.iterdir()] == ["own"]
-    assert (other / "own").exists()
 
 
 def test_a_script_may_print_its_own_errors(launchers, tmp_path):
@@ -314,17 +284,6 @@ def test_an_error_in_the_loss_shows_the_users_frames_and_the_innermost(launchers
     above = ended.stderr.partition("Traceback (most recent call last):")[0]
     lost_its_peer = r"accel-fn launch: 2 of 2 ranks failed\nrank 0 \(.*\): "
     assert not above or re.match(lost_its_peer, above)
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_the_same_and_the_users_own_hook_gets_every_frame(tmp_path):
-    (tmp_path / "script.py").write_text(_TRAIN)
-    command = [sys.executable, "-m", "accel_fn.cli", "launch", "--cpu", "script.py", "hook"]
-    with Terminal(command, tmp_path, surroundings(tmp_path)) as screen:
-        assert screen.end() == 1
-    assert matches(last_frames(screen.text), _FOLDED), screen.text
-    (count,) = re.findall(r"^hook RuntimeError (\d+)$", screen.text, re.M)
-    assert int(count) > 10
 
 
 @pytest.mark.slow

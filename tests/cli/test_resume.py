@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import traceback
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -198,55 +197,6 @@ def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path
 
 
 # -- other world sizes
-
-
-def train_exactly(state, folder, until, started):
-    """Train in float64 without randomness; return this rank's samples in each batch."""
-    dtype = torch.float64
-    state, step = build(state, dtype=dtype)
-    loader = af.shard_loader(DataLoader(data(dtype), 9, shuffle=True), state)
-    if af.latest(folder / "run"):
-        state = af.load(step, state, folder / "run")
-    for epoch in loader.epochs(2, since=state):
-        for *batch, numbers in epoch:
-            if state.step == until:
-                break
-            state, _ = step(state, batch)
-            path = folder / f"{state.step}.{state.rank}"
-            path.write_text(json.dumps(numbers.tolist()))
-    af.save(step, state, folder / "run")
-    if state.is_main:
-        parameters = torch.cat([each.view(-1) for each in step.plan.model.parameters()])
-        (folder / "parameters").write_text(json.dumps(parameters.tolist()))
-
-
-def change_worlds(folder, sizes):
-    """Train in one world after the other; return the parameters, and the samples of each batch."""
-    folder.mkdir()
-    for part, size in enumerate(sizes, start=1):
-        until = 34 * part // len(sizes)
-        world = World(
-            size, lambda *given, until=until: train_exactly(given[0], folder, until, given[1])
-        )
-        assert world.end() == [0] * size
-    batches = [
-        sorted(chain(*(json.loads(path.read_text()) for path in folder.glob(f"{number}.*"))))
-        for number in range(1, 35)
-    ]
-    return json.loads((folder / "parameters").read_text()), batches
-
-
-def compare_worlds(folder, sizes):
-    return change_worlds(folder / "one", [1]), change_worlds(folder / "many", sizes)
-
-
-@pytest.mark.parametrize("sizes", [[2, 1, 3], [3, 2], [1, 4]], ids=str)
-def test_a_run_resumes_in_a_world_of_another_size(tmp_path, sizes):
-    """Each global batch has the same samples, so parameters are equal up to the order of sums."""
-    one, many = run_apart(tmp_path, f"compare_worlds(folder, {sizes})")
-    assert many[1] == one[1]
-    assert sorted(chain(*one[1][:17])) == list(range(150))
-    np.testing.assert_allclose(many[0], one[0], rtol=1e-12, atol=1e-12)
 
 
 # -- under the launcher

@@ -158,25 +158,6 @@ def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, a
     assert len({num_batches for _, num_batches in found}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("talker", "ahead"), [(listed_sampler, False), (own_sampler, True), (split_stream, False)]
-)
-def test_a_worker_that_is_killed_on_one_rank_ends_an_evaluation_on_all(talker, ahead):
-    def run(state):
-        make = partial(talker, in_data, num_workers=1)
-        loader = sharded(make, partial(killed, state.rank, 1), state, ahead)
-        state, step = make_step(state)
-        return error_of(af.evaluate, step, state, loader)
-
-    first, second = simulate(run, world_size=2, timeout_s=100)
-    assert "worker 0 (process " in second
-    assert "killed by SIGKILL" in second
-    assert first.startswith(
-        "shard_loader: failed on rank 1: WorkerError('shard_loader: workers must"
-    )
-
-
 def test_a_failure_reaches_peers_where_all_shards_have_ended():
     """At that point, items that are left move from rank to rank."""
     sizes = [2, 60]

@@ -70,13 +70,6 @@ def test_loss_curve_is_the_same_on_two_processes_to_bf16_rounding(on_one: Run, o
 
 
 @pytest.mark.slow
-def test_accuracy_is_the_same_on_two_processes(on_one: Run, on_two: Run) -> None:
-    one, two = logged(on_one.out, "test/accuracy"), logged(on_two.out, "test/accuracy")
-    # in bf16, digits at the decision boundary may change
-    assert one[-1] == pytest.approx(two[-1], abs=3.01 / 360)
-
-
-@pytest.mark.slow
 def test_float32_losses_of_two_processes_are_those_of_the_loop_by_hand(tmp_path: Path) -> None:
     arguments = ("digits", "--precision", "no", "--epochs", "2")
     two = run_forked(*arguments, folder=tmp_path, num_processes=2)
@@ -191,50 +184,3 @@ def test_optimizer_that_needs_a_closure_is_refused_by_build(
     monkeypatch.setattr(sys, "argv", ["digits.py", *arguments])
     with pytest.raises(ValueError, match=r"build: optimizer must .* got LBFGS"):
         digits.main(digits.parse_arguments())
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("AdamW", torch.optim.AdamW),
-        ("sgd", torch.optim.SGD),
-        ("RADAM", torch.optim.RAdam),
-        ("Yogi", torch_optimizer.Yogi),
-        ("sgdp", torch_optimizer.SGDP),
-    ],
-)
-def test_optimizer_is_found_by_its_name_in_any_case(name: str, expected: type) -> None:
-    assert digits.find_optimizer(name) is expected
-
-
-def test_optimizers_of_torch_need_no_other_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_optimizer", None)  # makes any import of it raise
-    assert digits.find_optimizer("adam") is torch.optim.Adam
-
-
-@pytest.mark.parametrize(
-    ("kind", "lr", "expected"),
-    [
-        (torch.optim.AdamW, None, 1e-3),
-        (torch.optim.AdamW, 0.5, 0.5),
-        (torch.optim.Rprop, None, 1e-2),
-        (torch_optimizer.Yogi, None, 1e-2),
-        (torch_optimizer.Yogi, 0.5, 0.5),
-    ],
-)
-def test_learning_rate_is_the_given_one_or_the_optimizers_default(
-    kind: type, lr: float | None, expected: float
-) -> None:
-    optimizer = digits.build_optimizer(kind, digits.build_model(), lr)
-    assert optimizer.param_groups[0]["lr"] == expected
-
-
-@pytest.mark.slow
-def test_lookahead_goes_around_the_default_optimizer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arguments = ["--optimizer", "lookahead", "--device", "cpu", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["digits.py", *arguments, "--epochs", "2"])
-    digits.main(digits.parse_arguments())
-    losses = logged(tmp_path, "loss")
-    assert losses[-1] < losses[0] / 2

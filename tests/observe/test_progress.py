@@ -337,15 +337,6 @@ def test_a_terminal_shows_one_bar_below_what_is_printed(loop):
 
 
 @pytest.mark.slow
-def test_two_processes_show_one_bar(loop):
-    with loop("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "loop.py") as terminal:
-        assert terminal.end() == 0
-        lines = [line for line in terminal.lines() if line]
-    assert lines[:2] == ["end of epoch 0", "end of epoch 1"]
-    assert [line[:9] for line in lines[2:]] == ["epoch 1: "]
-
-
-@pytest.mark.slow
 def test_ctrl_c_leaves_the_terminal_clean(loop):
     with loop("loop.py", "endless") as terminal:
         terminal.read_until("inside")

@@ -189,25 +189,6 @@ def test_buffers_are_put_back_after_an_error_on_one_rank():
     assert simulate(run, world_size=2) == [(True, True)] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "world_size"), [("ddp without broadcasts", 1), ("fsdp", 3)])
-def test_a_resumed_run_evaluates_as_the_run_that_saved(wrap, world_size, tmp_path):
-    def run(state):
-        state, step = built(state, WRAPS[wrap])
-        state = trained(state, step)
-        found = figures(state, step)
-        af.save(step, state, tmp_path)
-        return found
-
-    def resumed(state):
-        state, step = built(state, WRAPS[wrap])
-        return figures(af.resume(step, state, tmp_path), step)
-
-    expected = simulate(run, world_size=2)[0]
-    for found in simulate(resumed, world_size=world_size):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
 def test_ranks_that_local_sgd_lets_differ_are_not_evaluated():
     def run(state):
         state, step = built(state, af.local_sgd(every=2))
