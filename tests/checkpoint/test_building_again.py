@@ -36,18 +36,6 @@ def again(state, step, recipe=PLAIN, *, optimizer=adam, model=None):
     return af.build(recipe(plan), state, after=step)
 
 
-def test_the_same_scheduler_goes_on_in_the_next_step():
-    state, step = started()
-    optimizer = step.plan.optimizer
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-    plan = af.schedule(scheduler)(af.Plan(ours.mse, step.plan.model, optimizer))
-    state, step = af.build(plan, state)
-    state = go_on(state, step)
-    before = optimizer.param_groups[0]["lr"], scheduler.last_epoch
-    af.build(plan, state, after=step)
-    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == before
-
-
 def test_a_schedule_by_a_metric_keeps_its_counts_and_its_rates():
     def recipe(optimizer):
         kind = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -132,16 +120,6 @@ def test_parameters_are_matched_by_the_object_before_the_name():
         expected = last.weight.clone()
     with af.averaged(other):
         assert last.weight.equal(expected)
-
-
-def test_the_next_step_saves_to_the_same_folder(tmp_path):
-    state, step = started()
-    state = go_on(state, step)
-    af.save(step, state, tmp_path)
-    state, other = again(state, step)
-    state = go_on(state, other)
-    af.save(other, state, tmp_path, keep=1)
-    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [4]
 
 
 def refusals(state):

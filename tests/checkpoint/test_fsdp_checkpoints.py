@@ -125,16 +125,3 @@ def test_tied_embeddings_stay_tied_train_the_same_and_resume_in_one_process(tmp_
     state = af.load(step, state, tmp_path / "run")
     assert model.head.weight is model.embedding.weight
     ours.assert_close(go_on(model, step, state), after)
-
-
-def test_files_of_whole_tensors_are_read_into_shards(tmp_path):
-    af.save_model(tied(seed=1), tmp_path)
-
-    def run(state):
-        model, _, state = build_tied(state, af.wrap_fsdp())
-        af.load_model(model, tmp_path)
-        assert model.head.weight is model.embedding.weight
-        return ours.whole(model.state_dict())
-
-    for found in simulate(run, world_size=3):
-        ours.assert_identical(found, tied(seed=1).state_dict())

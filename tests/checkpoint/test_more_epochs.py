@@ -93,25 +93,6 @@ def test_rates_on_the_device_are_those_of_the_longer_program(tmp_path, make, cho
     assert rates + more == pytest.approx(expected.rates, rel=1e-6)  # rates are in float32
 
 
-def test_two_schedules_of_one_optimizer_are_stepped_in_turn(tmp_path):
-    def built(length):
-        plan = ours.plan(optimizer=sgd)
-        both = (
-            schedulers.LinearLR(plan.optimizer, 0.5, total_iters=length),
-            schedulers.CosineAnnealingLR(plan.optimizer, length),
-        )
-        return af.build(af.compose(*map(af.schedule, both))(plan), af.DistState())
-
-    batches = batches_of()
-    state, step = built(SHORT)
-    state, _ = go_on(state, step, batches[:5])
-    af.save(step, state, tmp_path)
-    _, expected = go_on(*built(LONG), batches)
-    state, step = built(LONG)
-    state = af.load(step, state, tmp_path, schedule="program")
-    assert go_on(state, step, batches[5:])[1] == expected[5:]
-
-
 @pytest.mark.parametrize("choice", [None, "program"])
 def test_a_function_beside_another_schedule_resumes_at_the_rate_of_both(tmp_path, choice):
     def built():
@@ -240,15 +221,6 @@ def test_the_program_s_constant_rate_is_taken_too(tmp_path):
         group = optimizer.param_groups[0]
         momentum = {0.1: 0.9, 0.5: 0.5}[expected]
         assert (group["lr"], group["momentum"], group["weight_decay"]) == (expected, momentum, 0)
-
-
-def test_without_strict_another_length_is_logged_and_the_saved_one_goes_on(tmp_path, capsys):
-    state, step = built(af.DistState(), schedulers.CosineAnnealingLR, "wrap_ddp", 1, SHORT)
-    af.save(step, state, tmp_path)
-    state, step = built(af.DistState(), schedulers.CosineAnnealingLR, "wrap_ddp", 1, LONG)
-    af.load(step, state, tmp_path, strict=False)
-    assert "T_max 9 saved, 15 here" in capsys.readouterr().err
-    assert step.plan.after_update[0].scheduler.T_max == SHORT
 
 
 def refused(folder, make, text, *, trained=0, error=RuntimeError, choice="program"):

@@ -114,17 +114,6 @@ def test_a_write_that_lasts_is_named_by_the_call_that_waits_for_it(tmp_path, hel
     assert capsys.readouterr().err.startswith(text)
 
 
-def test_load_waits_for_what_is_being_written(tmp_path, held):
-    state, step = make()
-    state = advance(state, step)
-    af.save(step, state, tmp_path, wait=False)
-    expected = ours.kept_tensors(step)
-    state = advance(state, step)
-    threading.Timer(0.2, held.set).start()
-    assert af.load(step, state, tmp_path).step == 2
-    ours.assert_identical(ours.kept_tensors(step), expected)
-
-
 def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
     """Tensors of one size are copied into the same buffers as before."""
     places, write = [], Share.write

@@ -229,14 +229,6 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
     assert [t.stride() for t in model.state_dict().values()] == strides
 
 
-def test_buffers_that_are_not_persistent_stay_out(tmp_path):
-    model = bag(1)
-    model.register_buffer("scratch", floats(1), persistent=False)
-    af.save_model(model, tmp_path)
-    assert "scratch" not in st.load_file(tmp_path / SINGLE)
-    af.load_model(model, tmp_path)
-
-
 # torch.compile raises this warning itself
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -831,17 +823,3 @@ def test_transformers_reads_what_is_saved(tmp_path, gpt2):
     af.save_model(gpt2, tmp_path, "2KB")
     assert (tmp_path / INDEX).exists()
     assert bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path)) == bits(gpt2)
-
-
-@pytest.mark.slow
-def test_what_transformers_saves_is_read(tmp_path, gpt2):
-    gpt2.save_pretrained(tmp_path, max_shard_size="2KB")
-    af.load_model(other := transformers.GPT2LMHeadModel(gpt2.config), tmp_path)
-    assert bits(other) == bits(gpt2)
-
-
-def test_what_safetensors_saves_is_read(tmp_path):
-    st.save_model(Tied(seed=1), str(tmp_path / SINGLE))
-    model = Tied(seed=2)
-    af.load_model(model, tmp_path)
-    assert bits(model) == bits(Tied(seed=1))

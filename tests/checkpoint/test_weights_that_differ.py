@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.testing import simulate
 
 HALF = torch.bfloat16
 
@@ -57,23 +56,6 @@ def test_shards_are_split_by_the_size_in_the_file(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     af.save_model(model, tmp_path, 256, dtype=HALF)
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_shards_of_ranks_are_written_in_that_dtype(tmp_path):
-    def run(state):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-        expected = {name: value.to(HALF) for name, value in values(model).items()}
-        plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
-        af.build(af.wrap_fsdp()(plan), state)
-        af.save_model(model, tmp_path, dtype=HALF)
-        return expected
-
-    for expected in simulate(run, world_size=2):
-        found = st.load_file(tmp_path / "model.safetensors")
-        assert {name: value.tolist() for name, value in found.items()} == {
-            name: value.tolist() for name, value in expected.items()
-        }
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16"], ids=str)
@@ -128,40 +110,11 @@ def test_tensors_that_both_have_are_loaded_and_the_others_are_listed(tmp_path):
     }
 
 
-def test_another_shape_is_refused_even_where_a_part_is_loaded(tmp_path):
-    af.save_model(nn.Linear(2, 1), tmp_path)
-    model = nn.Linear(3, 1)
-    before = values(model)
-    with pytest.raises(
-        ValueError, match=r"weight: float32 \[1, 3\] in the model, float32 \[1, 2\]"
-    ):
-        af.load_model(model, tmp_path, strict=False)
-    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
-
-
 def test_files_without_any_tensor_of_the_model_are_refused(tmp_path):
     """Names with a prefix that was forgotten would load nothing."""
     af.save_model(nn.ModuleDict({"net": nn.Linear(2, 1)}), tmp_path)
     with pytest.raises(ValueError, match=r"weight: float32 .* in the model, nothing in the files"):
         af.load_model(nn.Linear(2, 1), tmp_path, strict=False)
-
-
-def test_shards_take_their_part_of_renamed_files(tmp_path):
-    af.save_model(nn.ModuleDict({"net": nn.Linear(4, 3), "old": nn.Linear(1, 1)}), tmp_path)
-    expected = st.load_file(tmp_path / "model.safetensors")["net.weight"]
-
-    def run(state):
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-        plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
-        state, _ = af.build(af.wrap_fsdp()(plan), state)
-        left_out = af.load_model(
-            model, tmp_path, rename=lambda name: name.replace("net", "0"), strict=False
-        )
-        return len(left_out), af.checkpoint.whole_state_dict(model, state).get("0.weight")
-
-    (count, found), (other, _) = simulate(run, world_size=2)
-    assert count == other == 4
-    assert torch.equal(found, expected)
 
 
 def test_strict_is_a_flag(tmp_path):

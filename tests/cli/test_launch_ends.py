@@ -96,14 +96,6 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     gone(pids)
 
 
-def test_what_a_killed_rank_started_ends_too(launchers, tmp_path):
-    launcher = launchers.start(tmp_path, "-n", 2, "script.py", "--tells", script=_FAMILY)
-    pids = family(launcher)
-    os.kill(int(pids[0]), signal.SIGKILL)
-    assert launcher.wait().exit_code == 137
-    gone(pids)
-
-
 def test_what_a_killed_rank_started_is_gone_before_the_next_attempt(launchers, tmp_path):
     script = """
         import os, signal, subprocess, time

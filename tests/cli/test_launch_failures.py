@@ -76,13 +76,6 @@ def test_only_the_error_is_printed_and_the_exit_code_is_the_ranks(
     assert "processes/worker.py" not in log.read_text()
 
 
-def test_an_error_comes_with_its_own_cause(launchers, tmp_path):
-    ended = launchers.run(tmp_path, "-n", 2, "script.py", "chain", script=_SCRIPT)
-    assert "ValueError: boom\n\nThe above exception was the direct cause" in ended.stderr
-    assert re.search(f"raise RuntimeError.*\n( .*\n)?{_WHO}\nRuntimeError: two\nlong", ended.stderr)
-    assert ended.stderr.endswith("\n" + "long" * 250 + "\n")  # last, and whole
-
-
 def test_a_crash_of_native_code_shows_which_line_called_it(launchers, tmp_path):
     ended = launchers.run(tmp_path, "-n", 2, "script.py", "SIGSEGV", script=_SCRIPT)
     assert ended.exit_code == 139
@@ -109,25 +102,6 @@ def test_ranks_that_lost_their_peer_are_not_the_cause_even_if_they_end_first(lau
     assert "2 of 2 ranks failed" in ended.stderr
     assert re.search(r"rank 0 \(\S+, pid \d+\): RuntimeError: Connection closed", ended.stderr)
     assert ended.last_lines[-1] == "ValueError: the cause"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise ValueError('of the fork')", "sys.exit(5)", "os.abort()"])
-def test_a_process_that_a_rank_forks_does_not_end_the_rank(launchers, tmp_path, how):
-    """An error or a crash of the fork is not the rank's, which fails later by itself."""
-    script = f"""
-        import os, sys
-        if os.fork() == 0:
-            {how}
-        os.wait()
-        os._exit(7)
-    """
-    ended = launchers.run(tmp_path, "script.py", script=script)
-    assert (ended.exit_code, ended.last_lines[-1]) == (7, "exit code 7")
-    # the fork's own traceback
-    assert ended.stderr.count("of the fork") == 2 * ("ValueError" in how)
-    assert "Fatal Python error" not in ended.stderr
-    assert "processes/worker.py" not in ended.stderr
 
 
 @pytest.mark.parametrize(

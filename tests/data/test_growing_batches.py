@@ -61,17 +61,3 @@ def test_batches_grow_alike_on_all_ranks_and_in_a_resumed_run(world_size, since)
     whole = of_epochs(3)
     assert [len(batch) for batch in whole[:16]] == [*[4] * 6, *[8] * 6, *[16] * 1, 12, 16, 16]
     assert simulate(run, world_size=world_size)[0] == whole[since:]
-
-
-def test_a_loader_for_each_size_with_one_state_skips_and_repeats_samples():
-    """The number is on the page of the guide."""
-    state, seen = af.DistState(), []
-    for size in (4, 8, 16):
-        loader = DataLoader(range(SIZE), batch_size=size, shuffle=True)
-        for epoch in af.shard_loader(loader, state).epochs(3, since=state):
-            for batch in epoch:
-                if size_after(state.step) != size:
-                    break
-                seen += batch.tolist()
-                state = replace(state, step=state.step + 1)
-    assert len(set(seen[:SIZE])) == 79

@@ -12,14 +12,12 @@ import traceback
 import weakref
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.support.prefetch import (
     HERE,
-    TWO_WORKERS,
     Counted,
     eventually,
     readers,
@@ -46,14 +44,6 @@ def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
         break
     assert go.is_set()
     assert num_read == [0, 1]
-
-
-def test_a_dropped_iterator_ends_the_thread():
-    passed = iter(af.prefetch(range(100), HERE))
-    next(passed)
-    assert len(readers()) == 1
-    del passed
-    assert readers() == []
 
 
 def test_an_iterator_in_a_cycle_ends_its_thread_when_it_is_collected():
@@ -171,26 +161,6 @@ def test_an_error_that_was_handled_is_forgotten():
         assert alive[0]() is None
     finally:
         gc.enable()
-
-
-class Failing(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 5:
-            raise KeyError("no sample five")
-        return torch.tensor(index)
-
-
-@pytest.mark.parametrize("options", [{}, TWO_WORKERS], ids=["here", "workers"])
-def test_an_error_of_a_data_set_comes_as_it_is(options):
-    found = []
-    loader = af.shard_loader(DataLoader(Failing(), batch_size=2, **options), HERE)
-    with pytest.raises(KeyError, match="no sample five"):
-        found.extend(af.prefetch(loader, HERE))
-    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
-    assert readers() == []
 
 
 @pytest.mark.parametrize("depth", [0, 1.5, None])

@@ -134,15 +134,6 @@ def test_the_parts_of_ready_batches_are_the_batches_of_torchs_loader(make, optio
     assert on_ranks(2, make, options) == whole
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("items", marks=pytest.mark.slow), "a stream", "lists"]
-)
-def test_workers_read_ready_batches(name):
-    make, options = READY[name]
-    options = {**options, "num_workers": 1}
-    assert on_ranks(2, make, options) == on_ranks(1, *READY[name])
-
-
 @pytest.mark.parametrize("name", ["items", "without a length", "a stream", "torch's lists"])
 def test_a_resumed_run_goes_on_at_its_batch(name):
     whole = on_ranks(2, *READY[name])
@@ -184,14 +175,6 @@ def test_workers_draw_the_same_noise_for_an_item_on_every_rank():
     whole = on_ranks(1, lambda: Stored(noise=True), options)
     assert on_ranks(2, lambda: Stored(noise=True), options) == whole
     assert len({row[-1] for batch in whole for row in batch}) == sum(map(len, whole))
-
-
-def test_collate_fn_gets_the_ready_batch():
-    def doubled(batch):
-        return {"number": 2 * batch["number"]}
-
-    found = on_ranks(2, Stored, {"collate_fn": doubled})
-    assert found[0] == [[0], [2], [4], [6]]
 
 
 @pytest.mark.parametrize("name", ["items", "a stream", "an item a key", "torch's lists"])

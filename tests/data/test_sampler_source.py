@@ -106,20 +106,6 @@ SAMPLERS = {
 }
 
 
-FIXED = ("a list", "another data set's")
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_order_does_not_depend_on_the_world(name):
-    def loader(state):
-        return DataLoader(DATA, sampler=SAMPLERS[name](), batch_size=5)
-
-    [alone] = everywhere(loader, 1)
-    for epoch, expected in zip(joined(everywhere(loader, 3)), alone, strict=True):
-        assert epoch == expected
-    assert (alone[0] == alone[1]) == (name in FIXED)
-
-
 @pytest.mark.parametrize("make", [SAMPLERS["own"], SAMPLERS["weighted"]], ids=["own", "weighted"])
 def test_iterating_draws_nothing_of_the_users_random_numbers(make):
     def states():
@@ -385,20 +371,6 @@ def test_what_a_sampler_cannot_give_all_ranks_is_refused_on_every_rank(options, 
             af.shard_loader(DataLoader(DATA, **options), state, batch=batch)
 
     simulate(run, world_size=2)
-
-
-class Split:
-    """A sampler like accelerate's, with the attributes of one rank of several."""
-
-    num_processes, process_index = 2, 0
-
-    def __iter__(self):
-        return iter([[0, 1]])
-
-
-def test_a_batch_sampler_that_knows_of_ranks_is_refused():
-    with pytest.raises(ValueError, match="not be sharded over ranks already, got 'Split'"):
-        shard(batch_sampler=Split())
 
 
 DIFFERENT = {

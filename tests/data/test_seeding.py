@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 import accel_fn as af
-from accel_fn.testing import simulate
 
 HERE = af.DistState(seed=3)
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
@@ -112,28 +111,6 @@ def test_every_epoch_augments_in_its_own_way_and_again_alike(options):
     for generator in range(3):
         drawn = [row[generator] for each in (first, second) for row in each.values()]
         assert len(set(drawn)) == 24
-
-
-def test_two_loaders_in_two_epochs_do_not_meet():
-    samples = af.data.seed_samples(Noisy(), HERE)
-    loaders = [loader_of(samples, shuffle=shuffle) for shuffle in (True, False)]
-    passes = [loader.epochs(2) for loader in loaders]
-    ahead, behind = list(passes[0])[1], next(passes[1])
-    drawn = [{}, {}]
-    for batches in zip(ahead, behind, strict=True):
-        for seen, batch in zip(drawn, batches, strict=True):
-            seen.update(samples_of([batch]))
-    assert drawn == [{i: samples[e, i][1:].tolist() for i in range(12)} for e in (1, 0)]
-
-
-def test_row_16_of_the_field_augmentation_differs_between_ranks_that_share_a_seed():
-    def run(state):
-        return samples_of(loader_of(af.data.seed_samples(Noisy(), state), state, shuffle=True))
-
-    ranks = simulate(run, world_size=3)
-    every = [tuple(drawn) for seen in ranks for drawn in seen.values()]
-    assert len(every) == len(set(every)) == 12
-    assert sorted(index for seen in ranks for index in seen) == list(range(12))
 
 
 @pytest.mark.parametrize(

@@ -181,29 +181,7 @@ def test_a_position_in_streams_with_a_length_needs_no_exchange():
     assert simulate(run, world_size=2, timeout_s=100) == [True, True]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_fails_on_one_rank_ends_all(num_workers):
-    def run(state):
-        data = Failing(9) if state.rank else Counting(30)
-        loader = DataLoader(data, batch_size=4, num_workers=num_workers)
-        with pytest.raises(RuntimeError) as caught:
-            list(af.shard_loader(loader, state, split="round_robin"))
-        return str(caught.value)
-
-    here, there = simulate(run, world_size=2, timeout_s=100)
-    assert "shard_loader: failed on rank 1: RuntimeError(" in here
-    assert "the disk is gone" in there
-
-
 # -- workers
-
-
-@pytest.mark.parametrize("data", [Counting(30), SelfSplitting([10, 10, 10])], ids=["", "splits"])
-def test_round_robin_over_workers_changes_nothing(data):
-    """The data set may split itself among the workers that it sees."""
-    for rank in range(2):
-        found = ids(by_hand(data, rank, 2, split="round_robin", num_workers=2))
-        assert found == ids(by_hand(data, rank, 2, split="round_robin"))
 
 
 def collate(items):
@@ -229,13 +207,6 @@ class Configured(Counting):
 def configure(worker):
     info = get_worker_info()
     info.dataset.part = (info.id, info.num_workers)
-
-
-def test_worker_init_fn_finds_the_users_data_set():
-    """In round robin the data set sees one worker, so it must give everything."""
-    for rank in range(2):
-        found = ids(by_hand(Configured(20), rank, 2, num_workers=2, worker_init_fn=configure))
-        assert found == ids(by_hand(Counting(20), rank, 2))
 
 
 def test_worker_init_fn_may_split_the_source_among_all_workers():
@@ -375,14 +346,6 @@ def test_a_pass_draws_nothing_from_torchs_generator(split, num_workers, step):
     for epoch in loader.epochs(2, since=af.DistState(step=step)):
         assert len(ids(epoch)) == 5 - epoch.first_batch
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_what_workers_draw_for_collating_depends_on_seed_and_epoch_alone():
-    options = {"num_workers": 2, "collate_fn": lambda items: torch.rand(1)}
-    loaders = [by_hand(Counting(18), **options) for _ in range(2)]
-    found = [[ids(epoch) for epoch in loader.epochs(2)] for loader in loaders]
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
 
 
 def test_readers_of_a_split_source_draw_other_numbers():
@@ -728,17 +691,6 @@ def test_splitting_needs_a_process_group(split):
         ValueError, match=r'process group to split a stream.*use split="round_robin"'
     ):
         by_hand(Sharded([5, 5]), rank=1, world_size=2, split=split)
-
-
-def test_ranks_must_share_a_stream_alike():
-    def run(state):
-        loader = DataLoader(Counting(12), batch_size=4 + state.rank)
-        with pytest.raises(
-            RuntimeError, match="loader must be the same on every rank, got StreamOptions"
-        ):
-            af.shard_loader(loader, state)
-
-    simulate(run, world_size=2)
 
 
 # -- packing

@@ -61,13 +61,6 @@ def test_anything_that_is_iterated_has_windows(make):
     assert len(windows) == 3
 
 
-def test_the_rest_of_an_epoch_is_counted_from_where_it_starts():
-    epoch = next(of(14).epochs(1, since=af.DistState(step=2)))
-    windows = af.group_batches(epoch, 2)
-    assert ids(windows) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13]]]
-    assert len(windows) == 3
-
-
 def test_an_iterator_that_begins_anew_at_each_iter_is_started_once():
     class Itself:
         def __iter__(self):
@@ -81,13 +74,6 @@ def test_an_iterator_that_begins_anew_at_each_iter_is_started_once():
 
     windows = islice(af.group_batches(Itself(), 2), 4)  # otherwise this might not end
     assert list(windows) == [[0, 1], [2, 3], [4]]
-
-
-def test_an_iterator_has_windows_without_a_length():
-    windows = af.group_batches(iter(range(3)), 2)
-    with pytest.raises(TypeError, match="has no len"):
-        len(windows)
-    assert list(windows) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("k", [0, 1.5, None])

@@ -92,15 +92,6 @@ def second_epoch(loader):
     return list(loader.epochs(2))[1]
 
 
-def test_a_sample_that_fails_names_its_place():
-    with pytest.raises(ZeroDivisionError) as caught:
-        ids(second_epoch(loader_of(Failing(13, lambda index: 1 / 0))))
-    assert caught.value.__notes__ == [
-        "shard_loader: the data set failed to give sample 13",
-        "shard_loader: batch 3 of epoch 1",
-    ]
-
-
 @pytest.mark.parametrize("error", [KeyError("rotten"), OSError(5, "rotten")])
 def test_a_sample_that_fails_in_a_worker_names_its_place_and_worker(error):
     with pytest.raises(type(error)) as caught:
@@ -196,17 +187,6 @@ def test_a_loop_that_is_left_influences_nothing_later(ending, persistent):
 
 def pid_of(index):
     return os.getpid()
-
-
-def test_persistent_workers_outlive_a_pass_that_was_left():
-    loader = loader_of(Failing(None, None), 2, persistent=True)
-    whole = ids(loader)
-    before = processes()
-    assert len(before) == 2
-    for _ in loader:
-        break
-    assert ids(loader) == whole
-    assert processes() == before
 
 
 def test_persistent_workers_end_with_their_loader():

@@ -12,7 +12,6 @@ from tests.examples.test_programs import PROGRAMS
 
 TEXT = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)\.py` \| [^|]+ \| (\d+) \|", TEXT, re.MULTILINE))
-ACCELERATES = dict(re.findall(r"^\| `(\w+)\.py` \|[^|]+\|[^|]+\| (\d+) \|", TEXT, re.MULTILINE))
 
 
 def lines_of_code(text: str) -> int:
@@ -36,8 +35,3 @@ def test_the_page_has_a_row_for_each_program() -> None:
 def test_the_page_counts_the_lines_of_a_program(name: str) -> None:
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     assert int(ROWS[name]) == lines_of_code(text)
-
-
-def test_a_program_moved_from_an_example_of_accelerate_is_shorter() -> None:
-    assert {"nlp", "vision", "early_stopping", "cross_validation"} == set(ACCELERATES)
-    assert [name for name, theirs in ACCELERATES.items() if int(ROWS[name]) >= int(theirs)] == []

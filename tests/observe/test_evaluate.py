@@ -227,17 +227,6 @@ class Talking(IterableDataset):
         return Talking(list(self.items)[index::num_shards])
 
 
-def test_one_process_may_give_it_a_plain_loader():
-    state, step, _ = make(af.DistState())
-    assert af.evaluate(step, state, DataLoader(DATA, batch_size=4)).keys() == {"loss"}
-
-
-def test_nothing_counted_is_no_number():
-    state, step, loader = make(af.DistState())
-    found = af.evaluate(step, state, loader, lambda model, batch: {"x": (0.0, 0)})
-    assert math.isnan(found["x"])
-
-
 def test_whole_numbers_are_summed_exactly():
     """2**60 + 1 is no float64."""
 
@@ -257,15 +246,6 @@ def test_a_bar_is_shown_where_it_is_wanted(progress, shown, capfd):
     state, step, loader = make(af.DistState())
     af.evaluate(step, state, loader, progress=progress)
     assert ("batch" in capfd.readouterr().err) == shown
-
-
-def test_one_bar_for_all_ranks(capfd):
-    def run(state):
-        state, step, loader = make(state)
-        af.evaluate(step, state, loader, progress=state.rank == 1)
-
-    simulate(run, world_size=2)
-    assert capfd.readouterr().err == ""
 
 
 def ones(model, batch):
@@ -404,16 +384,6 @@ def test_an_argument_that_is_refused_on_one_rank_is_refused_on_all():
                 af.evaluate(step, state, given, metric_fn)
 
     simulate(run, world_size=2)
-
-
-def test_ranks_may_have_as_many_batches_as_they_like():
-    def run(state):
-        state, step, _ = make(state)
-        num_batches = 0 if state.rank == state.world_size - 1 else state.rank
-        batches = [(torch.full((1, 1), float(state.rank)),)] * num_batches
-        return af.evaluate(step, state, batches, lambda m, b: {"rank": (state.rank, len(b[0]))})
-
-    assert simulate(run, world_size=4) == [{"rank": (1 + 2 * 2) / 3}] * 4
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,6 @@ def test_a_line_has_what_the_reports_of_every_so_many_steps_have(tmp_path):
     assert lines[0]["time"] < lines[1]["time"]
 
 
-def test_a_function_is_called_with_plain_floats():
-    seen = []
-    train(small_plan(af.log_to(lambda *line: seen.append(line), every=2)), BATCHES[:4])
-    assert [step for step, _ in seen] == [2, 4]
-    assert {type(value) for _, values in seen for value in values.values()} == {float}
-
-
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
 def test_the_learning_rate_is_that_of_the_step_wherever_the_schedule_is_listed(order):
     seen = []
@@ -113,23 +106,6 @@ def test_the_log_is_the_same_for_all_numbers_of_ranks_and_microbatches(world_siz
     assert [line.pop("step") for line in one] == [line.pop("step") for line in other] == [2, 4, 6]
     for ours_line, line in zip(one, other, strict=True):
         assert line == pytest.approx(ours_line, rel=1e-12)
-
-
-def test_the_log_of_sharded_parameters_is_that_of_one_rank():
-    def run(state, *strategy):
-        lines = []
-        log = af.log_to(lambda step, line: lines.append(line), every=1)
-        state, step = af.build(small_plan(*strategy, af.clip(1.0), log), state)
-        for batch in BATCHES[:3]:
-            state, _ = step(state, af.shard_batch(batch, state))
-        return without_times(lines)
-
-    expected = run(af.DistState())
-    found, nothing = simulate(lambda state: run(state, af.wrap_fsdp()), world_size=2)
-    assert nothing == []
-    for line, expected_line in zip(found, expected, strict=True):
-        # wrap_fsdp reduces gradients in float32.
-        assert line == pytest.approx(expected_line, rel=1e-6)
 
 
 def test_samples_of_a_window_are_those_of_its_batches():

@@ -160,14 +160,6 @@ def test_what_is_not_a_row_a_sample_is_refused(fn, text):
     refused(fn, f"predict: fn must .*{text}", world_size=1)
 
 
-def test_rows_are_compared_with_those_of_a_batch_without_numbers():
-    def batches(state):
-        return [(torch.ones(3, 1) * state.rank,)]
-
-    text = "predict: fn must return one row for each of 3 samples, got 2 rows; in a list, None may"
-    refused(lambda model, batch: batch[0][:2], text, loader=batches)
-
-
 def test_samples_that_collate_fn_leaves_out_are_refused_and_may_be_read_without_numbers():
     def make_loader(state):
         def readable(items):

@@ -265,21 +265,3 @@ def test_only_replicas_whose_buffers_may_differ_pay(make, wrap, more):
         return calls[1] - calls[0]
 
     assert simulate(run, world_size=2) == [more] * 2
-
-
-def test_the_buffers_that_a_rank_does_not_save_stay_its_own():
-    def run(state):
-        model = Plain().double()
-        state, step = built(state, af.wrap_ddp(broadcast_buffers=False), model=model)
-        model.rank.fill_(state.rank)
-        found = af.evaluate(
-            step,
-            state,
-            loader_of(state),
-            lambda model, batch: {"rank": model.rank.expand(len(batch[0]))},
-        )
-        return found["rank"], float(model.rank)
-
-    (first, own), (second, others) = simulate(run, world_size=2)
-    assert (own, others) == (0.0, 1.0)
-    assert first == second == 14 / 28

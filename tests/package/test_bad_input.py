@@ -409,35 +409,6 @@ def test_an_empty_part_does_not_stand_for_the_graphs_to_come():
         step(state, BATCH)
 
 
-def test_functional_call_on_the_models_own_parameters_is_averaged():
-    def loss_fn(model, batch):
-        output = functional_call(model, dict(model.named_parameters()), batch[0])
-        return nn.functional.mse_loss(output, batch[1])
-
-    _, expected = ours.trained_by_hand(ours.regression_model(), [BATCH])
-    parts = ours.dealt([BATCH], [[1, 3]])
-    for _, actual in ours.trained(ours.regression_model(), parts, af.wrap_ddp(), loss_fn=loss_fn):
-        ours.assert_close(actual, expected)
-
-
-# a warning of DDP about speed
-@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
-def test_a_gradient_penalty_by_autograd_grad_is_averaged():
-    """autograd.grad inside a loss is fine if its result goes into the returned loss."""
-
-    def loss_fn(model, batch):
-        inputs = batch[0].requires_grad_()
-        output = model(inputs)
-        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        return (output - batch[1]).square().mean() + slope.square().sum(1).mean()
-
-    batch = (torch.arange(12.0).reshape(4, 3).double() / 10, torch.ones(4, 1).double())
-    _, expected = ours.trained_by_hand(ours.regression_model(), [batch], loss_fn=loss_fn)
-    parts = ours.dealt([(batch[0].detach(), batch[1])], [[1, 3]])
-    for _, actual in ours.trained(ours.regression_model(), parts, af.wrap_ddp(), loss_fn=loss_fn):
-        ours.assert_close(actual, expected)
-
-
 class Branches(nn.Module):
     """A model that uses one of its two layers."""
 
@@ -490,15 +461,6 @@ def test_ranks_must_build_the_same_plan():
         recipe = af.compose(af.wrap_ddp(), af.clip(1.0 + state.rank))
         with pytest.raises(RuntimeError, match=r"clip\(2\.0\).* on rank 1 and .*clip\(1\.0\)"):
             af.build(recipe(make_plan()), state)
-
-    simulate(run, world_size=2)
-
-
-def test_ranks_must_build_the_same_model():
-    def run(state):
-        plan = ours.plan(model=nn.Linear(3, 1 + state.rank))
-        with pytest.raises(RuntimeError, match=r"weight \[2, 3\].* on rank 1 and weight \[1, 3\]"):
-            af.build(af.wrap_ddp()(plan), state)
 
     simulate(run, world_size=2)
 
