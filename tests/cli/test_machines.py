@@ -234,6 +234,7 @@ def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
     assert machines[1].wait().exit_code == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
     port = free_port()
     machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")

@@ -1,7 +1,5 @@
 """If data fail on one rank of a loader whose ranks exchange messages, every rank raises at once."""
 
-import os
-import signal
 from functools import partial
 
 import pytest
@@ -51,11 +49,6 @@ def rotten(rank, fails, number):
     """Fail on one rank, at the first of its samples beyond a number."""
     if rank == fails and number >= 20:
         raise ValueError("rotten")
-
-
-def killed(rank, fails, number):
-    if rank == fails and number >= 20:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_data(kind, act, **options):

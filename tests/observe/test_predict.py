@@ -282,8 +282,9 @@ def test_batches_that_no_rank_has_cut_are_warned_of(function):
     assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("data", [DATA, Stream(), Talking()], ids=["map", "stream", "talking"])
-@pytest.mark.parametrize("function", [af.predict, af.evaluate])
+@pytest.mark.parametrize(
+    ("function", "data"), [(af.predict, DATA), (af.evaluate, Stream()), (af.evaluate, Talking())]
+)
 def test_a_failure_on_one_rank_is_raised_on_all(function, data):
     def run(state):
         state, step, _ = make(state)
@@ -315,12 +316,7 @@ def make_sharded(state, *transforms, data=DATA, k=2):
 
 @pytest.mark.parametrize(
     ("function", "is_late", "is_first", "k", "data"),
-    [
-        (af.predict, True, True, 2, DATA),
-        (af.predict, False, False, 1, Talking()),
-        (af.evaluate, True, False, 1, DATA),
-        (af.evaluate, False, True, 2, Talking()),
-    ],
+    [(af.predict, True, True, 2, DATA), (af.evaluate, False, False, 1, Talking())],
 )
 def test_with_shards_a_failure_on_one_rank_ends_all_and_can_be_followed(
     function, is_late, is_first, k, data

@@ -81,7 +81,7 @@ def loader_of(state, shuffle=False):
     return af.shard_loader(DataLoader(DATA, batch_size=10, shuffle=shuffle), state)
 
 
-def trained(state, step, num_epochs=2, after=lambda state: None):
+def trained(state, step, num_epochs=1, after=lambda state: None):
     for epoch in loader_of(state, shuffle=True).epochs(num_epochs):
         for batch in epoch:
             state, _ = step(state, batch)
@@ -174,7 +174,7 @@ def test_training_with_evaluation_is_training_without_to_the_bit(wrap, world_siz
 def test_buffers_are_put_back_after_an_error_on_one_rank():
     def run(state):
         state, step = built(state, WRAPS["ddp without broadcasts"])
-        state = trained(state, step, num_epochs=1)
+        state = trained(state, step)
         before = kept(step)
 
         def fails(model, batch):
