@@ -17,15 +17,6 @@ _CASES = {
             af.gather(torch.ones(3, 2), state)  # of rank 0
         time.sleep(600)  # of rank 1
     """,
-    "a_hung_data_worker": """
-        def hang(samples):
-            time.sleep(600)
-
-        loader = torch.utils.data.DataLoader([0], num_workers=1, collate_fn=hang)
-        if state.is_main:
-            af.barrier(state)  # of rank 0
-        next(iter(loader))  # of rank 1
-    """,
     "an_exception_on_one": """
         if state.rank:
             raise ValueError("of rank 1 alone")  # of rank 1
@@ -99,13 +90,6 @@ def test_a_gather_on_one_rank_ends_with_a_report_of_every_rank(ended):
     file, _, _ = first.rpartition(":")
     stack = rf'MainThread, innermost call last:\n  File "{file}", line \d+, in <module>\n'
     assert len(re.findall(stack, end.stderr)) == 2  # the stack holds no line of the launcher
-
-
-@pytest.mark.slow
-@of("a_hung_data_worker")
-def test_a_rank_that_waits_for_a_data_worker_is_placed_at_the_users_line(ended):
-    end, (_, second) = ended
-    assert_says(end, rf"^  rank 1: at {second}; no collective$", exit_code=124)
 
 
 @pytest.mark.slow

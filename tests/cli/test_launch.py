@@ -414,18 +414,6 @@ def test_a_rank_that_spoils_its_end_keeps_its_error_and_exit_code(
 
 
 @pytest.mark.slow
-def test_a_failure_is_seen_also_if_the_parent_ignores_sigchld(tmp_path):
-    """The system then drops the exit codes of children, unless the launcher sets it back."""
-    (tmp_path / "script.py").write_text("raise SystemExit(3)")
-    code = (
-        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
-        "os.execv(sys.executable, [sys.executable, '-m', 'accel_fn.cli', 'launch', 'script.py'])"
-    )
-    done = run_python(tmp_path, "-c", code)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "exit code 3")
-
-
-@pytest.mark.slow
 def test_a_child_with_a_group_of_its_own_ends_with_a_launch_and_one_with_a_session_stays(
     launchers, tmp_path
 ):
@@ -544,14 +532,3 @@ def test_an_error_in_the_loss_shows_the_users_frames_and_the_innermost(launchers
     above = ended.stderr.partition("Traceback (most recent call last):")[0]
     lost_its_peer = r"accel-fn launch: 2 of 2 ranks failed\nrank 0 \(.*\): "
     assert not above or re.match(lost_its_peer, above)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("requested", ["by a flag", "by a variable"])
-def test_every_frame_is_shown_on_request(launchers, tmp_path, requested):
-    is_flag = requested == "by a flag"
-    flags = ["--full-traceback"] if is_flag else []
-    variables = {} if is_flag else {"ACCEL_FN_FULL_TRACEBACK": "1"}
-    ended = launchers.run(tmp_path, *flags, "--cpu", "script.py", script=_TRAIN, **variables)
-    assert ended.stderr.count('\n  File "') > 10
-    assert "frames of" not in ended.stderr

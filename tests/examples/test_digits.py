@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import sys
 from itertools import chain
 from pathlib import Path
@@ -12,18 +10,12 @@ from pathlib import Path
 import digits
 import pytest
 import torch
-import torch_optimizer
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 from tests.examples.running import Run, run_forked, run_once
 from tests.reference import train
-from tests.support.optimizers import kinds
-
-REFUSED = {*digits.UNFIT, "LBFGS"}
-TRAINING = {each.__name__ for each in kinds(torch.optim) | kinds(torch_optimizer)} - REFUSED
-
 
 on_one = run_once("digits", num_processes=1, timeout_s=1200)
 on_two = run_once("digits", num_processes=2, timeout_s=1200)
@@ -128,53 +120,6 @@ def test_default_step_averages_accumulates_autocasts_and_clips(
         "update AdamW(lr=0.001), 14 parameter tensors, 98,250 numbers",
         f"after log_to(every=1), to {tmp_path / 'log.jsonl'}",
     ]
-
-
-def test_unknown_optimizer_is_refused_with_the_nearest_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["digits.py", "--optimizer", "AdamWW"])
-    with pytest.raises(SystemExit):
-        digits.parse_arguments()
-    assert (
-        "argument --optimizer: must be in torch.optim or torch_optimizer, got 'AdamWW'; "
-        "the nearest is AdamW\n" in capsys.readouterr().err
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("adahessian", "Adahessian, which differentiates the gradients"),
-        ("muon", "Muon, which is for matrices alone"),
-        ("SparseAdam", "SparseAdam, which is for sparse gradients alone"),
-    ],
-)
-def test_optimizer_that_cannot_train_a_cnn_is_refused_with_the_reason(name: str, why: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=rf"^must train a CNN .*, got {why}$"):
-        digits.find_optimizer(name)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This overload of .* is deprecated:UserWarning")
-@pytest.mark.parametrize("name", sorted(TRAINING))
-def test_every_other_optimizer_moves_all_weights_and_stays_finite(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    few = TensorDataset(*digits.load_data()[0][:256])
-    monkeypatch.setattr(digits, "load_data", lambda: (few, few))
-    arguments = ["--optimizer", name, "--device", "cpu", "--out", str(tmp_path)]
-    monkeypatch.setattr(
-        sys, "argv", ["digits.py", *arguments, "--epochs", "1", "--batch-size", "64"]
-    )
-    digits.main(digits.parse_arguments())
-    losses = logged(tmp_path, "loss")
-    assert len(losses) == 4
-    assert all(map(math.isfinite, losses))
-    moved = load_file(tmp_path / "model.safetensors")
-    torch.manual_seed(0)
-    before = digits.build_model().state_dict()
-    assert all(not torch.equal(moved[each], before[each]) for each in before)
 
 
 def test_optimizer_that_needs_a_closure_is_refused_by_build(

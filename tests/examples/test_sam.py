@@ -32,14 +32,6 @@ def test_sharpness_aware_training_finds_a_flatter_place(on_one: Run) -> None:
     assert 0 < curves["sharpness-aware"]["sharpness"] < curves["plain"]["sharpness"]
 
 
-@pytest.mark.slow
-def test_both_trainings_are_compared_on_the_main_rank_alone(on_two: Run) -> None:
-    curves = on_two.curves()
-    assert f"{curves['plain']['test_accuracy'][-1]:.4f}" in on_two.stdout[0]
-    assert f"{curves['sharpness-aware']['test_accuracy'][-1]:.4f}" in on_two.stdout[0]
-    assert on_two.stdout[1] == ""
-
-
 def linear(inputs: torch.Tensor) -> torch.nn.Linear:
     torch.manual_seed(0)
     return torch.nn.Linear(inputs.shape[1], 3, dtype=inputs.dtype)

@@ -414,22 +414,6 @@ state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, eve
 
 
 @pytest.mark.slow
-def test_a_process_that_the_run_forks_ends_no_log(tmp_path):
-    script = f"""
-from tests.observe.test_log_files import *
-state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, every=1)), BATCHES[:1])
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-print(events_of(Path({str(tmp_path / "log.events.jsonl")!r})))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "['start', 'first_step']\n"
-
-
-@pytest.mark.slow
 def test_a_tracker_that_the_program_closed_ends_the_process_in_order(tmp_path):
     """The last line is pending then, as with an accelerator."""
     script = f"""
