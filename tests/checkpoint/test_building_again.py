@@ -83,19 +83,6 @@ class WithProgress(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_counts_in_groups_go_on_and_settings_are_the_programs():
-    state, step = started(optimizer=WithProgress)
-    state = go_on(state, step)
-
-    def regrouped(parameters):
-        first, *others = parameters
-        return WithProgress([{"params": [first], "lr": 0.3}, {"params": others}])
-
-    _, step = again(state, step, optimizer=regrouped)
-    groups = step.plan.optimizer.param_groups
-    assert [(each["lr"], each["updates_made"]) for each in groups] == [(0.3, 2), (0.1, 2)]
-
-
 def test_what_is_new_is_listed(capsys):
     state, step = started(af.compose(af.ema(0.9), af.skip_nonfinite()))
     state = go_on(state, step)

@@ -561,24 +561,6 @@ class Counting:
         self.count = saved["count"]
 
 
-@pytest.mark.parametrize("saved", [{"foreach": True}, {"capturable": True}], ids=str)
-def test_how_updates_are_computed_stays_that_of_the_program(tmp_path, saved):
-    """All other settings of a group come from the checkpoint."""
-
-    def adamw(**options):
-        return lambda parameters: torch.optim.AdamW(parameters, **options)
-
-    state, step = make(optimizer=adamw(lr=0.5, **saved))
-    af.save(step, state, tmp_path)
-    state, other = make(optimizer=adamw(lr=0.1, fused=True))
-    state = af.load(other, state, tmp_path)
-    (group,) = other.plan.optimizer.param_groups
-    assert (group["lr"], group["fused"]) == (0.5, True)
-    assert not group["capturable"]
-    assert not group["foreach"]
-    advance(state, other)
-
-
 def another_model():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 1)).double()
 

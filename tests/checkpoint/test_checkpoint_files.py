@@ -199,7 +199,7 @@ def of_two(tmp_path_factory):
     ("file", "damage", "world_size"),
     [
         *[(file, "flipped in the middle", 2) for file in OF_TWO],
-        *[("tensors_00001.bin", damage, 1) for damage in DAMAGES],
+        *[("tensors_00001.bin", damage, 1) for damage in ("one byte short", "gone")],
     ],
 )
 def test_damage_of_any_rank_s_file_is_found_by_all(of_two, tmp_path, file, damage, world_size):
@@ -478,9 +478,7 @@ def is_open_folder(file):
     return stat.S_ISDIR(os.fstat(file).st_mode)
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get
-)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 def test_a_file_system_that_cannot_sync_folders_holds_checkpoints(tmp_path, monkeypatch, number):
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, number, is_open_folder))
     _, step = run(tmp_path / "run", 1, 2)
@@ -824,14 +822,6 @@ def test_a_file_beside_of_a_name_of_the_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="File exists"):
         run(tmp_path, 0, saver=saver, beside=lambda path: (path / "common.pt").touch())
     assert names(tmp_path) == [".lock"]
-
-
-def test_the_one_that_a_run_was_resumed_from_stays(tmp_path):
-    run(tmp_path, 1, 2)
-    state, step = make(7)
-    state = af.load(step, state, tmp_path)
-    run(tmp_path, 3, 4, 5, keep=1, saver=(state, step))
-    assert steps_of(tmp_path) == [2, 5]
 
 
 def test_damaged_ones_are_left_alone_and_not_counted(tmp_path):

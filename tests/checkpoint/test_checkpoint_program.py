@@ -97,16 +97,3 @@ def test_differences_of_a_users_extra_are_listed_with_the_others(tmp_path):
         "extras/counter: two: 4 saved, 9 here",
     ]
     assert [each.number for each in extras.values()] == [9, 8]
-
-
-@pytest.mark.parametrize(("world_size", "expected"), [(3, [10, 11, 10]), (1, [10])])
-def test_a_new_rank_has_the_extras_of_rank_0(tmp_path, world_size, expected):
-    """The extras of ranks that no longer exist are dropped."""
-
-    def run(act, state, number):
-        state, step = make(recipe=af.wrap_ddp(), state=state)
-        act(step, state, tmp_path, extras={"counter": (counter := Counter(number))})
-        return counter.number
-
-    simulate(lambda state: run(af.save, state, 10 + state.rank), world_size=2)
-    assert simulate(lambda state: run(af.load, state, 0), world_size=world_size) == expected

@@ -210,18 +210,6 @@ def test_a_scheduler_over_an_optimizer_among_the_extras_is_followed_too(tmp_path
     assert advanced(extras, 3) == advanced(built(LONG), 7)
 
 
-def test_the_program_s_constant_rate_is_taken_too(tmp_path):
-    state, step = af.build(ours.plan(optimizer=sgd), af.DistState())
-    af.save(step, state, tmp_path)
-    optimizer = step.plan.optimizer
-    for choice, expected in ((None, 0.1), ("saved", 0.1), ("program", 0.5)):
-        optimizer.param_groups[0].update(lr=0.5, momentum=0.5, weight_decay=0.5)
-        af.load(step, state, tmp_path, schedule=choice)
-        group = optimizer.param_groups[0]
-        momentum = {0.1: 0.9, 0.5: 0.5}[expected]
-        assert (group["lr"], group["momentum"], group["weight_decay"]) == (expected, momentum, 0)
-
-
 def refused(folder, make, text, *, trained=0, error=RuntimeError, choice="program"):
     """Save after 5 updates of one schedule; another one cannot be stepped there, and stays."""
     first, second = make

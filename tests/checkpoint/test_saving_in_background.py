@@ -75,23 +75,6 @@ def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
     ours.assert_identical(loaded(tmp_path), expected)
 
 
-def test_the_files_are_those_of_a_save_that_waits(tmp_path):
-    """Every rank writes a part of the model."""
-
-    def run(state):
-        state, step = make(state)
-        state = advance(state, step)
-        af.save(step, state, tmp_path / "waits")
-        af.save(step, state, tmp_path / "goes on", wait=False)
-        af.load(step, state, tmp_path / "goes on")
-
-    simulate(run, world_size=3)
-    one, other = (tmp_path / name / "step_00000002" for name in ("waits", "goes on"))
-    files = {path.name: path.read_bytes() for path in one.iterdir()}
-    assert "tensors_00002.bin" in files
-    assert {path.name: path.read_bytes() for path in other.iterdir()} == files
-
-
 def test_the_next_save_waits_for_the_one_before(tmp_path, held):
     state, step = make()
     af.save(step, state, tmp_path, wait=False)

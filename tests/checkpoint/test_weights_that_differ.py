@@ -66,19 +66,6 @@ def test_a_dtype_that_is_no_floating_point_one_is_refused(tmp_path, dtype):
     assert not list(tmp_path.iterdir())
 
 
-def test_names_of_the_files_are_mapped_to_those_of_the_model(tmp_path):
-    model, encoder = Mixed(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    af.save_model(model.encoder, tmp_path / "encoder")
-    af.load_model(encoder, tmp_path / "encoder")
-    af.save_model(model, tmp_path / "all")
-    other = Mixed(seed=1)
-    outer = nn.ModuleDict({"net": other})
-    af.load_model(outer, tmp_path / "all", rename=lambda name: f"net.{name}")
-    assert torch.equal(other.encoder[0].weight, model.encoder[0].weight)
-    assert torch.equal(other.head.weight, model.head.weight)
-    assert torch.equal(encoder[1].bias, model.encoder[1].bias)
-
-
 def test_every_name_has_a_name_of_its_own(tmp_path):
     af.save_model(nn.Linear(2, 1), tmp_path)
     model = nn.Linear(2, 1)

@@ -6,12 +6,9 @@ import hashlib
 import json
 import os
 import random
-import re
 import signal
-import threading
 import time
 import traceback
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +23,6 @@ from tests.support.processes import free_port, launch
 pytestmark = pytest.mark.slow
 
 _NUM_KILLS = 50
-_NUM_RESTARTS = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 16
 
 
 def data(dtype=torch.float32):
@@ -202,49 +198,4 @@ def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path
 # -- under the launcher
 
 
-_LONG = 12
 """Epochs of a run long enough to be killed often."""
-
-
-def train_under_launcher(num_kills):
-    """A user's script: in each of the first attempts, a rank kills itself at a random instant."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    state = af.init(device="cpu", timeout_s=60, seed=3)
-    draws = random.Random(attempt)
-    victim, delay_s = draws.randrange(2), draws.uniform(0, 0.3)
-
-    def die():
-        time.sleep(delay_s)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def started():
-        if attempt < num_kills and victim == state.rank:
-            threading.Thread(target=die, daemon=True).start()
-
-    num_workers = 2 if attempt % 8 == 1 else 0
-    found = train(state, Path("run"), num_workers, started, num_epochs=_LONG)
-    if attempt < num_kills:
-        time.sleep(600)  # a rank that is done too early waits for the kill
-    os.write(1, f"hash {state.rank} {found}\n".encode())
-
-
-@pytest.mark.timeout(600 + 60 * _NUM_RESTARTS)
-def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
-    """The kill comes while the rank trains or saves; some attempts have workers."""
-    script = "from tests.cli.test_resume import train_under_launcher as run; "
-    script += f"run({_NUM_RESTARTS})"
-    arguments = ("-n", 2, "--cpu", "--max-restarts", _NUM_RESTARTS, "script.py")
-    started = launchers.start(tmp_path, *arguments, script=script)
-    ended = started.wait(timeout_s=30 + 55 * _NUM_RESTARTS)
-    restarts = re.findall(r"restart \d+ of \d+: .*", ended.stderr)
-    others = [line for line in restarts if "SIGKILL" not in line]
-    assert not others, ended
-    assert ended.exit_code == 0, ended
-    assert len(restarts) == _NUM_RESTARTS
-    expected = run_apart(tmp_path, "never_killed(folder)")
-    assert dict(re.findall(r"hash (\d) (\w+)", ended.stdout)) == expected
-
-
-def never_killed(folder):
-    assert run_world(folder / "never", 0, _LONG).end() == [0, 0]
-    return dict(zip("01", hashes(folder / "never"), strict=True))

@@ -134,17 +134,6 @@ def test_a_number_from_the_end_is_the_same_sample():
     assert samples[1, torch.tensor(9)].tolist() == samples[1, 9].tolist()
 
 
-def test_a_data_set_of_many_at_once_is_read_one_by_one():
-    class Both(Noisy):
-        def __getitems__(self, indices):
-            raise AssertionError("samples of one read would share their numbers")
-
-    samples = af.data.seed_samples(Both(), HERE)
-    assert samples_of(loader_of(samples)) == samples_of(
-        loader_of(af.data.seed_samples(Noisy(), HERE))
-    )
-
-
 def test_a_seeded_data_set_travels():
     samples = pickle.loads(pickle.dumps(af.data.seed_samples(Noisy(), HERE)))
     assert samples[0, 1].tolist() == af.data.seed_samples(Noisy(), HERE)[0, 1].tolist()

@@ -51,16 +51,6 @@ def seen(epoch):
     return sorted({int(each) // 100 for batch in epoch for each in torch.as_tensor(batch)})
 
 
-@pytest.mark.parametrize("options", WORKERS, ids=["no worker", "persistent worker"])
-def test_prefetch_and_window_hand_the_epoch_on(options):
-    loader = af.group_batches(sharded(Curriculum(), **options), 2)
-    loader = af.prefetch(loader, af.DistState())
-    found = [
-        sorted({int(each) // 100 for b in e for each in torch.cat(b)}) for e in loader.epochs(3)
-    ]
-    assert found == [[0], [1], [2]]
-
-
 def halves(data):
     return random_split(data, [0.5, 0.5], torch.Generator().manual_seed(0))[0]
 

@@ -25,7 +25,6 @@ from tests.support.streams import (
     SelfSplitting,
     Sharded,
     Sized,
-    global_batches,
     ids,
     items_of,
     joined,
@@ -449,19 +448,6 @@ def test_ranks_exchange_counts_once_in_several_batches(monkeypatch):
     num_read = len([item for item in data.read if item < 1000])
     assert 80 * 4 < num_read <= 80 * 4 + 6 * 4
     assert len(exchanges) <= 2 * (80 / 4 + 3)
-
-
-def test_too_few_shards_are_read_round_robin():
-    data = Sharded([7, 6])
-    assert joined(everywhere(data, 3)) == global_batches(data.items(), 4)
-
-
-def test_a_source_of_unknown_shards_is_split_as_often_as_needed():
-    class Unknown(Sharded):
-        num_shards = None
-
-    data = Unknown([5])
-    assert items_of(everywhere(data, 3)) == data.items()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -150,14 +150,6 @@ def test_what_is_no_window_is_refused_on_every_rank(batch, text):
     simulate(run, world_size=2)
 
 
-def test_the_forward_of_a_window_is_the_mean_over_its_batches():
-    batches = [ONE, tuple(3 * rows[:1] for rows in ONE)]
-    state, step = built(af.DistState())
-    joined = tuple(torch.cat(rows) for rows in zip(*batches, strict=True))
-    expected = ours.mse(step.plan.model, joined)
-    torch.testing.assert_close(step.forward(state, batches), expected.detach())
-
-
 def test_every_batch_of_a_window_is_placed_and_run_on_its_own():
     placed, run = [], []
 

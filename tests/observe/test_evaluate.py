@@ -292,17 +292,6 @@ def test_counts_that_come_as_float32_do_not_stop_growing():
     assert af.evaluate(step, state, [0, 1, 2], metric_fn) == {"x": 1.0}
 
 
-def test_a_rank_may_have_whole_numbers_where_another_has_not():
-    """If all tokens of a batch are masked, its sum is a plain 0."""
-
-    def run(state):
-        state, step, loader = make(state)
-        value = (0, 0) if state.is_main else (torch.tensor(0.5), 2)
-        return af.evaluate(step, state, loader, lambda model, batch: {"x": value})
-
-    assert simulate(run, world_size=2) == [{"x": 0.25}] * 2
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -423,18 +412,6 @@ def test_a_loss_that_is_no_mean_and_metrics_without_names_are_refused(found, tex
     state, step, loader = make(af.DistState())
     with pytest.raises(ValueError, match=f"evaluate: metric_fn must {text}"):
         af.evaluate(step, state, loader, lambda model, batch: found)
-
-
-def test_a_part_without_rows_is_left_out():
-    """A function that takes a maximum over the rows of a batch would fail for none."""
-
-    def run(state):
-        state, step, _ = make(state)
-        batch = af.shard_batch((torch.ones(1, 1),), state)
-        highest = lambda model, batch: {"max": (batch[0].amax(dim=0).sum(), len(batch[0]))}
-        return af.evaluate(step, state, [batch], highest)
-
-    assert simulate(run, world_size=3) == [{"max": 1.0}] * 3
 
 
 class NormedLoss(nn.Module):

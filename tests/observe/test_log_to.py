@@ -285,14 +285,6 @@ def test_values_of_ones_own_stand_in_the_line_of_their_step(tmp_path):
     assert time_of_second > first["time"]
 
 
-def test_values_before_the_first_step_have_a_line_of_their_own(tmp_path):
-    path = tmp_path / "log.jsonl"
-    state, step = af.build(small_plan(af.log_to(path, every=1)), af.DistState())
-    af.log_values(step, state, {"mine": 1})
-    step(state, BATCHES[0])
-    assert [line["step"] for line in lines_of(path)] == [0, 1]
-
-
 BAD_VALUES = {
     "text": ({"loss": "low"}, r"be numbers by name, got \{'loss': 'low'\}"),
     "two numbers": ({"loss": torch.ones(2)}, r"be numbers by name, got \{'loss': tensor"),

@@ -75,19 +75,6 @@ def test_a_trace_names_the_phases_of_its_steps_and_the_table_is_printed_and_writ
     assert times[PHASES.index("forward")] > 0
 
 
-def test_phases_follow_each_other_inside_of_their_step(tmp_path):
-    run(*ours.built(recipe(tmp_path, af.accumulate(2))), 6)
-    end_of_step, end_of_phase = 0.0, 0.0
-    for each in events(tmp_path):
-        end = each["ts"] + each["dur"]
-        if each["name"].startswith("accel_fn.step"):
-            assert each["ts"] >= end_of_step
-            end_of_step = end
-        elif each["name"] != "accel_fn.data":
-            assert end_of_phase <= each["ts"] < end <= end_of_step
-            end_of_phase = end
-
-
 @pytest.mark.parametrize("transforms", [(), (af.accumulate(2), af.clip(0.1), af.ema(0.9))])
 def test_profiled_steps_compute_the_same_bits(tmp_path, transforms):
     found = {}

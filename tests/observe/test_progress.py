@@ -156,14 +156,6 @@ def test_the_bar_of_a_resumed_run_starts_where_it_does(options, place):
         assert f"| {total}/{total} [" in last_line(screen)
 
 
-def test_data_without_a_length_have_no_total():
-    with on_screen() as screen:
-        loader = af.shard_loader(DataLoader(Stream(), batch_size=2), HERE)
-        for epoch in af.progress(loader.epochs(2), HERE):
-            list(epoch)
-        assert last_line(screen).startswith("epoch 1: 10batch [")
-
-
 def test_a_stream_is_left_where_the_run_ends():
     """`max_steps` counts batches that were read of data whose length is not known."""
     loader = af.shard_loader(DataLoader(Stream(), batch_size=5), HERE)

@@ -142,14 +142,6 @@ def test_a_run_that_ends_before_its_first_line_has_the_step_of_its_end(tmp_path)
     assert read_one(tmp_path).last_step == 3
 
 
-def test_paths_without_a_log_are_returned_beside_the_runs(tmp_path):
-    write(tmp_path / "a" / "log.jsonl", line(1))
-    (tmp_path / "b").mkdir()
-    runs, without = read_runs("report", [tmp_path / "a", tmp_path / "b"])
-    assert [run.name for run in runs] == [str(tmp_path / "a")]
-    assert without == [tmp_path / "b"]
-
-
 def test_paths_of_which_none_has_a_log_are_refused(tmp_path):
     write(tmp_path / "samples.jsonl", {"text": "no log"})
     with pytest.raises(

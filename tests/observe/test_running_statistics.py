@@ -171,24 +171,6 @@ def test_training_with_evaluation_is_training_without_to_the_bit(wrap, world_siz
         assert all(map(torch.equal, mine, expected))
 
 
-def test_buffers_are_put_back_after_an_error_on_one_rank():
-    def run(state):
-        state, step = built(state, WRAPS["ddp without broadcasts"])
-        state = trained(state, step)
-        before = kept(step)
-
-        def fails(model, batch):
-            if not state.is_main:
-                raise OSError("gone")
-            return metric_fn(model, batch)
-
-        with pytest.raises((OSError, RuntimeError), match="gone"):
-            af.evaluate(step, state, loader_of(state), fails)
-        return all(map(torch.equal, kept(step), before)), step.plan.model.training
-
-    assert simulate(run, world_size=2) == [(True, True)] * 2
-
-
 def test_ranks_that_local_sgd_lets_differ_are_not_evaluated():
     def run(state):
         state, step = built(state, af.local_sgd(every=2))

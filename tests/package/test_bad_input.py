@@ -207,15 +207,6 @@ def test_two_steps_of_one_state_must_agree_on_the_loss_scale():
         af.build(af.with_amp("fp16", growth_interval=5)(make_plan()), state)
 
 
-def test_an_optimizer_over_foreign_parameters_is_refused():
-    model, other = ours.regression_model(), nn.Linear(2, 7)
-    plan = af.Plan(ours.mse, model, ours.sgd([*model.parameters(), *other.parameters()]))
-    with pytest.raises(
-        ValueError, match=r"parameters of the model alone, got 2 others, of shapes \[\[7, 2\]"
-    ):
-        af.build(plan, af.DistState())
-
-
 def test_a_model_without_trainable_parameters_is_refused():
     plan = make_plan()
     plan.model.requires_grad_(False)
@@ -430,23 +421,6 @@ def test_a_parameter_that_the_loss_misses_is_named_in_a_world_of_several():
     simulate(run, world_size=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_that_the_loss_misses_stays_as_it_is(world_size):
-    def run(state):
-        model = Branches()
-        state, step = ours.built(
-            af.wrap_ddp(find_unused_parameters=True), state, model=model, optimizer=ours.adamw
-        )
-        before = model.unused.weight.detach().clone(), model.used.weight.detach().clone()
-        # an empty rank must not give a gradient of zero to a parameter that no rank uses
-        step(state, BATCH if state.is_main else tuple(value[:0] for value in BATCH))
-        return torch.equal(model.unused.weight, before[0]), torch.equal(
-            model.used.weight, before[1]
-        )
-
-    assert simulate(run, world_size=world_size) == [(True, False)] * world_size
-
-
 def test_several_ranks_must_average_their_gradients():
     def run(state):
         with pytest.raises(
@@ -464,16 +438,6 @@ def test_ranks_must_build_the_same_plan():
             af.build(recipe(make_plan()), state)
 
     simulate(run, world_size=2)
-
-
-def test_a_plan_that_fails_on_one_rank_fails_on_all():
-    def run(state):
-        plan = make_plan()
-        plan.model.requires_grad_(state.is_main)
-        with pytest.raises(Exception, match="must have parameters that require a gradient"):
-            af.build(af.wrap_ddp()(plan), state)
-
-    simulate(run, world_size=3)
 
 
 def breaks(state, result):
