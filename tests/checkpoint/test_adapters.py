@@ -80,8 +80,8 @@ def test_adapters_continue_in_any_world_on_the_base_of_the_program(tmp_path, bef
         compare(each, saved[0])
 
 
-@pytest.mark.parametrize(("world_size", "wrap"), [SHARDS])
-def test_adapters_of_another_base_are_refused_on_every_rank(tmp_path, world_size, wrap):
+def test_adapters_of_another_base_are_refused_on_every_rank(tmp_path):
+    world_size, wrap = SHARDS
     trained(tmp_path, af.DistState())
 
     def run(state):
@@ -207,8 +207,8 @@ def test_weights_of_adapters_go_back_onto_their_base(tmp_path, world_size, wrap,
     ours.assert_identical(alone.state_dict(), saved)
 
 
-@pytest.mark.parametrize(("world_size", "wrap"), [SHARDS])
-def test_weights_of_adapters_on_another_base_are_refused(tmp_path, world_size, wrap):
+def test_weights_of_adapters_on_another_base_are_refused(tmp_path):
+    world_size, wrap = SHARDS
     af.save_model(Adapted(), tmp_path, only="trained")
 
     def run(state):
