@@ -355,7 +355,7 @@ def test_equal_values_of_two_names_fill_one_tensor(tmp_path):
 
 def test_different_values_of_two_names_do_not_fill_one_tensor(tmp_path):
     af.save_model(Tied(tied=False), tmp_path)
-    text = refused(Tied(), tmp_path, "1 difference")
+    text = refused(Tied(), tmp_path, "got 1 difference:")
     assert "embedding.weight, head.weight: one tensor in the model, several in the files" in text
 
 

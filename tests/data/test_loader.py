@@ -1,6 +1,7 @@
 """shard_loader keeps the options of the user's loader, and refuses loaders that it cannot share."""
 
 import random
+import time
 import warnings
 
 import numpy as np
@@ -117,6 +118,16 @@ def test_batches_are_pinned_if_the_loader_pins(num_workers):
         given = DataLoader(data, batch_size=4, num_workers=num_workers, pin_memory=pins)
         for batch in af.shard_loader(given, af.DistState()):
             assert [tensor.is_pinned() for tensor in batch] == [pins, pins]
+
+
+def test_a_worker_that_is_too_slow_is_not_waited_for():
+    def slow(samples):
+        time.sleep(0.5)
+
+    given = of(4, num_workers=1, timeout=0.2, collate_fn=slow, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds") as caught:
+        list(af.shard_loader(given, af.DistState()))
+    assert caught.value.__notes__ == ["shard_loader: batch 0 of epoch 0"]
 
 
 class Drawn(torch.utils.data.Dataset):
