@@ -791,25 +791,6 @@ def test_ranks_that_are_at_other_steps_are_refused(tmp_path, name):
     simulate(run, world_size=2)
 
 
-def test_a_failure_on_one_rank_is_one_of_all_and_leaves_nothing(tmp_path):
-    class Bad(Counter):
-        def state_dict(self):
-            raise KeyError("lost")
-
-    def run(state):
-        state, step = make(recipe=af.wrap_ddp(), state=state)
-        extra = Bad() if state.rank == 1 else Counter()
-        try:
-            af.save(step, state, tmp_path, extras={"extra": extra})
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    zero, one = simulate(run, world_size=2)
-    assert zero == "PeerError: save: failed on rank 1: KeyError('lost')"
-    assert one == "KeyError: 'lost'"
-    assert [each.name for each in tmp_path.iterdir()] == [".lock"]
-
-
 class WithoutInit(torch.optim.Optimizer):
     """An optimizer that never called torch's `__init__`, as some of other libraries do."""
 

@@ -524,22 +524,6 @@ def nobody():
         os.seteuid(user)
 
 
-def test_a_folder_that_is_read_only_is_refused():
-    with tempfile.TemporaryDirectory() as place:  # a folder that every user may read
-        folder = Path(place) / "run"
-        Path(place).chmod(0o755)
-        state, step = run(folder, 1)
-        state, _ = step(state, BATCH)
-        folder.chmod(0o555)
-        with (
-            nobody(),
-            pytest.raises(CheckpointError, match=r"can be written to.*Permission denied"),
-        ):
-            af.save(step, state, folder)
-        folder.chmod(0o755)
-        loads(folder, 1)
-
-
 @pytest.mark.parametrize(
     ("function", "mode"),
     [

@@ -11,28 +11,6 @@ from tests.checkpoint.test_checkpoint import Counter, advance, differences, kept
 from tests.support import strategies as ours
 
 
-def followed(state, step, read, count=5):
-    """Return the values of `read` after each of some updates."""
-    return [read(state := advance(state, step, 1)) for _ in range(count)]
-
-
-@pytest.mark.parametrize("num_before", [2, 4])
-def test_the_loss_scale_grows_at_the_update_where_it_would_have(tmp_path, num_before):
-    recipe = af.with_amp("fp16", init_scale=8.0, growth_interval=3)
-    state, step = make(recipe=recipe)
-    state = advance(state, step, num_before)
-    af.save(step, state, tmp_path)
-    scales = followed(state, step, scale_of)
-    state, other = make(recipe=af.with_amp("fp16", growth_factor=4.0, growth_interval=7))
-    state = af.load(other, state, tmp_path)
-    assert followed(state, other, scale_of) == scales
-    assert scales == [8.0 * 2 ** ((num_before + count) // 3) for count in range(1, 6)]
-
-
-def scale_of(state):
-    return float(state.scaler.scale)
-
-
 def with_buffer(state, number):
     """Make a step of a model with a counter in a buffer, set to another number on every rank."""
     model = ours.regression_model()

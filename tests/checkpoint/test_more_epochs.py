@@ -92,26 +92,6 @@ def test_rates_on_the_device_are_those_of_the_longer_program(tmp_path, make, cho
     assert rates + more == pytest.approx(expected.rates, rel=1e-6)  # rates are in float32
 
 
-@pytest.mark.parametrize("choice", [None, "program"])
-def test_a_function_beside_another_schedule_resumes_at_the_rate_of_both(tmp_path, choice):
-    def built():
-        plan = ours.plan(optimizer=sgd)
-        both = (
-            schedulers.LambdaLR(plan.optimizer, falling(LONG)),
-            schedulers.ExponentialLR(plan.optimizer, 0.5),
-        )
-        return af.build(af.compose(*map(af.schedule, both))(plan), af.DistState())
-
-    batches = batches_of()
-    state, step = built()
-    state, _ = go_on(state, step, batches[:5])
-    af.save(step, state, tmp_path)
-    _, expected = go_on(*built(), batches)
-    state, step = built()
-    state = af.load(step, state, tmp_path, schedule=choice)
-    assert go_on(state, step, batches[5:])[1] == expected[5:]
-
-
 def test_each_of_two_optimizers_follows_the_program(tmp_path):
     def built(length):
         model = ours.regression_model()
@@ -187,27 +167,6 @@ def test_a_scheduler_among_the_extras_is_compared_and_followed_too(tmp_path, cho
     assert (scheduler.last_epoch, scheduler.T_max) == (0, LONG)
     state = af.load(step, state, tmp_path, extras={"rate": scheduler}, schedule=choice)
     assert stepped(state, step, scheduler, batches[4:])[1] == expected[4:]
-
-
-def test_a_scheduler_over_an_optimizer_among_the_extras_is_followed_too(tmp_path):
-    def built(length):
-        optimizer = sgd([torch.nn.Parameter(torch.ones(1))])
-        scheduler = schedulers.CosineAnnealingLR(optimizer, length)
-        return {"optimizer": optimizer, "rate": scheduler}
-
-    def advanced(extras, num_steps):
-        for _ in range(num_steps):
-            extras["optimizer"].step()
-            extras["rate"].step()
-        return extras["optimizer"].param_groups[0]["lr"]
-
-    state, step = af.build(ours.plan(), af.DistState())
-    extras = built(SHORT)
-    advanced(extras, 4)
-    af.save(step, state, tmp_path, extras=extras)
-    extras = built(LONG)
-    af.load(step, state, tmp_path, extras=extras, schedule="program")
-    assert advanced(extras, 3) == advanced(built(LONG), 7)
 
 
 def refused(folder, make, text, *, trained=0, error=RuntimeError, choice="program"):

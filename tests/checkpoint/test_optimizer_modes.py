@@ -60,20 +60,6 @@ def test_what_is_saved_and_measured_is_in_eval_mode_and_training_continues(tmp_p
     ours.assert_close(exported.state_dict(), evaluated.state_dict())
 
 
-def test_forward_measures_in_the_mode_that_the_user_set():
-    """Like the mode of the model, which `forward` leaves as it is."""
-    kind = KINDS["AdamW"]
-    state, step = make(kind)
-    state = train(state, step)
-    training, evaluated = by_hand(kind)
-    trained = ours.regression_model()
-    trained.load_state_dict(training)
-    for model in (trained, evaluated):
-        expected = float(ours.mse(model, BATCH).detach())
-        assert float(step.forward(state, BATCH)) == pytest.approx(expected, rel=1e-12)
-        step.plan.optimizer.eval()
-
-
 @pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
 def test_ranks_are_one_rank_and_resume_in_one(tmp_path, wrap):
     kind = KINDS["AdamW"]

@@ -338,14 +338,3 @@ def test_steps_are_one_run_however_they_are_listed(tmp_path, held):
     held.set()
     af.save({"b": second, "a": first}, state, tmp_path)
     assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
-
-
-def test_a_program_may_go_to_another_folder_meanwhile(tmp_path, held, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    state, step = make()
-    path = af.save(step, state, "run", wait=False)
-    monkeypatch.chdir("elsewhere")
-    held.set()
-    assert wait_for(tmp_path / "run", 0) == path
-    af.load(step, state, tmp_path / "run")

@@ -4,12 +4,9 @@ fail, the last lines on the screen are the error that caused the failure."""
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -241,31 +238,6 @@ def test_a_restart_is_printed_and_has_a_new_store(launchers, tmp_path):
     ports = {tuple(line.split()) for line in ended.stdout.splitlines()}
     assert [attempt for attempt, _ in sorted(ports)] == ["0", "1"]
     assert len({port for _, port in ports}) == 2
-
-
-@pytest.mark.slow
-def test_no_home_and_no_network_are_needed(tmp_path):
-    """The command runs in a network with only a loopback, and cannot write to its home."""
-    (tmp_path / "script.py").write_text(
-        "import os, accel_fn as af\n"
-        "state = af.init(timeout_s=100)\n"
-        "os.write(1, f'{af.reduce_sum(1, state)}\\n'.encode())\n"
-    )
-    alone = ["unshare", "--map-root-user", "--net"]
-    if not (shutil.which("unshare") and shutil.which("ip")):
-        pytest.skip("a network of loopback alone is made by the commands unshare and ip")
-    if subprocess.run([*alone, "true"], check=False).returncode:
-        pytest.skip("this user may make no network of its own (unshare --net)")
-    launch = f"{sys.executable} -m accel_fn.cli launch -n 2 script.py"
-    done = subprocess.run(
-        [*alone, "sh", "-c", f"ip link set lo up && exec {launch}"],
-        cwd=tmp_path,
-        env=surroundings(tmp_path, HOME="/proc/nowhere", XDG_CACHE_HOME="/proc/nowhere"),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
 
 
 @pytest.mark.parametrize(

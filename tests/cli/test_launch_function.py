@@ -14,7 +14,6 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-import torch
 
 import accel_fn as af
 from accel_fn.errors import WorldError
@@ -46,27 +45,6 @@ def test_results_come_in_the_order_of_ranks():
 
     found = af.launch(describe, "a", "b", num_processes=3, kwargs={"end": "!"})
     assert found == ["0: a b!", "1: a b!", "2: a b!"]
-
-
-@pytest.mark.slow
-def test_ranks_are_a_world_and_large_tensors_come_back():
-    """Torch's own way to join the world works too, and so does a second world of the library."""
-
-    def work(offset):
-        torch.distributed.init_process_group("gloo")
-        state = af.init(device="cpu")
-        total = af.reduce_sum(offset + state.rank, state)
-        local = (state.rank, state.world_size, state.local_rank, state.local_world_size)
-        torch.distributed.destroy_process_group()
-        return local, total, state, offset * state.rank
-
-    offset = torch.full((4_000_000,), 7.0, dtype=torch.float64)
-    first, second = af.launch(work, offset)
-    assert first[0] == (0, 2, 0, 2)
-    assert second[0] == (1, 2, 1, 2)
-    assert torch.equal(first[1], 2 * offset + 1)
-    assert torch.equal(second[3], offset)
-    assert second[2] == af.DistState(rank=1, world_size=2, local_rank=1, local_world_size=2)
 
 
 def test_ranks_have_what_a_launch_sets():

@@ -145,38 +145,3 @@ def test_a_loop_that_catches_the_error_continues_with_all_ranks(talker, fails, a
         other = f"shard_loader: failed on rank {fails}: ValueError('rotten')"
         assert said == ["rotten" if rank == fails else other] * 2
     assert len({num_batches for _, num_batches in found}) == 1
-
-
-def test_a_failure_reaches_peers_where_all_shards_have_ended():
-    """At that point, items that are left move from rank to rank."""
-    sizes = [2, 60]
-
-    class Uneven(Shards):
-        num_shards = 2
-
-        def shard(self, num_shards, index):
-            return Shards(self.act, range(sizes[index]))
-
-    def run(state):
-        def collate_fn(rows):
-            count.append(len(rows))
-            if state.rank == 1 and len(count) == fails_at:
-                raise ValueError("rotten")
-
-        count = []
-        data = Uneven(lambda number: None)
-        loader = DataLoader(data, batch_size=BATCH_SIZE, collate_fn=collate_fn)
-        try:
-            list(af.shard_loader(loader, state))
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-        return ""
-
-    num_batches = -(-sum(sizes) // BATCH_SIZE)
-    for fails_at in range(1, num_batches + 1):
-        first, second = simulate(run, world_size=2, timeout_s=100)
-        assert second == "rotten"
-        # ranks exchange nothing after the last few batches
-        assert first == "shard_loader: failed on rank 1: ValueError('rotten')" or (
-            first == "" and fails_at > num_batches - 4
-        )

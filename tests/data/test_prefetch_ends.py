@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
@@ -62,23 +61,6 @@ def test_an_iterator_in_a_cycle_ends_its_thread_when_it_is_collected():
     assert readers() == []
 
 
-def test_a_thread_that_collects_its_own_iterator_does_not_wait_for_itself():
-    holder, alone = {}, threading.Event()
-
-    def drops_it():
-        yield 0
-        alone.wait(timeout=100)
-        passed = holder.pop("passed")
-        del passed
-        yield 1
-
-    holder["passed"] = iter(af.prefetch(drops_it(), HERE))
-    assert next(holder["passed"]) == 0
-    alone.set()
-    assert eventually(lambda: not holder)
-    assert eventually(lambda: not readers())
-
-
 class Uneven(IterableDataset):
     """Shards of unequal lengths, whose items move between ranks."""
 
@@ -128,27 +110,6 @@ def test_an_error_comes_where_its_batch_would_have_come(number):
     assert readers() == []
     assert "fails_at" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert list(passed) == []
-
-
-def test_an_error_that_was_handled_is_forgotten():
-    class MineError(Exception):
-        pass
-
-    def fails():
-        yield 0
-        raise MineError
-
-    gc.disable()
-    try:
-        alive = []
-        try:
-            for _ in af.prefetch(fails(), HERE):
-                pass
-        except MineError as error:
-            alive.append(weakref.ref(error))
-        assert alive[0]() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("depth", [0, 1.5, None])

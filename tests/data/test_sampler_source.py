@@ -47,15 +47,6 @@ class Unsized(Own):
     __len__ = None
 
 
-class Epochal(Own):
-    """A sampler with `set_epoch`."""
-
-    epoch = None
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
 def globally(sampler):
     """Draw from the global generators of torch, Python and NumPy."""
     yield from torch.randperm(SIZE // 2)
@@ -161,20 +152,6 @@ def test_long_epochs_are_read_in_pieces_that_draw_as_one():
     assert [a for a, _ in both] == whole
     other.set_epoch(0)
     assert [b for _, b in both] == samples(other)
-
-
-def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
-    """The sampler reads its epoch at every sample, and the loaders read it in turns."""
-    size = 10_000
-    data = TensorDataset(torch.arange(size))
-    sampler = Epochal(lambda self: (self.epoch for _ in range(size)), size=size)
-    loaders = [shard(data=data, sampler=sampler, batch_size=100) for _ in range(2)]
-    first, second = [
-        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
-    ]
-    for (late,), (early,) in zip(first, second, strict=True):
-        assert set(late.tolist()) == {2}
-        assert set(early.tolist()) == {0}
 
 
 def batches_of(*sizes):

@@ -180,27 +180,6 @@ def test_samples_may_be_read_by_many_threads():
     assert found == {number: [expected] * 20 for number in range(4)}
 
 
-def test_seeded_samples_may_be_made_of_seeded_samples():
-    class Outer(Noisy):
-        def __init__(self, inner):
-            super().__init__(12)
-            self.inner = inner
-
-        def __getitem__(self, index):
-            first = torch.rand(()).item()
-            inner = self.inner[index]
-            return first, torch.rand(()).item(), inner.tolist()
-
-    inner = af.data.seed_samples(Noisy(), HERE)
-    outer = af.data.seed_samples(Outer(inner), HERE)
-    ((*_, (first, second, sample)),) = [
-        *loader_of(outer, collate_fn=list, sampler=[0, 2]).epochs(5)
-    ][4]
-    assert sample == inner[4, 2].tolist()
-    assert outer[4, 2] == (first, second, sample)
-    assert first != second
-
-
 # -- bad input
 
 

@@ -255,23 +255,6 @@ def test_loaders_over_one_stream_are_each_in_their_own_epoch(split, ahead):
         assert set(early.tolist()) <= set(range(40))
 
 
-@pytest.mark.parametrize("persistent_workers", [False, True])
-def test_a_break_changes_nothing_later_and_leaves_no_worker(persistent_workers):
-    before = set(multiprocessing.active_children())
-    options = {"num_workers": 2, "persistent_workers": persistent_workers}
-    loader = by_hand(Counting(40, shuffle=True), **options)
-    plain = by_hand(Counting(40, shuffle=True))
-    for epoch, expected in zip(loader.epochs(3), plain.epochs(3), strict=True):
-        for number, batch in enumerate(epoch):
-            assert batch.tolist() == ids(expected)[number]
-            if number == epoch.index:
-                break
-        if not persistent_workers:
-            assert set(multiprocessing.active_children()) <= before
-    del loader, epoch
-    assert set(multiprocessing.active_children()) <= before
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "prefetch"])
 def test_passes_at_once_of_split_sources_do_not_meet(ahead):
     """Under prefetch a thread reads each pass; which thread is the first differs between ranks."""

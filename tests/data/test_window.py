@@ -1,7 +1,7 @@
 """window: which batches it joins, and the position of a run that counts windows."""
 
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 
 import pytest
 import torch
@@ -59,21 +59,6 @@ def test_anything_that_is_iterated_has_windows(make):
     for _ in range(2):
         assert [[int(each) for each in batches] for batches in windows] == [[0, 1], [2, 3], [4]]
     assert len(windows) == 3
-
-
-def test_an_iterator_that_begins_anew_at_each_iter_is_started_once():
-    class Itself:
-        def __iter__(self):
-            self.left = list(range(5))
-            return self
-
-        def __next__(self):
-            if not self.left:
-                raise StopIteration
-            return self.left.pop(0)
-
-    windows = islice(af.group_batches(Itself(), 2), 4)  # otherwise this might not end
-    assert list(windows) == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.parametrize("k", [0, 1.5, None])

@@ -54,11 +54,6 @@ def test_a_containers_share_bounds_the_cores(tmp_path, cpu_max, cores):
     assert read_processors(root, allowed=range(8)).cores == cores
 
 
-def test_nodes_are_in_the_order_of_their_numbers(tmp_path):
-    root = tree(tmp_path, siblings=[], nodes=[str(cpu) for cpu in range(12)])
-    assert read_processors(root, allowed=range(12)).nodes == tuple((cpu,) for cpu in range(12))
-
-
 def test_a_node_without_processors_is_none(tmp_path):
     """The node has only memory, like that of some accelerators."""
     root = tree(tmp_path, siblings=[], nodes=["0-1", "", "2-3"])

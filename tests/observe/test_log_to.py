@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch_optimizer
-from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn.testing import assert_equivalent, internals, simulate
@@ -108,18 +107,6 @@ def test_the_log_is_the_same_for_all_numbers_of_ranks_and_microbatches(world_siz
         assert line == pytest.approx(ours_line, rel=1e-12)
 
 
-def test_samples_of_a_window_are_those_of_its_batches():
-    lines = []
-    log = af.log_to(lambda step, line: lines.append(line), every=1)
-    loader = DataLoader(TensorDataset(torch.ones(8, 3).double(), torch.ones(8, 1).double()), 4)
-    state = af.DistState()
-    windows = af.group_batches(af.shard_loader(loader, state), 2)
-    plan = small_plan(af.accumulate(2, split=None), log, weight_fn=lambda batch: 1)
-    train(plan, windows)
-    rates = lines[0]["samples_per_second"], lines[0]["items_per_second"]
-    assert rates[0] == pytest.approx(4 * rates[1], rel=1e-12)
-
-
 def test_plans_that_are_compared_write_to_no_log(tmp_path):
     plan = small_plan(af.log_to(tmp_path / "log.jsonl", every=1))
     assert_equivalent(plan, af.accumulate(2)(plan), batches=BATCHES[:2])
@@ -202,21 +189,6 @@ def test_the_share_of_waiting_is_that_between_steps_less_evaluations(pause):
             time.sleep(0.1)
         state, _ = step(state, batch)
     assert seen[1] < 0.3 if pause else seen[1] > 0.7
-
-
-def test_waiting_before_the_last_line_does_not_count_again():
-    def loss_fn(model, batch):
-        time.sleep(0.05)
-        return ours.mse(model, batch)
-
-    seen = []
-    log = af.log_to(lambda step, line: seen.append(line["data_wait"]), every=2)
-    state, step = af.build(small_plan(log, loss_fn=loss_fn), af.DistState())
-    for pause, batch in zip([0, 0.5, 0, 0], BATCHES, strict=False):
-        time.sleep(pause)
-        state, _ = step(state, batch)
-    assert seen[0] > 0.7
-    assert seen[1] < 0.3
 
 
 def test_time_in_grads_is_no_waiting():

@@ -3,7 +3,6 @@
 import io
 import signal
 import sys
-import weakref
 from functools import partialmethod
 from itertools import islice
 from types import ModuleType
@@ -163,21 +162,6 @@ def test_a_stream_is_left_where_the_run_ends():
         epochs = af.progress(loader.epochs(None, max_steps=5), HERE)
         assert [len(list(epoch)) for epoch in epochs] == [2, 2, 1]
         assert "epoch 2: 100%|██████████| 5/5 [" in last_line(screen)
-
-
-def test_no_batch_lives_on_while_the_next_one_is_read():
-    def batches():
-        for _ in range(3):
-            assert not alive
-            batch = torch.ones(1)
-            alive.add(batch)
-            yield batch
-            del batch
-
-    alive = weakref.WeakSet()
-    with on_screen():
-        for batch in af.progress(batches(), HERE):
-            del batch
 
 
 @pytest.mark.parametrize(
