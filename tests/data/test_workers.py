@@ -141,6 +141,14 @@ def test_error_for_a_lost_worker_names_its_end_and_its_sample(act, ending, hint)
     assert not processes()  # although the error is still held
 
 
+def test_a_worker_that_dies_while_others_are_given_work_is_an_error_of_ours():
+    """Torch may notice it first, and its error names no sample."""
+    ours = r"worker 0 \(process \d+\) killed by SIGKILL in sample 0 of batch 0"
+    torchs = r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
+    with pytest.raises(WorkerError, match=rf"got ({ours}|{torchs})"):
+        ids(loader_of(Failing(0, killed, 400), 2, batch_size=1, prefetch_factor=200))
+
+
 def test_a_failure_leaves_no_cycle_that_would_keep_a_loader():
     loader = loader_of(Failing(13, raising(ValueError("rotten"))), 2, persistent=True)
     gone = weakref.ref(loader)
