@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -18,6 +19,28 @@ def with_buffer(state, number):
     state, step = make(model=model, recipe=af.wrap_ddp(), state=state)
     model.seen.fill_(number)  # after `build`, which gives all ranks the buffers of rank 0
     return state, step
+
+
+def scheduled(by, *options):
+    return lambda plan: af.schedule(by(plan.optimizer, *options))(plan)
+
+
+def test_another_schedule_starts_fresh_if_not_strict(tmp_path, capsys):
+    """It starts at the saved learning rate."""
+    state, step = make(recipe=scheduled(StepLR, 1))
+    path = af.save(step, advance(state, step), tmp_path)
+    state, other = make(3, recipe=scheduled(CosineAnnealingLR, 10))
+    fresh = other.plan.after_update[0].state_dict()
+    state = af.load(other, state, tmp_path, strict=False)
+    assert capsys.readouterr().err == (
+        f"{path} is of another program:\n  after_update: ['schedule(StepLR)'] saved, "
+        "['schedule(CosineAnnealingLR)'] here\n"
+    )
+    assert (state.step, other.plan.after_update[0].state_dict()) == (2, fresh)
+    rates = [each.plan.optimizer.param_groups[0]["lr"] for each in (step, other)]
+    assert rates == pytest.approx([0.05 / 100] * 2)
+    ours.assert_identical(ours.kept_tensors(other), ours.kept_tensors(step))
+    advance(state, other)
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(2, [1, 2]), (1, [1]), (3, [1, 1, 1])])
