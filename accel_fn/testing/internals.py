@@ -41,7 +41,7 @@ from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
 from accel_fn.data import prefetch, workers
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.set_epoch import InEpoch
-from accel_fn.observe import bar, progress
+from accel_fn.observe import bar
 from accel_fn.observe.log_to import _NAMES
 from accel_fn.step import step as step_file
 from accel_fn.step import update
@@ -331,7 +331,3 @@ LOCK_TRIES = (file_lock, "_TRIES")
 def recorders(step: Step) -> list[Any]:
     """What reads the device's values for the logs of a step."""
     return [vars(each)["_recorder"] for each in step.observers.every if "_recorder" in vars(each)]
-
-
-ShownEpoch = progress.ShownEpoch
-"""What `progress` makes of an epoch."""

@@ -1,7 +1,5 @@
 """Bars of saves, loads and exports: the bytes that are done, on the main rank, once it takes a second."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -106,15 +104,3 @@ def test_the_main_rank_alone_shows_a_bar(tmp_path):
         found = screen.getvalue()
     assert list(dict.fromkeys(finished(found))) == ["save", "check", "load"]
     assert "\x1b" not in found  # a second bar would move the cursor
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_save_that_fails_leaves_no_bar(run, monkeypatch):
-    folder, state, step = run
-
-    def fails(*arguments):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with on_screen(), pytest.raises(RuntimeError, match="the disk is full"):
-        saved(folder, state, step)

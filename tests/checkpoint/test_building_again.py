@@ -1,7 +1,5 @@
 """build(after=step) and load(match="names"): what goes on, what is new, and what is refused."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from accel_fn.errors import AccelError, CheckpointError, PlanError, StateError
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.longer_runs import batches_of
-from tests.support.processes import from_lists, launch
 
 BATCHES = batches_of()
 PLAIN = af.compose()
@@ -37,18 +34,6 @@ def again(state, step, recipe=PLAIN, *, optimizer=adam, model=None):
     model = step.plan.model if model is None else model
     plan = af.Plan(ours.mse, model, optimizer(model.parameters()))
     return af.build(recipe(plan), state, after=step)
-
-
-def test_the_same_scheduler_goes_on_in_the_next_step():
-    state, step = started()
-    optimizer = step.plan.optimizer
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-    plan = af.schedule(scheduler)(af.Plan(ours.mse, step.plan.model, optimizer))
-    state, step = af.build(plan, state)
-    state = go_on(state, step)
-    before = optimizer.param_groups[0]["lr"], scheduler.last_epoch
-    af.build(plan, state, after=step)
-    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == before
 
 
 def test_a_schedule_by_a_metric_keeps_its_counts_and_its_rates():
@@ -98,19 +83,6 @@ class WithProgress(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_counts_in_groups_go_on_and_settings_are_the_programs():
-    state, step = started(optimizer=WithProgress)
-    state = go_on(state, step)
-
-    def regrouped(parameters):
-        first, *others = parameters
-        return WithProgress([{"params": [first], "lr": 0.3}, {"params": others}])
-
-    _, step = again(state, step, optimizer=regrouped)
-    groups = step.plan.optimizer.param_groups
-    assert [(each["lr"], each["updates_made"]) for each in groups] == [(0.3, 2), (0.1, 2)]
-
-
 def test_what_is_new_is_listed(capsys):
     state, step = started(af.compose(af.ema(0.9), af.skip_nonfinite()))
     state = go_on(state, step)
@@ -135,16 +107,6 @@ def test_parameters_are_matched_by_the_object_before_the_name():
         expected = last.weight.clone()
     with af.averaged(other):
         assert last.weight.equal(expected)
-
-
-def test_the_next_step_saves_to_the_same_folder(tmp_path):
-    state, step = started()
-    state = go_on(state, step)
-    af.save(step, state, tmp_path)
-    state, other = again(state, step)
-    state = go_on(state, other)
-    af.save(other, state, tmp_path, keep=1)
-    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [4]
 
 
 def refusals(state):
@@ -319,47 +281,3 @@ def test_an_optimizer_that_saves_all_that_it_counts_is_not_warned_of(tmp_path, k
     af.save(step, state, tmp_path)
     _, other = again(state, step, optimizer=sgd_of(kind))
     assert getattr(other.plan.optimizer, "count", 2) == 2
-
-
-LIFE = """
-import json
-import accel_fn as af
-from tests.checkpoint.test_building_again import BATCHES, adam
-from tests.support import strategies as ours
-
-state = af.init(device="cpu", timeout_s=60)
-model = ours.regression_model()
-def recipe():
-    by_items = af.schedule(lambda state: 1 / (1 + state.items))
-    return af.compose(af.wrap_ddp(), af.accumulate(2), by_items)
-def mine(batch):
-    return tuple(each.tensor_split(state.world_size)[state.rank] for each in batch)
-state, step = af.build(recipe()(af.Plan(ours.mse, model, adam(model[2].parameters()))), state)
-for batch in BATCHES[:2]:
-    state, _ = step(state, mine(batch))
-groups = [{"params": model[2].parameters()}, {"params": model[0].parameters()}]
-state, step = af.build(recipe()(af.Plan(ours.mse, model, adam(groups))), state, after=step)
-for batch in BATCHES[2:4]:
-    state, _ = step(state, mine(batch))
-found = {name: value.tolist() for name, value in model.state_dict().items()}
-say(json.dumps([state.samples, found]))
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_unfreeze_layers_are_one_by_hand():
-    model = ours.regression_model()
-    optimizer = adam(model[2].parameters())
-    for number, batch in enumerate(BATCHES[:4]):
-        if number == 2:
-            optimizer.add_param_group({"params": model[0].parameters()})
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + 6 * number)
-        model.zero_grad()
-        ours.mse(model, batch).backward()
-        optimizer.step()
-    lines = launch(LIFE, num_processes=2).splitlines()
-    assert len(lines) == 2
-    for samples, found in map(json.loads, lines):
-        assert samples == 24
-        ours.assert_close(from_lists(found), dict(model.state_dict()))

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
@@ -244,18 +243,6 @@ class Counter:
         self.number = saved["number"]
 
 
-def test_extras_are_each_ranks_own(tmp_path):
-    def run(state):
-        counter = Counter(10 + state.rank)
-        state, step = make(recipe=af.wrap_ddp(), state=state)
-        af.save(step, state, tmp_path, extras={"counter": counter})
-        again = Counter()
-        af.load(step, state, tmp_path, extras={"counter": again})
-        return again.number
-
-    assert simulate(run, world_size=3) == [10, 11, 12]
-
-
 def test_a_dict_is_filled_in_place_by_what_was_saved(tmp_path):
     def run(state):
         state, step = make(recipe=af.wrap_ddp(), state=state)
@@ -293,13 +280,6 @@ def test_a_dict_of_other_things_is_refused(tmp_path):
     state, step = make()
     with pytest.raises(ValueError, match="save: extras/best must hold tensors, numbers, strings"):
         af.save(step, state, tmp_path, extras={"best": {"model": Counter()}})
-
-
-def test_a_dict_in_place_of_a_generator_is_refused(tmp_path):
-    state, step = make()
-    af.save(step, state, tmp_path, extras={"noise": {"seed": 3}})
-    with pytest.raises(CheckpointError, match=r"differences:\n  KeyError\('state'\)"):
-        af.load(step, state, tmp_path, extras={"noise": torch.Generator()})
 
 
 def shared(num_samples=40, batch_size=4, *, seed=0, generator=None, **options):
@@ -381,22 +361,6 @@ def test_an_extra_that_refuses_leaves_the_run_as_it_was_on_every_rank(tmp_path):
     simulate(run, world_size=2)
 
 
-def test_several_steps_are_one_checkpoint(tmp_path):
-    def both(seed):
-        state, first = make(seed)
-        _, second = make(seed + 1, optimizer=ours.sgd)
-        return state, {"generator": first, "optimizer": second}
-
-    state, steps = both(0)
-    for step in steps.values():
-        advance(state, step)
-    af.save(steps, replace(state, step=2), tmp_path)
-    _, others = both(5)
-    assert af.load(others, state, tmp_path).step == 2
-    for name, step in steps.items():
-        torch.testing.assert_close(kept(others[name]), kept(step), rtol=0, atol=0)
-
-
 def test_the_manifest_describes_the_run_in_plain_json(tmp_path):
     state, step = make(recipe=af.compose(af.clip(0.5), af.accumulate(2)))
     path = af.save(step, advance(state, step), tmp_path)
@@ -405,33 +369,6 @@ def test_the_manifest_describes_the_run_in_plain_json(tmp_path):
     assert (manifest["world_size"], manifest["step"], manifest["seed"]) == (1, 2, 0)
     assert (manifest["accel_fn"], manifest["torch"]) == (af.__version__, torch.__version__)
     assert {*manifest["files"], "manifest.json"} == {each.name for each in path.iterdir()}
-
-
-class Tied(nn.Module):
-    """A module with two names for one tensor."""
-
-    def __init__(self, *, tied=True):
-        super().__init__()
-        self.first = nn.Linear(3, 3, bias=False).double()
-        self.second = nn.Linear(3, 3, bias=False).double()
-        if tied:
-            self.second.weight = self.first.weight
-
-    def forward(self, inputs):
-        return self.second(self.first(inputs)).sum(dim=1, keepdim=True)
-
-
-def test_tied_tensors_are_saved_once_and_stay_tied(tmp_path):
-    state, step = make(model=Tied())
-    path = af.save(step, advance(state, step), tmp_path)
-    chunks = [chunk for entry in read_manifest(path).entries.values() for chunk in entry.chunks]
-    assert sum(chunk.length for chunk in chunks) == 3 * 9 * 8 + 4
-    state, again = make(model=Tied())
-    af.load(again, state, tmp_path)
-    assert again.plan.model.second.weight is again.plan.model.first.weight
-    ours.assert_identical(again.plan.model.state_dict(), step.plan.model.state_dict())
-    lines = differences(tmp_path, *make(model=Tied(tied=False)))
-    assert "model/second.weight is tied to: model/first.weight saved, nothing here" in lines
 
 
 def test_tensors_lie_in_files_as_aligned_as_in_memory(tmp_path):
@@ -624,47 +561,6 @@ class Counting:
         self.count = saved["count"]
 
 
-@pytest.mark.parametrize("saved", [{"foreach": True}, {"capturable": True}], ids=str)
-def test_how_updates_are_computed_stays_that_of_the_program(tmp_path, saved):
-    """All other settings of a group come from the checkpoint."""
-
-    def adamw(**options):
-        return lambda parameters: torch.optim.AdamW(parameters, **options)
-
-    state, step = make(optimizer=adamw(lr=0.5, **saved))
-    af.save(step, state, tmp_path)
-    state, other = make(optimizer=adamw(lr=0.1, fused=True))
-    state = af.load(other, state, tmp_path)
-    (group,) = other.plan.optimizer.param_groups
-    assert (group["lr"], group["fused"]) == (0.5, True)
-    assert not group["capturable"]
-    assert not group["foreach"]
-    advance(state, other)
-
-
-def test_another_class_of_schedule_is_a_difference(tmp_path):
-    def scheduled(by, *options):
-        return make(recipe=lambda plan: af.schedule(by(plan.optimizer, *options))(plan))
-
-    af.save(*reversed(scheduled(StepLR, 2)), tmp_path)
-    assert differences(tmp_path, *scheduled(CosineAnnealingLR, 10)) == [
-        "after_update: ['schedule(StepLR)'] saved, ['schedule(CosineAnnealingLR)'] here"
-    ]
-    af.load(*reversed(scheduled(StepLR, 7)), tmp_path)
-
-
-def test_what_a_transform_keeps_is_kept(tmp_path):
-    def counting(counter):
-        return lambda plan: replace(plan, after_update=(*plan.after_update, counter))
-
-    old, new = Counting(), Counting()
-    state, step = make(recipe=counting(old))
-    af.save(step, advance(state, step), tmp_path)
-    state, step = make(recipe=counting(new))
-    af.load(step, state, tmp_path)
-    assert new.count == 2
-
-
 def another_model():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 1)).double()
 
@@ -731,21 +627,6 @@ def test_another_program_is_refused_before_anything_is_overwritten(
 ):
     af.save(*reversed(make(recipe=recipe)), tmp_path)
     assert difference in differences(tmp_path, *make(**changes))
-
-
-@pytest.mark.parametrize(
-    ("saved", "here"),
-    [(af.clip(0.5), af.clip(1.0)), (af.ema(0.9), af.ema(0.5))],
-    ids=["clip", "average"],
-)
-def test_arguments_of_a_transform_are_those_of_the_program_and_no_difference(tmp_path, saved, here):
-    state, step = make(recipe=saved)
-    af.save(step, advance(state, step), tmp_path)
-    state, other = make(recipe=here)
-    before = af.explain(other.plan, state)
-    state = af.load(other, state, tmp_path)
-    assert (state.step, af.explain(other.plan, state)) == (2, before)
-    assert before != af.explain(step.plan, state)
 
 
 def test_what_fits_is_filled_where_the_program_was_changed_on_purpose(tmp_path, capsys):
@@ -908,37 +789,6 @@ def test_ranks_that_are_at_other_steps_are_refused(tmp_path, name):
             af.save(step, replace(state, **{name: state.rank}), tmp_path)
 
     simulate(run, world_size=2)
-
-
-@pytest.mark.parametrize(
-    "at", ["runs/step_00000001", "../step_00000001", "/step_00000001", "", ".."]
-)
-def test_a_checkpoint_is_named_without_its_folder(tmp_path, at):
-    state, step = make()
-    af.save(step, state, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"load: at must be \"latest\", .*; give its path as folder"
-    ):
-        af.load(step, state, tmp_path, at=at)
-
-
-def test_a_failure_on_one_rank_is_one_of_all_and_leaves_nothing(tmp_path):
-    class Bad(Counter):
-        def state_dict(self):
-            raise KeyError("lost")
-
-    def run(state):
-        state, step = make(recipe=af.wrap_ddp(), state=state)
-        extra = Bad() if state.rank == 1 else Counter()
-        try:
-            af.save(step, state, tmp_path, extras={"extra": extra})
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    zero, one = simulate(run, world_size=2)
-    assert zero == "PeerError: save: failed on rank 1: KeyError('lost')"
-    assert one == "KeyError: 'lost'"
-    assert [each.name for each in tmp_path.iterdir()] == [".lock"]
 
 
 class WithoutInit(torch.optim.Optimizer):

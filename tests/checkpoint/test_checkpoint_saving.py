@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import accel_fn as af
@@ -22,9 +20,6 @@ from tests.checkpoint.test_checkpoint_files import (
     steps_of,
     with_manifest,
 )
-from tests.support import strategies as ours
-from tests.support.forked_ranks import run_worlds
-from tests.support.processes import launch
 
 
 @pytest.fixture
@@ -84,13 +79,6 @@ def test_every_folder_that_is_made_is_on_the_disk_before_what_is_in_it(tmp_path,
     assert done[:3] == [f"sync {tmp_path.name}", "sync runs", "sync a"]
 
 
-def test_a_manifest_has_few_bytes_for_each_of_many_small_tensors(tmp_path):
-    model = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(500)])
-    plan = af.Plan(lambda model, batch: sum(each.sum() for each in model), model, ours.sgd(model))
-    path = af.save(*reversed(af.build(plan, af.DistState())), tmp_path)
-    assert (path / "manifest.json").stat().st_size < 45 * 500 + 2500
-
-
 def test_a_run_that_keeps_few_reads_no_manifest_of_its_own(tmp_path):
     saver = run(tmp_path, 1, 2)
     (tmp_path / "step_00000001" / "manifest.json").write_text("not read")
@@ -134,85 +122,7 @@ def test_a_newer_format_is_neither_counted_nor_removed(beside_a_newer):
     loads(beside_a_newer, 4)
 
 
-def test_a_run_beside_a_newer_format_keeps_the_one_that_it_resumes_from(beside_a_newer):
-    state, step = make(7)
-    state = af.load(step, state, beside_a_newer, at=1)
-    run(beside_a_newer, 3, keep=1, saver=(state, step))
-    assert steps_of(beside_a_newer) == [1, 2, 3]
-
-
 # -- a full disk
 
 
-@pytest.mark.slow
-def test_a_full_disk_of_one_rank_is_raised_on_all_and_leaves_what_was_there(tmp_path):
-    script = f"""
-        import resource, signal
-        from pathlib import Path
-        import pytest
-        import accel_fn as af
-        from tests.checkpoint.test_checkpoint_files import BATCH, make, names, tensors_of
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        folder = Path({str(tmp_path)!r})
-        state, step = make(state=af.init(device="cpu", timeout_s=60), recipe=af.wrap_ddp())
-        state, _ = step(state, BATCH)
-        af.save(step, state, folder)
-        saved = tensors_of(step)
-        state, _ = step(state, BATCH)
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if state.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
-        with pytest.raises(RuntimeError, match="save: .*can be written to.*File too large") as caught:
-            af.save(step, state, folder, keep=1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        af.barrier(state)
-        say(state.rank, "failed on rank 1" in str(caught.value), *names(folder))
-        af.barrier(state)
-        state = af.load(step, state, folder)
-        assert (state.step, tensors_of(step)) == (1, saved)
-        state, _ = step(state, BATCH)
-        af.save(step, state, folder)
-    """
-    left = ".lock step_00000001"
-    launch(script, num_processes=3, expect=[f"0 True {left}", f"1 False {left}", f"2 True {left}"])
-    assert steps_of(tmp_path) == [1, 2]
-
-
 # -- data
-
-_READING = """
-    import os, signal
-    import torch
-    from torch.utils.data import DataLoader
-    import accel_fn as af
-    from tests.checkpoint.test_checkpoint import make
-    from tests.data.test_loader import Drawn
-    state, step = make()
-    given = DataLoader(Drawn(), shuffle=True, num_workers=1, multiprocessing_context="fork")
-    loader = af.shard_loader(given, state)
-    if af.latest({folder!r}):
-        state = af.load(step, state, {folder!r}, extras={{"data": loader}})
-    for epoch in loader.epochs(3, since=state):
-        for drawn in epoch:
-            if state.step == {kill_at}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            say(state.step, *map(float, drawn))
-            state, _ = step(state, (torch.stack(drawn, 1), torch.zeros(1, 1).double()))
-            af.save(step, state, {folder!r}, extras={{"data": loader}}, keep=2)
-"""
-
-
-@pytest.mark.slow
-def test_what_workers_draw_continues_where_a_run_was_killed(tmp_path):
-    """The run is killed in the second epoch of three, while a worker reads ahead."""
-
-    def reading(folder, kill_at):
-        return _READING.format(folder=str(tmp_path / folder), kill_at=kill_at)
-
-    at_once = {"whole": reading("whole", None), "killed": reading("stopped", 6)}
-    whole, killed = (ranks[0] for ranks in run_worlds(at_once, tmp_path, num_processes=1).values())
-    resumed = launch(reading("stopped", None), num_processes=1)
-    assert (whole.exit_code, killed.exit_code) == (0, -signal.SIGKILL)
-    assert [len(said.splitlines()) for said in (killed.stdout, resumed)] == [6, 6]
-    assert killed.stdout + resumed == whole.stdout
-    assert len({number for line in whole.stdout.splitlines() for number in line.split()[1:]}) == 36

@@ -18,7 +18,6 @@ KINDS = {
     "AdamW": lambda parameters: schedulefree.AdamWScheduleFree(parameters, lr=0.1),
     "SGD": lambda parameters: schedulefree.SGDScheduleFree(parameters, lr=0.1),
 }
-each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def make(kind, seed=0, state=None, wrap=None):
@@ -59,33 +58,6 @@ def test_what_is_saved_and_measured_is_in_eval_mode_and_training_continues(tmp_p
     exported = ours.regression_model(5)
     af.load_model(exported, tmp_path / "weights")
     ours.assert_close(exported.state_dict(), evaluated.state_dict())
-
-
-def test_forward_measures_in_the_mode_that_the_user_set():
-    """Like the mode of the model, which `forward` leaves as it is."""
-    kind = KINDS["AdamW"]
-    state, step = make(kind)
-    state = train(state, step)
-    training, evaluated = by_hand(kind)
-    trained = ours.regression_model()
-    trained.load_state_dict(training)
-    for model in (trained, evaluated):
-        expected = float(ours.mse(model, BATCH).detach())
-        assert float(step.forward(state, BATCH)) == pytest.approx(expected, rel=1e-12)
-        step.plan.optimizer.eval()
-
-
-@each_kind
-def test_a_run_resumes_to_the_bit(tmp_path, kind):
-    state, step = make(kind)
-    state = train(state, step)
-    af.save(step, state, tmp_path)
-    other_state, other = make(kind, 7)
-    other_state = af.load(other, train(other_state, other, 2), tmp_path)
-    ours.assert_identical(weights(other), weights(step))
-    for each in (step, other):
-        train(state, each)
-    ours.assert_identical(weights(other), weights(step))
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])

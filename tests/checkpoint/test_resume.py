@@ -3,7 +3,6 @@ that."""
 
 from __future__ import annotations
 
-import signal
 import threading
 from pathlib import Path
 
@@ -11,12 +10,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import accel_fn as af
-from accel_fn.errors import CheckpointError
 from accel_fn.testing import simulate
 from tests.checkpoint.test_checkpoint import BATCH, Counter, advance, kept, make
-from tests.checkpoint.test_checkpoint_files import DAMAGES
 from tests.support import strategies as ours
-from tests.support.forked_ranks import run_worlds
 
 
 def test_a_new_run_has_its_own_state_and_a_later_one_what_was_saved(tmp_path):
@@ -29,13 +25,6 @@ def test_a_new_run_has_its_own_state_and_a_later_one_what_was_saved(tmp_path):
     other_state = af.resume(other, other_state, tmp_path / "run", {"counter": (extra := Counter())})
     assert (other_state.step, extra.number) == (2, 4)
     assert str(kept(other)) == str(kept(step))
-
-
-def test_a_damaged_checkpoint_is_no_new_run(tmp_path):
-    state, step = make()
-    DAMAGES["empty"](af.save(step, state, tmp_path) / "common.pt")
-    with pytest.raises(CheckpointError, match=r"common\.pt is damaged"):
-        af.resume(step, state, tmp_path)
 
 
 def test_ranks_do_as_rank_0_which_looks(tmp_path, monkeypatch):
@@ -121,51 +110,3 @@ def test_a_run_that_resumes_between_two_steps_of_a_batch_logs_how_many_were_made
     af.resume(*reversed(make()), tmp_path)
     resumed = f"the run resumes at step 1, call 1, from {tmp_path / 'step_00000001'}\n"
     assert capsys.readouterr().err == resumed
-
-
-SCRIPT = """
-    import os, signal
-    import torch
-    from torch.utils.data import DataLoader
-    import accel_fn as af
-    from tests.checkpoint.test_checkpoint import make
-    state, step = make(recipe=af.wrap_ddp(), state=af.init(device="cpu", timeout_s=60))
-    inputs = torch.arange(60.0).double().reshape(20, 3) / 60
-    data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
-    loader = af.shard_loader(DataLoader(data, 4, shuffle=True), state)
-    state = af.resume(step, state, {folder!r}, {{"data": loader}})
-    say(f"from {{state.step}}")
-    for epoch in loader.epochs(2, since=state):
-        for batch in epoch:
-            if state.step == {kill_at} and state.rank == state.world_size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            state, _ = step(state, batch)
-            af.save(step, state, {folder!r}, extras={{"data": loader}}, keep=2)
-    say(f"{{float(sum(each.sum() for each in step.plan.model.parameters())):.12f}}")
-"""
-
-
-@pytest.mark.slow
-def test_one_command_starts_resumes_in_another_world_and_ends(tmp_path):
-    """The run is killed in the second epoch, resumed on three ranks, and started again when it has
-    finished."""
-
-    def run(folder, kill_at, num_processes):
-        script = SCRIPT.format(folder=str(tmp_path / folder), kill_at=kill_at)
-        home = tmp_path / f"{folder} {kill_at} {num_processes}"
-        home.mkdir()
-        ranks = run_worlds({"script": script}, home, num_processes=num_processes)["script"]
-        others = "".join(rank.stderr for rank in ranks[1:])
-        assert "finished" not in others
-        assert "resumes" not in others
-        return ranks, [rank.stdout.splitlines() for rank in ranks]
-
-    _, whole = run("whole", None, 1)
-    killed, said = run("stopped", 7, 2)
-    assert killed[1].exit_code == -signal.SIGKILL
-    assert said[1] == ["from 0"]
-    _, resumed = run("stopped", None, 3)
-    ranks, again = run("stopped", None, 2)
-    assert resumed == [["from 7", whole[0][1]]] * 3
-    assert again == [["from 10", whole[0][1]]] * 2
-    assert "the run has finished: 2 epochs, 10 steps" in ranks[0].stderr

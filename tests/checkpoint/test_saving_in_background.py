@@ -75,23 +75,6 @@ def test_what_is_written_is_the_run_as_it_was(tmp_path, held):
     ours.assert_identical(loaded(tmp_path), expected)
 
 
-def test_the_files_are_those_of_a_save_that_waits(tmp_path):
-    """Every rank writes a part of the model."""
-
-    def run(state):
-        state, step = make(state)
-        state = advance(state, step)
-        af.save(step, state, tmp_path / "waits")
-        af.save(step, state, tmp_path / "goes on", wait=False)
-        af.load(step, state, tmp_path / "goes on")
-
-    simulate(run, world_size=3)
-    one, other = (tmp_path / name / "step_00000002" for name in ("waits", "goes on"))
-    files = {path.name: path.read_bytes() for path in one.iterdir()}
-    assert "tensors_00002.bin" in files
-    assert {path.name: path.read_bytes() for path in other.iterdir()} == files
-
-
 def test_the_next_save_waits_for_the_one_before(tmp_path, held):
     state, step = make()
     af.save(step, state, tmp_path, wait=False)
@@ -112,17 +95,6 @@ def test_a_write_that_lasts_is_named_by_the_call_that_waits_for_it(tmp_path, hel
         af.load(step, state, tmp_path)
     text = f"{path} has been waited for for more than 0.05 s: it is being "
     assert capsys.readouterr().err.startswith(text)
-
-
-def test_load_waits_for_what_is_being_written(tmp_path, held):
-    state, step = make()
-    state = advance(state, step)
-    af.save(step, state, tmp_path, wait=False)
-    expected = ours.kept_tensors(step)
-    state = advance(state, step)
-    threading.Timer(0.2, held.set).start()
-    assert af.load(step, state, tmp_path).step == 2
-    ours.assert_identical(ours.kept_tensors(step), expected)
 
 
 def test_the_copy_is_kept_for_the_next_time(tmp_path, monkeypatch):
@@ -271,31 +243,6 @@ def test_a_rank_that_never_writes_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_failure_that_no_later_call_raises_is_logged_at_exit(tmp_path):
-    """The process has a limit on the size of files."""
-    script = f"""
-        import resource, signal
-        from tests.checkpoint.test_saving_in_background import advance, make
-        import accel_fn as af
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        state, step = make(af.init(device="cpu", timeout_s=60))
-        af.save(step, state, {str(tmp_path)!r})
-        state = advance(state, step)
-        if state.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        af.save(step, state, {str(tmp_path)!r}, wait=False)
-        say("went on")
-    """
-    ranks = run_worlds({"script": script}, tmp_path)["script"]
-    for rank in ranks:
-        assert "went on" in rank.stdout
-        assert rank.exit_code == 1
-        assert "step_00000002 was not written" in rank.stderr
-        assert "File too large" in rank.stderr
-    assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
-
-
-@pytest.mark.slow
 def test_a_process_whose_checkpoint_failed_ends_as_any_other_but_for_its_exit_code(tmp_path):
     """Handlers of the user run, each once, and open files are flushed."""
     script = f"""
@@ -391,14 +338,3 @@ def test_steps_are_one_run_however_they_are_listed(tmp_path, held):
     held.set()
     af.save({"b": second, "a": first}, state, tmp_path)
     assert [each.step for each in af.checkpoint.list_checkpoints(tmp_path)] == [0]
-
-
-def test_a_program_may_go_to_another_folder_meanwhile(tmp_path, held, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    state, step = make()
-    path = af.save(step, state, "run", wait=False)
-    monkeypatch.chdir("elsewhere")
-    held.set()
-    assert wait_for(tmp_path / "run", 0) == path
-    af.load(step, state, tmp_path / "run")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections import Counter
 
 import pytest
 
@@ -91,15 +89,6 @@ def test_memory_threads_and_files_are_flat(tmp_path, num_processes):
         for before, after in zip(*[iter(json.loads(rank.stdout))] * 2, strict=True):
             assert after[0] - before[0] < 6 * 2**20  # 300 bytes per step, 30 KB per build
             assert after[1:] == before[1:]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(2))
-def test_runs_that_are_killed_and_resumed_end_as_undisturbed_ones_do(tmp_path, seed):
-    counts = Counter()
-    assert soak.disturbed(tmp_path, random.Random(seed), counts, epochs=4) == ""
-    assert counts["kills"]
 
 
 def test_an_end_that_is_a_bit_off_is_noticed_where_bits_are_kept():

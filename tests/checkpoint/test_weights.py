@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch as st
 import torch
-import transformers
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -229,27 +228,12 @@ def test_tensors_of_any_layout_in_memory_come_back(tmp_path, limit):
     assert [t.stride() for t in model.state_dict().values()] == strides
 
 
-def test_buffers_that_are_not_persistent_stay_out(tmp_path):
-    model = bag(1)
-    model.register_buffer("scratch", floats(1), persistent=False)
-    af.save_model(model, tmp_path)
-    assert "scratch" not in st.load_file(tmp_path / SINGLE)
-    af.load_model(model, tmp_path)
-
-
-# torch.compile raises this warning itself
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "wrap",
-    [pytest.param(torch.compile, marks=pytest.mark.slow), DataParallel],
-    ids=["compile", "parallel"],
-)
-def test_keys_are_those_of_the_model_inside(tmp_path, wrap):
+def test_keys_are_those_of_the_model_inside(tmp_path):
     model = nn.Linear(2, 1)
     expected = bits(model)
-    af.save_model(wrap(model), tmp_path)
+    af.save_model(DataParallel(model), tmp_path)
     assert st.load_file(tmp_path / SINGLE).keys() == {"weight", "bias"}
-    af.load_model(wrap(zeroed(model)), tmp_path)
+    af.load_model(DataParallel(zeroed(model)), tmp_path)
     assert bits(model) == expected
 
 
@@ -371,7 +355,7 @@ def test_equal_values_of_two_names_fill_one_tensor(tmp_path):
 
 def test_different_values_of_two_names_do_not_fill_one_tensor(tmp_path):
     af.save_model(Tied(tied=False), tmp_path)
-    text = refused(Tied(), tmp_path, "1 difference")
+    text = refused(Tied(), tmp_path, "got 1 difference:")
     assert "embedding.weight, head.weight: one tensor in the model, several in the files" in text
 
 
@@ -817,31 +801,17 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_set(
 # -- readers of other libraries
 
 
-@pytest.fixture
-def gpt2():
-    """Make a small GPT-2 with tied weights."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-
 @pytest.mark.slow
-def test_transformers_reads_what_is_saved(tmp_path, gpt2):
+def test_transformers_reads_what_is_saved_and_what_it_saves_is_read(tmp_path):
+    import transformers  # takes seconds, which each worker that collects would pay
+
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))  # with tied weights
     gpt2.config.save_pretrained(tmp_path)
     af.save_model(gpt2, tmp_path, "2KB")
     assert (tmp_path / INDEX).exists()
-    assert bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path)) == bits(gpt2)
-
-
-@pytest.mark.slow
-def test_what_transformers_saves_is_read(tmp_path, gpt2):
-    gpt2.save_pretrained(tmp_path, max_shard_size="2KB")
-    af.load_model(other := transformers.GPT2LMHeadModel(gpt2.config), tmp_path)
+    other = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     assert bits(other) == bits(gpt2)
-
-
-def test_what_safetensors_saves_is_read(tmp_path):
-    st.save_model(Tied(seed=1), str(tmp_path / SINGLE))
-    model = Tied(seed=2)
-    af.load_model(model, tmp_path)
-    assert bits(model) == bits(Tied(seed=1))
+    gpt2.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
+    af.load_model(zeroed(other), tmp_path / "theirs")
+    assert bits(other) == bits(gpt2)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.testing import simulate
 
 HALF = torch.bfloat16
 
@@ -59,42 +58,12 @@ def test_shards_are_split_by_the_size_in_the_file(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_shards_of_ranks_are_written_in_that_dtype(tmp_path):
-    def run(state):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-        expected = {name: value.to(HALF) for name, value in values(model).items()}
-        plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
-        af.build(af.wrap_fsdp()(plan), state)
-        af.save_model(model, tmp_path, dtype=HALF)
-        return expected
-
-    for expected in simulate(run, world_size=2):
-        found = st.load_file(tmp_path / "model.safetensors")
-        assert {name: value.tolist() for name, value in found.items()} == {
-            name: value.tolist() for name, value in expected.items()
-        }
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16"], ids=str)
 def test_a_dtype_that_is_no_floating_point_one_is_refused(tmp_path, dtype):
     text = f"save_model: dtype must be a floating-point torch.dtype or None, got {dtype!r}"
     with pytest.raises(TypeError, match=re.escape(text)):
         af.save_model(Mixed(), tmp_path, dtype=dtype)
     assert not list(tmp_path.iterdir())
-
-
-def test_names_of_the_files_are_mapped_to_those_of_the_model(tmp_path):
-    model, encoder = Mixed(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    af.save_model(model.encoder, tmp_path / "encoder")
-    af.load_model(encoder, tmp_path / "encoder")
-    af.save_model(model, tmp_path / "all")
-    other = Mixed(seed=1)
-    outer = nn.ModuleDict({"net": other})
-    af.load_model(outer, tmp_path / "all", rename=lambda name: f"net.{name}")
-    assert torch.equal(other.encoder[0].weight, model.encoder[0].weight)
-    assert torch.equal(other.head.weight, model.head.weight)
-    assert torch.equal(encoder[1].bias, model.encoder[1].bias)
 
 
 def test_every_name_has_a_name_of_its_own(tmp_path):
@@ -128,40 +97,11 @@ def test_tensors_that_both_have_are_loaded_and_the_others_are_listed(tmp_path):
     }
 
 
-def test_another_shape_is_refused_even_where_a_part_is_loaded(tmp_path):
-    af.save_model(nn.Linear(2, 1), tmp_path)
-    model = nn.Linear(3, 1)
-    before = values(model)
-    with pytest.raises(
-        ValueError, match=r"weight: float32 \[1, 3\] in the model, float32 \[1, 2\]"
-    ):
-        af.load_model(model, tmp_path, strict=False)
-    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
-
-
 def test_files_without_any_tensor_of_the_model_are_refused(tmp_path):
     """Names with a prefix that was forgotten would load nothing."""
     af.save_model(nn.ModuleDict({"net": nn.Linear(2, 1)}), tmp_path)
     with pytest.raises(ValueError, match=r"weight: float32 .* in the model, nothing in the files"):
         af.load_model(nn.Linear(2, 1), tmp_path, strict=False)
-
-
-def test_shards_take_their_part_of_renamed_files(tmp_path):
-    af.save_model(nn.ModuleDict({"net": nn.Linear(4, 3), "old": nn.Linear(1, 1)}), tmp_path)
-    expected = st.load_file(tmp_path / "model.safetensors")["net.weight"]
-
-    def run(state):
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-        plan = af.Plan(lambda model, x: model(x).mean(), model, torch.optim.SGD(model.parameters()))
-        state, _ = af.build(af.wrap_fsdp()(plan), state)
-        left_out = af.load_model(
-            model, tmp_path, rename=lambda name: name.replace("net", "0"), strict=False
-        )
-        return len(left_out), af.checkpoint.whole_state_dict(model, state).get("0.weight")
-
-    (count, found), (other, _) = simulate(run, world_size=2)
-    assert count == other == 4
-    assert torch.equal(found, expected)
 
 
 def test_strict_is_a_flag(tmp_path):

@@ -163,19 +163,3 @@ def test_mistakes_of_export_are_one_line(folder, tmp_path):
         done = command(tmp_path, "export", place, "weights")
         assert done.stderr.startswith(f"Error: export: {place}/tensors_00000.bin is damaged: ")
     assert not (tmp_path / "weights").exists()
-
-
-def test_what_is_no_file_is_one_line(folder, tmp_path):
-    """A folder or a link of another program may stand in the place of a file."""
-    first, second = (folder / f"step_0000000{step}" / "manifest.json" for step in (1, 2))
-    for manifest in (first, second):
-        manifest.unlink()
-    first.mkdir()
-    second.symlink_to("manifest.json")
-    done = command(tmp_path, "checkpoints", "run")
-    assert (done.exit_code, done.stderr) == (1, "")
-    assert "step_00000001/manifest.json must be a regular file" in done.stdout
-    words = "must be a file that can be read (Too many levels of symbolic links)"
-    assert f"step_00000002/manifest.json {words}" in done.stdout
-    done = command(tmp_path, "export", "run/step_00000001", "weights")
-    assert done.stderr == "Error: export: run/step_00000001/manifest.json must be a regular file\n"

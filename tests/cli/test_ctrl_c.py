@@ -105,14 +105,6 @@ def test_an_early_ctrl_c_ends_a_command_as_a_later_one_does(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["explain", pytest.param("estimate", marks=pytest.mark.slow)])
-def test_the_users_code_may_tidy_up_after_a_ctrl_c(tmp_path, name):
-    ended = interrupt(tmp_path, name, sign="inside")
-    assert ended == (130, f"accel-fn {name}: stopped by Ctrl-C\n")
-    assert (tmp_path / "tidied").exists()
-
-
-@pytest.mark.slow
 def test_ctrl_c_ends_a_launch_whenever_it_comes(tmp_path):
     ends = [
         interrupt(tmp_path / str(number), "launch", delay_s=0.12 * number) for number in range(12)

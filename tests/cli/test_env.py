@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.commands import ROOT, command
 
@@ -64,14 +63,6 @@ def test_the_report_is_of_this_machine(report):
     assert usable["numa_nodes"] >= 1
     assert report["memory"]["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert report["network_interfaces"] == [name for _, name in socket.if_nameindex()]
-
-
-@pytest.mark.slow
-def test_the_report_has_what_torch_collects(tmp_path):
-    found = json.loads(command(tmp_path, "env", "--json").stdout)["torch"]
-    assert found["torch_version"] == torch.__version__
-    assert found["is_cuda_available"] == str(torch.cuda.is_available())
-    assert int(found["cpu"]["CPU(s)"]) == os.cpu_count()
 
 
 def test_variables_of_a_launch_are_shown_and_neither_secrets_nor_others(report):

@@ -1,7 +1,6 @@
 """`accel-fn explain` of a plan that is given by name, and the completion of names in a shell."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from tests.cli.commands import ROOT, command, surroundings
-from tests.cli.terminal import Terminal
 
 TRAIN = """
 import torch
@@ -121,19 +119,6 @@ def test_the_phases_follow_the_settings_of_a_launch_from_here(
     shown = explained(tmp_path, f"{folder}/train.py:as_launched", *arguments, **variables)
     assert shown[0].startswith(f"one step on {first}")
     assert {*lines} <= {*shown}
-
-
-@pytest.mark.slow
-def test_on_a_terminal_phases_wrap_at_words_and_hang(folder):
-    explain = [sys.executable, "-m", "accel_fn.cli", "explain", "train.py:make_plan"]
-    with Terminal(
-        [*explain, "-n", "2", "--device", "cpu"], folder, surroundings(folder, COLUMNS="50")
-    ) as screen:
-        assert screen.end() == 0
-    lines = screen.text.splitlines()
-    assert max(map(len, lines)) <= 50
-    assert [line for line in lines if re.match(" {13}[^ ]", line)]
-    assert "update SGD(lr=0.5), 2 parameter tensors, 5 numbers" in " ".join(screen.text.split())
 
 
 def test_programs_get_the_phases_of_a_plan_in_a_module(folder):

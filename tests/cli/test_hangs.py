@@ -17,20 +17,6 @@ _CASES = {
             af.gather(torch.ones(3, 2), state)  # of rank 0
         time.sleep(600)  # of rank 1
     """,
-    "a_hung_data_worker": """
-        def hang(samples):
-            time.sleep(600)
-
-        loader = torch.utils.data.DataLoader([0], num_workers=1, collate_fn=hang)
-        if state.is_main:
-            af.barrier(state)  # of rank 0
-        next(iter(loader))  # of rank 1
-    """,
-    "an_exception_on_one": """
-        if state.rank:
-            raise ValueError("of rank 1 alone")  # of rank 1
-        af.barrier(state)  # of rank 0
-    """,
     "an_end_without_a_word": """
         if state.rank:
             os._exit(3)  # of rank 1
@@ -76,11 +62,6 @@ def of(name):
     return pytest.mark.parametrize("ended", [name], indirect=True)
 
 
-def in_stack(place):
-    file, _, rest = place.rpartition(":")
-    return rf'^  File "{file}", line {rest.split()[0]}, in <module>$'
-
-
 def assert_says(ended, *patterns, exit_code):
     assert ended.exit_code == exit_code, ended.stderr
     missing = [each for each in patterns if not re.search(each, ended.stderr, re.MULTILINE)]
@@ -99,27 +80,6 @@ def test_a_gather_on_one_rank_ends_with_a_report_of_every_rank(ended):
     file, _, _ = first.rpartition(":")
     stack = rf'MainThread, innermost call last:\n  File "{file}", line \d+, in <module>\n'
     assert len(re.findall(stack, end.stderr)) == 2  # the stack holds no line of the launcher
-
-
-@pytest.mark.slow
-@of("a_hung_data_worker")
-def test_a_rank_that_waits_for_a_data_worker_is_placed_at_the_users_line(ended):
-    end, (_, second) = ended
-    assert_says(end, rf"^  rank 1: at {second}; no collective$", exit_code=124)
-
-
-@pytest.mark.slow
-@of("an_exception_on_one")
-def test_an_exception_on_one_rank_ends_with_it_and_the_line_that_the_other_waits_at(ended):
-    end, (first, second) = ended
-    assert_says(
-        end,
-        # rank 0 ends with an error, or with a report if rank 1 is slow to leave
-        rf"rank 0\b.*, at {first}$",
-        in_stack(second),
-        r"^rank 1 \(\S+, pid \d+\)\nValueError: of rank 1 alone\n\Z",
-        exit_code=1,
-    )
 
 
 @pytest.mark.slow

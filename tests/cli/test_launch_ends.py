@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -97,27 +96,6 @@ def test_a_second_signal_does_not_wait_for_ranks(launchers, tmp_path):
     gone(pids)
 
 
-def test_five_times_ctrl_c_are_one_line(launchers, tmp_path):
-    launcher = launchers.start(tmp_path, "-n", 2, "script.py", script=_FAMILY)
-    pids = family(launcher)
-    for pause_s in (0.002, 0.002, 0.02, 0.02, 0.2):
-        launcher.kill(signal.SIGINT)
-        time.sleep(pause_s)
-    ended = launcher.wait()
-    assert ended.exit_code == 130
-    assert ended.stderr == "accel-fn launch: stopped by Ctrl-C\n"
-    assert ended.seconds < 15
-    gone(pids)
-
-
-def test_what_a_killed_rank_started_ends_too(launchers, tmp_path):
-    launcher = launchers.start(tmp_path, "-n", 2, "script.py", "--tells", script=_FAMILY)
-    pids = family(launcher)
-    os.kill(int(pids[0]), signal.SIGKILL)
-    assert launcher.wait().exit_code == 137
-    gone(pids)
-
-
 def test_what_a_killed_rank_started_is_gone_before_the_next_attempt(launchers, tmp_path):
     script = """
         import os, signal, subprocess, time
@@ -150,25 +128,3 @@ def test_ctrl_c_on_a_terminal_is_one_line(tmp_path):
         screen.read_until("up\n").read_until("up\n").type("\x03")
         assert screen.end() == 130
         assert screen.text == "up\nup\n^Caccel-fn launch: stopped by Ctrl-C\n"
-
-
-def test_a_terminal_that_is_closed_ends_a_launch_as_its_signal_does(tmp_path):
-    """Nobody reads the last lines, which changes nothing."""
-    with on_a_terminal(tmp_path) as screen:
-        screen.read_until("up\n").read_until("up\n").close()
-        assert screen.process.wait(timeout=120) == 128 + signal.SIGHUP
-
-
-@pytest.mark.parametrize(("arguments", "exit_code"), [(["--max-restarts", "1"], 0), ([], 7)])
-def test_a_launch_continues_when_its_stderr_is_closed(tmp_path, arguments, exit_code):
-    (tmp_path / "script.py").write_text(
-        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(7)\n"
-    )
-    heard, said = os.pipe()
-    os.close(heard)
-    command = [sys.executable, "-m", "accel_fn.cli", "launch", *arguments, "script.py"]
-    ended = subprocess.run(
-        command, stderr=said, cwd=tmp_path, env=surroundings(tmp_path), check=False, timeout=500
-    )
-    os.close(said)
-    assert ended.returncode == exit_code

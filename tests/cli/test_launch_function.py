@@ -1,7 +1,6 @@
 """`af.launch`: a function on every rank, from scripts, notebooks and tests."""
 
 import atexit
-import ctypes
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-import torch
 
 import accel_fn as af
 from accel_fn.errors import WorldError
@@ -47,27 +45,6 @@ def test_results_come_in_the_order_of_ranks():
 
     found = af.launch(describe, "a", "b", num_processes=3, kwargs={"end": "!"})
     assert found == ["0: a b!", "1: a b!", "2: a b!"]
-
-
-@pytest.mark.slow
-def test_ranks_are_a_world_and_large_tensors_come_back():
-    """Torch's own way to join the world works too, and so does a second world of the library."""
-
-    def work(offset):
-        torch.distributed.init_process_group("gloo")
-        state = af.init(device="cpu")
-        total = af.reduce_sum(offset + state.rank, state)
-        local = (state.rank, state.world_size, state.local_rank, state.local_world_size)
-        torch.distributed.destroy_process_group()
-        return local, total, state, offset * state.rank
-
-    offset = torch.full((4_000_000,), 7.0, dtype=torch.float64)
-    first, second = af.launch(work, offset)
-    assert first[0] == (0, 2, 0, 2)
-    assert second[0] == (1, 2, 1, 2)
-    assert torch.equal(first[1], 2 * offset + 1)
-    assert torch.equal(second[3], offset)
-    assert second[2] == af.DistState(rank=1, world_size=2, local_rank=1, local_world_size=2)
 
 
 def test_ranks_have_what_a_launch_sets():
@@ -142,28 +119,6 @@ def test_what_a_rank_raises_is_raised_here_and_the_others_are_stopped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "echo",
-    [
-        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",
-        "barrier: every rank must stay until all have finished, got one that is gone",
-    ],
-)
-def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_fails_first(tmp_path, echo):
-    def work():
-        if os.environ["RANK"] == "1":
-            (tmp_path / "there").touch()
-            time.sleep(0.2)
-            raise KeyError("the cause")
-        while not (tmp_path / "there").exists():
-            time.sleep(0.01)
-        raise RuntimeError(echo)
-
-    with pytest.raises(KeyError, match="the cause"):
-        af.launch(work)
-
-
-@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path):
     """The other rank ignores SIGTERM, and is stopped all the same."""
 
@@ -198,13 +153,6 @@ def test_a_rank_that_has_failed_and_does_not_end_is_ended():
 
 
 @pytest.mark.slow
-def test_a_native_crash_shows_the_line_that_called_it():
-    with pytest.raises(RuntimeError, match="was killed by SIGSEGV") as caught:
-        af.launch(lambda: ctypes.string_at(0), num_processes=1)
-    assert f'File "{__file__}"' in str(caught.value.__cause__)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
@@ -217,21 +165,6 @@ def test_a_native_crash_shows_the_line_that_called_it():
 def test_the_error_of_a_rank_without_a_result_names_its_end(fn, text):
     with pytest.raises(af.AccelError, match=f"launch: {text}"):
         af.launch(fn, num_processes=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("raises", [True, False])
-def test_a_process_that_the_function_forks_is_not_the_rank(raises):
-    def work():
-        child = os.fork()
-        if child == 0:
-            if raises:
-                raise ValueError("of the fork")
-            return "of the fork"
-        os.waitpid(child, 0)
-        return "of the rank"
-
-    assert af.launch(work, num_processes=1) == ["of the rank"]
 
 
 @pytest.mark.slow
@@ -345,39 +278,6 @@ def test_a_program_without_a_guard_launches_its_own_functions(tmp_path, library,
     *lines, last = done.stdout.splitlines()
     assert lines == PRINTED
     assert last in ("lost 0", "lost 1")
-
-
-NOTEBOOK = '''
-import linecache, sys, traceback, types
-
-module = sys.modules["__main__"] = types.ModuleType("__main__")
-
-def run_cell(number, source):
-    """As IPython does: lines in linecache, under the name of no file."""
-    name = f"<ipython-input-{number}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    exec(compile(source, name, "exec"), module.__dict__)
-
-run_cell(1, "import accel_fn as af\\nimport os")
-run_cell(2, "def inner():\\n    raise ValueError('in a cell')")
-run_cell(3, "def work():\\n    inner()  # of the cell before")
-run_cell(4, "print(af.launch(lambda: int(os.environ['RANK'])))")
-try:
-    run_cell(5, "af.launch(work)")
-except ValueError:
-    traceback.print_exc()
-'''
-
-
-@pytest.mark.slow
-def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_tracebacks(tmp_path):
-    (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    done = run_python(tmp_path, "notebook.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[0, 1]\n"
-    assert "inner()  # of the cell before" in done.stderr
-    assert "raise ValueError('in a cell')" in done.stderr
-    assert re.search(r"ValueError: in a cell\non rank [01] of 2 \(", done.stderr)
 
 
 def test_pickled_code_keeps_its_file_and_its_lines():

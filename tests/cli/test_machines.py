@@ -1,17 +1,13 @@
 """accel-fn launch on several machines: two launchers meet on this one, as if on two."""
 
 import json
-import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.cli.commands import ROOT, run_python, surroundings
+from tests.cli.commands import ROOT, run_python
 from tests.cli.launchers import gone, is_listening, until
 from tests.support.processes import free_port
 
@@ -210,15 +206,6 @@ def test_a_launcher_that_was_killed_is_replaced_though_the_others_did_not_notice
 
 
 @pytest.mark.slow
-def test_the_store_listens_at_the_machines_own_address_alone(launchers, tmp_path):
-    port = free_port()
-    machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
-    until(lambda: is_listening("127.0.0.2", port) or None, lambda: "an open port")
-    assert not is_listening("127.0.0.1", port)
-    assert machine.kill(signal.SIGINT).wait().exit_code == 130
-
-
-@pytest.mark.slow
 def test_machines_with_different_worlds_all_raise_the_same_error(launchers, tmp_path):
     hosts = ("127.0.0.3", "127.0.0.3")
     machines = start_two(launchers, tmp_path, "script.py", script="", counts=(2, 4), hosts=hosts)
@@ -247,61 +234,10 @@ def test_a_machine_that_is_there_already_is_refused(launchers, tmp_path):
     assert machines[1].wait().exit_code == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_other_machines(launchers, tmp_path):
     port = free_port()
     machine = start_one(launchers, tmp_path, 0, port, "script.py", script="")
     until(lambda: is_listening("127.0.0.2", port) or None, lambda: "an open port")
     ended = machine.kill(signal.SIGINT).wait()
     assert (ended.exit_code, ended.stderr) == (130, "accel-fn launch: stopped by Ctrl-C\n")
-
-
-@pytest.fixture
-def two_networks():
-    """Make two networks of one machine each, with a cable between them; yield their addresses."""
-    names = [f"accel-fn-{os.getpid()}-{number}" for number in (0, 1)]
-    ways = [f"afn{os.getpid() % 100000}-{number}" for number in (0, 1)]
-    addresses = ["10.213.77.1", "10.213.77.2"]
-    steps = [f"link add {ways[0]} type veth peer name {ways[1]}"]
-    for name, way, address in zip(names, ways, addresses, strict=True):
-        steps += [f"netns add {name}", f"link set {way} netns {name}"]
-        steps += [f"-n {name} addr add {address}/24 dev {way}", f"-n {name} link set {way} up"]
-        steps += [f"-n {name} link set lo up"]
-    try:
-        for step in steps:
-            try:
-                done = subprocess.run(["ip", *step.split()], capture_output=True, text=True)
-            except FileNotFoundError:
-                pytest.skip("there is no command `ip` to make networks with")
-            if done.returncode:
-                pytest.skip(f"networks cannot be made here: ip {step}: {done.stderr.strip()}")
-        yield names, addresses
-    finally:
-        for name in names:
-            if shutil.which("ip"):
-                subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.slow
-def test_two_machines_in_two_networks_train_as_one_process_does(two_networks, tmp_path, alone):
-    """Both host names resolve to loopback, as on many machines; the machines must meet all the
-    same."""
-    names, addresses = two_networks
-    launch = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "--num-machines", "2"]
-    launch += ["--main-process-ip", addresses[0], "--machine-rank"]
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    machines = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", names[rank], *launch, str(rank), *_DIGITS, "out"],
-            cwd=folders[rank],
-            env=surroundings(folders[rank]),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    ended = [machine.communicate(timeout=250) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], ended
-    assert_same(curves(folders[0]), alone)

@@ -2,11 +2,8 @@
 
 import json
 import os
-import signal
-import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,27 +76,3 @@ def test_another_user_reaches_nothing_of_a_launch(launchers, tmp_path):
     (tmp_path / "go on").touch()
     ended = launch.wait()
     assert (ended.exit_code, ended.stdout) == (0, "2\n2\n")
-
-
-@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
-@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_folder_of_the_store_is_of_this_user_alone_and_is_removed(
-    launchers, tmp_path, variable, kill
-):
-    own = tmp_path / "own"
-    own.mkdir()
-    script = """
-        import os, time
-        print("store", os.environ["ACCEL_FN_STORE"], flush=True)
-        while not os.path.exists("go on"): time.sleep(0.01)
-    """
-    launch = launchers.start(tmp_path, "--cpu", "script.py", script=script, **{variable: str(own)})
-    store = Path(launch.printed(r"store (\S+)\n")[0])
-    assert store.parents[1] == own
-    assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700
-    if kill:
-        launch.kill(signal.SIGKILL)
-    else:
-        (tmp_path / "go on").touch()
-        assert launch.wait().exit_code == 0
-    until(lambda: not store.parent.exists() or None, lambda: "the end of the folder")

@@ -9,7 +9,6 @@ import signal
 
 import pytest
 
-from tests.cli.launchers import gone
 from tests.examples.running import EXAMPLES
 
 pytestmark = pytest.mark.slow
@@ -92,14 +91,3 @@ def test_without_a_restart_the_launcher_ends_with_the_code_of_its_ranks(launcher
     assert left != "step_00000036"
     again = launchers.run(tmp_path, "-n", 2, "--cpu", *ARGUMENTS)
     assert weights(again.stdout.split(ended.stdout)[-1]) == whole
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
-def test_a_launcher_forwards_its_signal_and_restarts_nothing(launchers, tmp_path, number, code):
-    started, pids = start(launchers, tmp_path, "--max-restarts", 3)
-    ended = started.kill(number).wait()
-    assert ended.exit_code == code, ended
-    assert "restart" not in ended.stderr.replace("to be started again", "")
-    (left,) = saved(tmp_path)
-    assert left != "step_00000036"
-    gone(pids)

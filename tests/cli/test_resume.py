@@ -6,13 +6,9 @@ import hashlib
 import json
 import os
 import random
-import re
 import signal
-import threading
 import time
 import traceback
-from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +23,6 @@ from tests.support.processes import free_port, launch
 pytestmark = pytest.mark.slow
 
 _NUM_KILLS = 50
-_NUM_RESTARTS = 50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 16
 
 
 def data(dtype=torch.float32):
@@ -200,101 +195,7 @@ def test_a_run_that_is_killed_at_fifty_instants_ends_as_one_that_is_not(tmp_path
 # -- other world sizes
 
 
-def train_exactly(state, folder, until, started):
-    """Train in float64 without randomness; return this rank's samples in each batch."""
-    dtype = torch.float64
-    state, step = build(state, dtype=dtype)
-    loader = af.shard_loader(DataLoader(data(dtype), 9, shuffle=True), state)
-    if af.latest(folder / "run"):
-        state = af.load(step, state, folder / "run")
-    for epoch in loader.epochs(2, since=state):
-        for *batch, numbers in epoch:
-            if state.step == until:
-                break
-            state, _ = step(state, batch)
-            path = folder / f"{state.step}.{state.rank}"
-            path.write_text(json.dumps(numbers.tolist()))
-    af.save(step, state, folder / "run")
-    if state.is_main:
-        parameters = torch.cat([each.view(-1) for each in step.plan.model.parameters()])
-        (folder / "parameters").write_text(json.dumps(parameters.tolist()))
-
-
-def change_worlds(folder, sizes):
-    """Train in one world after the other; return the parameters, and the samples of each batch."""
-    folder.mkdir()
-    for part, size in enumerate(sizes, start=1):
-        until = 34 * part // len(sizes)
-        world = World(
-            size, lambda *given, until=until: train_exactly(given[0], folder, until, given[1])
-        )
-        assert world.end() == [0] * size
-    batches = [
-        sorted(chain(*(json.loads(path.read_text()) for path in folder.glob(f"{number}.*"))))
-        for number in range(1, 35)
-    ]
-    return json.loads((folder / "parameters").read_text()), batches
-
-
-def compare_worlds(folder, sizes):
-    return change_worlds(folder / "one", [1]), change_worlds(folder / "many", sizes)
-
-
-@pytest.mark.parametrize("sizes", [[2, 1, 3], [3, 2], [1, 4]], ids=str)
-def test_a_run_resumes_in_a_world_of_another_size(tmp_path, sizes):
-    """Each global batch has the same samples, so parameters are equal up to the order of sums."""
-    one, many = run_apart(tmp_path, f"compare_worlds(folder, {sizes})")
-    assert many[1] == one[1]
-    assert sorted(chain(*one[1][:17])) == list(range(150))
-    np.testing.assert_allclose(many[0], one[0], rtol=1e-12, atol=1e-12)
-
-
 # -- under the launcher
 
 
-_LONG = 12
 """Epochs of a run long enough to be killed often."""
-
-
-def train_under_launcher(num_kills):
-    """A user's script: in each of the first attempts, a rank kills itself at a random instant."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    state = af.init(device="cpu", timeout_s=60, seed=3)
-    draws = random.Random(attempt)
-    victim, delay_s = draws.randrange(2), draws.uniform(0, 0.3)
-
-    def die():
-        time.sleep(delay_s)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def started():
-        if attempt < num_kills and victim == state.rank:
-            threading.Thread(target=die, daemon=True).start()
-
-    num_workers = 2 if attempt % 8 == 1 else 0
-    found = train(state, Path("run"), num_workers, started, num_epochs=_LONG)
-    if attempt < num_kills:
-        time.sleep(600)  # a rank that is done too early waits for the kill
-    os.write(1, f"hash {state.rank} {found}\n".encode())
-
-
-@pytest.mark.timeout(600 + 60 * _NUM_RESTARTS)
-def test_the_launcher_brings_a_killed_run_back(launchers, tmp_path):
-    """The kill comes while the rank trains or saves; some attempts have workers."""
-    script = "from tests.cli.test_resume import train_under_launcher as run; "
-    script += f"run({_NUM_RESTARTS})"
-    arguments = ("-n", 2, "--cpu", "--max-restarts", _NUM_RESTARTS, "script.py")
-    started = launchers.start(tmp_path, *arguments, script=script)
-    ended = started.wait(timeout_s=30 + 55 * _NUM_RESTARTS)
-    restarts = re.findall(r"restart \d+ of \d+: .*", ended.stderr)
-    others = [line for line in restarts if "SIGKILL" not in line]
-    assert not others, ended
-    assert ended.exit_code == 0, ended
-    assert len(restarts) == _NUM_RESTARTS
-    expected = run_apart(tmp_path, "never_killed(folder)")
-    assert dict(re.findall(r"hash (\d) (\w+)", ended.stdout)) == expected
-
-
-def never_killed(folder):
-    assert run_world(folder / "never", 0, _LONG).end() == [0, 0]
-    return dict(zip("01", hashes(folder / "never"), strict=True))

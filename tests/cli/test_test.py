@@ -2,9 +2,6 @@
 
 import json
 import math
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 import accel_fn as af
 from accel_fn.testing import promises, simulate
 from accel_fn.testing.outcomes import NOT_RUN, Outcome, merge
-from tests.cli.commands import ROOT, command, surroundings
+from tests.cli.commands import command
 
 
 @pytest.mark.parametrize(
@@ -177,41 +174,6 @@ def test_of_several_errors_the_cause_is_reported():
     verdict = merge([lost, cause, outcome(0.0)])
     assert not verdict.holds
     assert (verdict.error, verdict.largest) == ("ValueError: the cause", None)
-
-
-PROMISES = """
-
-def waits(state):
-    while not Path("read").exists():
-        time.sleep(0.02)
-    return 1.0
-
-def promises(state):
-    return (Promise("at once", 0.0, lambda state: 0.0), Promise("late", 0.0, waits))
-"""
-
-
-@pytest.mark.slow
-def test_a_row_is_printed_as_each_promise_ends_and_a_broken_one_is_red(tmp_path):
-    """In a copy of the package, the last check waits until the rows before it have been read."""
-    shutil.copytree(ROOT / "accel_fn", tmp_path / "accel_fn")
-    with (tmp_path / "accel_fn" / "testing" / "promises.py").open("a") as module:
-        module.write(PROMISES)
-    environment = surroundings(tmp_path, PYTHONPATH=str(tmp_path))
-    test = [sys.executable, "-m", "accel_fn.cli", "test", "-n", "2", "--cpu"]
-    with subprocess.Popen(
-        test, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        lines = [process.stdout.readline() for _ in range(2)]
-        (tmp_path / "read").touch()
-        lines += process.stdout.readlines()
-    assert process.returncode == 1
-    assert [line.split() for line in lines[:3]] == [
-        ["verdict", "largest", "bound", "promise"],
-        ["holds", "0", "0", "at", "once"],
-        ["broken", "1", "0", "late"],
-    ]
-    assert lines[3:] == ["1 of 2 promises hold on 2 ranks, cpu, backend gloo\n"]
 
 
 @pytest.mark.slow

@@ -2,12 +2,11 @@
 
 import random
 import re
-from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -15,7 +14,6 @@ from tests.support.streams import Counting, Sharded
 
 ALONE = af.DistState()
 REPAIR = "return af.samples([...]) from collate_fn"
-Views = namedtuple("Views", "images labels")
 
 
 def image(number):
@@ -88,66 +86,14 @@ def marked(rows):
     return tuple(af.samples(column) for column in zip(*rows, strict=True))
 
 
-def marked_pairs(rows):
-    return af.samples(rows)
-
-
-def two_views(rows):
-    """Two views of each row, one below the other."""
-    found = torch.cat([torch.cat([image.mean(1), -image.mean(1)]) for image, _ in rows])
-    return found, torch.arange(len(found))
-
-
-def two_views_with_names(rows):
-    return Views(*two_views(rows))
-
-
 def packed(rows):
     """All pixels of all images in one row."""
     pixels = torch.cat([image.flatten() for image, _ in rows])
     return [pixels, pixels.cumsum(0)]
 
 
-def packed_alone(rows):
-    return (packed(rows)[0],)
-
-
-def left_out(rows):
-    kept = [image.mean((1, 2)) for image, _ in rows[1:]]
-    return torch.stack(kept or [torch.zeros(3)])[: len(kept)], torch.zeros(len(kept))
-
-
-def stacked(rows):
-    return default_collate([(image.mean((1, 2)), image.sum()) for image, _ in rows])
-
-
-def names(rows):
-    return [str(target["id"]) for _, target in rows], ["a"] * len(rows)
-
-
-def packed_with_names(rows):
-    return packed(rows)[0], [str(target["id"]) for _, target in rows]
-
-
-def without_masks(rows):
-    return torch.zeros(len(rows)), [None] * len(rows)
-
-
 def nothing(rows):
     return None
-
-
-ALLOWED = [marked_pairs, two_views, packed, packed_alone, left_out, names, without_masks, nothing]
-
-
-@pytest.mark.parametrize("collate", ALLOWED)
-@pytest.mark.parametrize("num_rows", [1, 2, 3])
-def test_fields_are_not_refused_where_they_are_as_many_as_samples(collate, num_rows):
-    """With two samples, `(inputs, labels)` of another number of rows looks like two samples."""
-    rows = rows_of(range(num_rows))
-    found, expected = collated(collate, rows), collate(rows)
-    assert type(found) is type(expected)
-    assert str(found) == str(expected)
 
 
 def counted(collate, *sizes):
@@ -166,11 +112,6 @@ def counted(collate, *sizes):
 
 def test_fields_are_recognised_once():
     assert counted(packed, 3, 2, 2, 2) == [3, 2, 4, 2, 2]
-
-
-@pytest.mark.parametrize("collate", [marked, stacked, two_views_with_names, packed_with_names])
-def test_a_batch_that_is_clear_is_collated_once(collate):
-    assert counted(collate, 2, 2) == [2, 2]
 
 
 def test_recognising_fields_draws_no_random_numbers():

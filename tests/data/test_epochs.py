@@ -69,35 +69,6 @@ def test_a_run_that_resumes_ends_at_the_same_step_and_counts_batches_as_before(m
         assert rest == every[step:]
 
 
-def test_the_length_of_the_last_epoch_is_that_of_its_part():
-    loader = af.shard_loader(LOADERS["order"](), af.DistState())
-    epochs = list(loader.epochs(None, max_steps=8, since=af.DistState(step=2)))
-    assert [(epoch.index, epoch.first_batch, len(epoch)) for epoch in epochs] == [
-        (0, 2, 1),
-        (1, 0, 3),
-        (2, 0, 2),
-    ]
-    assert [len(list(epoch)) for epoch in epochs for _ in range(2)] == [1, 1, 3, 3, 2, 2]
-
-
-@loaders
-def test_prefetch_and_windows_of_such_epochs_end_where_these_do(make):
-    state = af.DistState()
-    loader = af.shard_loader(make(), state)
-    expected = read(loader, None, max_steps=5)
-    assert read(af.prefetch(loader, state), None, max_steps=5) == expected
-    fetched = [
-        (epoch.index, number, batch.tolist())
-        for epoch in loader.epochs(None, max_steps=5)
-        for number, batch in af.prefetch(epoch, state).enumerate()
-    ]
-    assert fetched == expected
-    epochs = loader.epochs(None, max_steps=5)
-    assert [len(window) for epoch in epochs for window in af.group_batches(epoch, 2)] == [2, 1, 2]
-    windows = af.group_batches(loader, 2).epochs(None, max_steps=3)
-    assert [len(window) for epoch in windows for window in epoch] == [2, 1, 2]
-
-
 def test_evaluate_reads_no_more_than_the_epoch(tmp_path):
     model = torch.nn.Linear(1, 1)
     plan = af.Plan(lambda model, x: x.double().mean(), model, torch.optim.SGD(model.parameters()))

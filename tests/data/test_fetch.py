@@ -190,21 +190,6 @@ def test_a_place_that_is_none_names_itself(dataset):
     assert caught.value.__notes__ == [f"shard_loader: the data set failed to give sample {wrong}"]
 
 
-def test_a_sample_that_fails_names_itself():
-    data = Samples(lambda index: 1 // (index - 7))
-    with pytest.raises(ZeroDivisionError) as caught:
-        Fetcher(data, default_collate).fetch([6, 7, 8])
-    assert caught.value.__notes__ == ["shard_loader: the data set failed to give sample 7"]
-
-
-def test_samples_that_were_requested_together_are_named_together():
-    data = Batches(lambda index: 1 // (index - 7))
-    with pytest.raises(ZeroDivisionError) as caught:
-        Fetcher(data, default_collate).fetch(list(range(11)))
-    text = "shard_loader: the data set failed to give sample 0, 1, 2, 3, 4, 5, 6, 7, ... 11 in all"
-    assert caught.value.__notes__ == [text]
-
-
 def test_samples_that_cannot_be_collated_are_named():
     data = Samples(lambda index: torch.zeros(index))
     with pytest.raises(RuntimeError) as caught:

@@ -5,7 +5,7 @@ import warnings
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -71,16 +71,3 @@ def test_torchdatas_loader_reads_what_torchs_does(shuffle, num_workers):
     """Its samplers seed themselves at random on each rank, so the state's seed must decide."""
     theirs = shards(lambda: stateful(shuffle=shuffle, num_workers=num_workers), 2)
     assert theirs == shards(lambda: DataLoader(range(SIZE), batch_size=4, shuffle=shuffle), 2)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_torchdatas_loader_takes_samplers_too(drop_last):
-    def sampler():
-        return WeightedRandomSampler([1.0] * SIZE, SIZE)
-
-    theirs = shards(lambda: stateful(sampler=sampler(), drop_last=drop_last), 2)
-    ours = shards(
-        lambda: DataLoader(range(SIZE), batch_size=4, sampler=sampler(), drop_last=drop_last), 2
-    )
-    assert theirs == ours
-    assert len(theirs[0][0]) == 2 + (not drop_last)

@@ -1,6 +1,5 @@
 """A loop by range goes through one pass after the other, and a loader knows where it is."""
 
-import random
 import re
 import warnings
 
@@ -12,7 +11,6 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.data.test_set_epoch import Curriculum
 from tests.support import strategies as ours
-from tests.support.streams import Counting
 
 HERE = af.DistState()
 
@@ -83,15 +81,6 @@ def test_a_position_counts_what_the_loop_has_received(view):
     expected = [(epoch, batch) for epoch in (0, 1) for batch in range(each, 5, each)]
     ends = [*expected[: len(expected) // 2], (1, 0), *expected[len(expected) // 2 :], (2, 0)]
     assert found == ends
-
-
-def test_epochs_drop_a_loaded_position():
-    loader = of()
-    loader.load_state_dict({"epoch": 1, "batch": 2})
-    assert loader.epoch == 1
-    (epoch,) = loader.epochs(1, since=HERE)
-    assert [batch.tolist() for batch in epoch] == orders(of())[0]
-    assert [batch.tolist() for batch in loader] == orders(of())[1]
 
 
 def test_only_facts_are_compared_and_may_come_without_a_position():
@@ -306,16 +295,3 @@ def test_a_loader_that_begins_anew_after_load_is_warned_of(in_extras, tmp_path):
     assert len(texts) == (not in_extras)
     assert all("range(loader.epoch, num_epochs)" in text for text in texts)
     assert state.step == (4 if in_extras else 6)
-
-
-def test_random_numbers_of_a_pass_are_those_of_its_epoch():
-    class Drawing(Counting):
-        def __iter__(self):
-            return (random.randrange(1000) for _ in range(self.size))
-
-    def make():
-        return af.shard_loader(DataLoader(Drawing(8), batch_size=4), HERE)
-
-    loader = make()
-    by_range = [[batch.tolist() for batch in loader] for _ in range(2)]
-    assert by_range == [[batch.tolist() for batch in epoch] for epoch in make().epochs(2)]

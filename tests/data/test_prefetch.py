@@ -26,20 +26,6 @@ from tests.support.waits import no_waiting
 pytestmark = pytest.mark.usefixtures("no_reader_is_left")
 
 
-@pytest.mark.parametrize(
-    ("options", "depth"), [({}, 1), ({}, 100), pytest.param(TWO_WORKERS, 2, marks=pytest.mark.slow)]
-)
-def test_a_sharded_loader_is_used_in_place_of_the_loader(depth, options):
-    loader = of(11, shuffle=True, **options)
-    ahead = af.prefetch(loader, HERE, depth)
-    assert [ids(ahead), ids(loader), ids(ahead)] == [ids(epoch) for epoch in loader.epochs(3)]
-    assert len(ahead) == len(loader) == 6
-    assert [ids(epoch) for epoch in ahead.epochs(2)] == [ids(epoch) for epoch in loader.epochs(2)]
-    for each in (ahead, loader):
-        assert each.indices(1, 2).tolist() == loader.global_indices(1, 2).tolist()
-        assert each.global_indices(1, 2).tolist() == loader.global_indices(1, 2).tolist()
-
-
 def test_an_epoch_stays_an_epoch():
     epoch = next(of(11).epochs(2, since=replace(HERE, step=8)))
     ahead = af.prefetch(epoch, HERE)

@@ -9,18 +9,14 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from tests.support.prefetch import (
     HERE,
-    TWO_WORKERS,
-    Counted,
     eventually,
     readers,
 )
@@ -48,14 +44,6 @@ def test_a_break_waits_for_the_batch_that_is_being_read_and_for_no_other():
     assert num_read == [0, 1]
 
 
-def test_a_dropped_iterator_ends_the_thread():
-    passed = iter(af.prefetch(range(100), HERE))
-    next(passed)
-    assert len(readers()) == 1
-    del passed
-    assert readers() == []
-
-
 def test_an_iterator_in_a_cycle_ends_its_thread_when_it_is_collected():
     class Holder:
         pass
@@ -71,34 +59,6 @@ def test_an_iterator_in_a_cycle_ends_its_thread_when_it_is_collected():
         gc.enable()
     gc.collect()
     assert readers() == []
-
-
-def test_a_thread_that_collects_its_own_iterator_does_not_wait_for_itself():
-    holder, alone = {}, threading.Event()
-
-    def drops_it():
-        yield 0
-        alone.wait(timeout=100)
-        passed = holder.pop("passed")
-        del passed
-        yield 1
-
-    holder["passed"] = iter(af.prefetch(drops_it(), HERE))
-    assert next(holder["passed"]) == 0
-    alone.set()
-    assert eventually(lambda: not holder)
-    assert eventually(lambda: not readers())
-
-
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_several_ranks_read_equally_far_before_they_stop(taken):
-    """Reading a batch may exchange messages, so all ranks must read equally far."""
-    source = Counted(100)
-    passed = iter(af.prefetch(source, af.DistState(world_size=2), depth=4))
-    for _ in range(taken):
-        next(passed)
-    del passed
-    assert source.num_read == (taken + 4 if taken else 0)
 
 
 class Uneven(IterableDataset):
@@ -150,47 +110,6 @@ def test_an_error_comes_where_its_batch_would_have_come(number):
     assert readers() == []
     assert "fails_at" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert list(passed) == []
-
-
-def test_an_error_that_was_handled_is_forgotten():
-    class MineError(Exception):
-        pass
-
-    def fails():
-        yield 0
-        raise MineError
-
-    gc.disable()
-    try:
-        alive = []
-        try:
-            for _ in af.prefetch(fails(), HERE):
-                pass
-        except MineError as error:
-            alive.append(weakref.ref(error))
-        assert alive[0]() is None
-    finally:
-        gc.enable()
-
-
-class Failing(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 5:
-            raise KeyError("no sample five")
-        return torch.tensor(index)
-
-
-@pytest.mark.parametrize("options", [{}, TWO_WORKERS], ids=["here", "workers"])
-def test_an_error_of_a_data_set_comes_as_it_is(options):
-    found = []
-    loader = af.shard_loader(DataLoader(Failing(), batch_size=2, **options), HERE)
-    with pytest.raises(KeyError, match="no sample five"):
-        found.extend(af.prefetch(loader, HERE))
-    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3]]
-    assert readers() == []
 
 
 @pytest.mark.parametrize("depth", [0, 1.5, None])

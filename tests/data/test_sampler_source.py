@@ -47,15 +47,6 @@ class Unsized(Own):
     __len__ = None
 
 
-class Epochal(Own):
-    """A sampler with `set_epoch`."""
-
-    epoch = None
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
 def globally(sampler):
     """Draw from the global generators of torch, Python and NumPy."""
     yield from torch.randperm(SIZE // 2)
@@ -104,20 +95,6 @@ SAMPLERS = {
     "a list": lambda: [5, 3, 3, 8, 1, 0, 7, 2],
     "another data set's": lambda: torch.utils.data.SequentialSampler(range(7)),
 }
-
-
-FIXED = ("a list", "another data set's")
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_order_does_not_depend_on_the_world(name):
-    def loader(state):
-        return DataLoader(DATA, sampler=SAMPLERS[name](), batch_size=5)
-
-    [alone] = everywhere(loader, 1)
-    for epoch, expected in zip(joined(everywhere(loader, 3)), alone, strict=True):
-        assert epoch == expected
-    assert (alone[0] == alone[1]) == (name in FIXED)
 
 
 @pytest.mark.parametrize("make", [SAMPLERS["own"], SAMPLERS["weighted"]], ids=["own", "weighted"])
@@ -175,20 +152,6 @@ def test_long_epochs_are_read_in_pieces_that_draw_as_one():
     assert [a for a, _ in both] == whole
     other.set_epoch(0)
     assert [b for _, b in both] == samples(other)
-
-
-def test_loaders_over_one_sampler_are_each_in_their_own_epoch():
-    """The sampler reads its epoch at every sample, and the loaders read it in turns."""
-    size = 10_000
-    data = TensorDataset(torch.arange(size))
-    sampler = Epochal(lambda self: (self.epoch for _ in range(size)), size=size)
-    loaders = [shard(data=data, sampler=sampler, batch_size=100) for _ in range(2)]
-    first, second = [
-        list(loader.epochs(3))[epoch] for loader, epoch in zip(loaders, (2, 0), strict=True)
-    ]
-    for (late,), (early,) in zip(first, second, strict=True):
-        assert set(late.tolist()) == {2}
-        assert set(early.tolist()) == {0}
 
 
 def batches_of(*sizes):
@@ -385,20 +348,6 @@ def test_what_a_sampler_cannot_give_all_ranks_is_refused_on_every_rank(options, 
             af.shard_loader(DataLoader(DATA, **options), state, batch=batch)
 
     simulate(run, world_size=2)
-
-
-class Split:
-    """A sampler like accelerate's, with the attributes of one rank of several."""
-
-    num_processes, process_index = 2, 0
-
-    def __iter__(self):
-        return iter([[0, 1]])
-
-
-def test_a_batch_sampler_that_knows_of_ranks_is_refused():
-    with pytest.raises(ValueError, match="not be sharded over ranks already, got 'Split'"):
-        shard(batch_sampler=Split())
 
 
 DIFFERENT = {

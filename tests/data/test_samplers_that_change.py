@@ -129,22 +129,6 @@ def test_prefetch_reads_its_depth_further_as_workers_of_torch_would(world_size, 
     assert on_ranks(world_size, around=prefetched, **options) == by_torch(**ahead)
 
 
-def test_prefetch_of_windows_reads_all_their_batches_further():
-    def run(state):
-        sampler, seen = Hardest(), []
-        given = DataLoader(range(SIZE), sampler=sampler, batch_size=BATCH_SIZE)
-        windows = af.group_batches(af.shard_loader(given, state), 2)
-        for window in af.prefetch(windows, state, depth=1):
-            numbers = af.gather(torch.cat(window), state).tolist()
-            seen.append((sorted(numbers), sampler.num_read))
-            sampler.learn(sorted(numbers))
-        return seen
-
-    seen = simulate(run, world_size=2)[0]
-    assert [num_read for _, num_read in seen] == [16, SIZE, SIZE]
-    assert seen == simulate(run, world_size=1)[0]
-
-
 @pytest.mark.parametrize("make", [Hardest, Batches, Unsized, UnsizedBatches])
 def test_no_batch_is_read_ahead_of_the_loop_in_any_world(make):
     alone = on_ranks(1, make)

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 import accel_fn as af
-from accel_fn.testing import simulate
 
 HERE = af.DistState(seed=3)
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
@@ -114,28 +113,6 @@ def test_every_epoch_augments_in_its_own_way_and_again_alike(options):
         assert len(set(drawn)) == 24
 
 
-def test_two_loaders_in_two_epochs_do_not_meet():
-    samples = af.data.seed_samples(Noisy(), HERE)
-    loaders = [loader_of(samples, shuffle=shuffle) for shuffle in (True, False)]
-    passes = [loader.epochs(2) for loader in loaders]
-    ahead, behind = list(passes[0])[1], next(passes[1])
-    drawn = [{}, {}]
-    for batches in zip(ahead, behind, strict=True):
-        for seen, batch in zip(drawn, batches, strict=True):
-            seen.update(samples_of([batch]))
-    assert drawn == [{i: samples[e, i][1:].tolist() for i in range(12)} for e in (1, 0)]
-
-
-def test_row_16_of_the_field_augmentation_differs_between_ranks_that_share_a_seed():
-    def run(state):
-        return samples_of(loader_of(af.data.seed_samples(Noisy(), state), state, shuffle=True))
-
-    ranks = simulate(run, world_size=3)
-    every = [tuple(drawn) for seen in ranks for drawn in seen.values()]
-    assert len(every) == len(set(every)) == 12
-    assert sorted(index for seen in ranks for index in seen) == list(range(12))
-
-
 @pytest.mark.parametrize(
     "around",
     [
@@ -155,17 +132,6 @@ def test_a_number_from_the_end_is_the_same_sample():
     samples = af.data.seed_samples(Noisy(), HERE)
     assert samples[1, -3].tolist()[1:] == samples[1, 9].tolist()[1:]
     assert samples[1, torch.tensor(9)].tolist() == samples[1, 9].tolist()
-
-
-def test_a_data_set_of_many_at_once_is_read_one_by_one():
-    class Both(Noisy):
-        def __getitems__(self, indices):
-            raise AssertionError("samples of one read would share their numbers")
-
-    samples = af.data.seed_samples(Both(), HERE)
-    assert samples_of(loader_of(samples)) == samples_of(
-        loader_of(af.data.seed_samples(Noisy(), HERE))
-    )
 
 
 def test_a_seeded_data_set_travels():
@@ -212,27 +178,6 @@ def test_samples_may_be_read_by_many_threads():
     for thread in threads:
         thread.join()
     assert found == {number: [expected] * 20 for number in range(4)}
-
-
-def test_seeded_samples_may_be_made_of_seeded_samples():
-    class Outer(Noisy):
-        def __init__(self, inner):
-            super().__init__(12)
-            self.inner = inner
-
-        def __getitem__(self, index):
-            first = torch.rand(()).item()
-            inner = self.inner[index]
-            return first, torch.rand(()).item(), inner.tolist()
-
-    inner = af.data.seed_samples(Noisy(), HERE)
-    outer = af.data.seed_samples(Outer(inner), HERE)
-    ((*_, (first, second, sample)),) = [
-        *loader_of(outer, collate_fn=list, sampler=[0, 2]).epochs(5)
-    ][4]
-    assert sample == inner[4, 2].tolist()
-    assert outer[4, 2] == (first, second, sample)
-    assert first != second
 
 
 # -- bad input

@@ -15,7 +15,6 @@ from torch.utils.data import (
 )
 
 import accel_fn as af
-from accel_fn.testing import simulate
 from accel_fn.testing.internals import InEpoch
 
 SIZE = 6
@@ -50,26 +49,6 @@ def sharded(data, state=None, **options):
 def seen(epoch):
     """The epochs of the samples of a pass."""
     return sorted({int(each) // 100 for batch in epoch for each in torch.as_tensor(batch)})
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=["in order", "shuffled", "sampler"])
-@pytest.mark.parametrize("options", WORKERS, ids=["no worker", "persistent worker"])
-def test_each_epoch_is_read_in_its_own_epoch(options, order):
-    def run(state):
-        loader = sharded(Curriculum(), state, **options, **order)
-        return [seen(epoch) for epoch in loader.epochs(3)]
-
-    assert simulate(run, world_size=2) == [[[0], [1], [2]]] * 2
-
-
-@pytest.mark.parametrize("options", WORKERS, ids=["no worker", "persistent worker"])
-def test_prefetch_and_window_hand_the_epoch_on(options):
-    loader = af.group_batches(sharded(Curriculum(), **options), 2)
-    loader = af.prefetch(loader, af.DistState())
-    found = [
-        sorted({int(each) // 100 for b in e for each in torch.cat(b)}) for e in loader.epochs(3)
-    ]
-    assert found == [[0], [1], [2]]
 
 
 def halves(data):

@@ -1,7 +1,7 @@
 """window: which batches it joins, and the position of a run that counts windows."""
 
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 
 import pytest
 import torch
@@ -59,35 +59,6 @@ def test_anything_that_is_iterated_has_windows(make):
     for _ in range(2):
         assert [[int(each) for each in batches] for batches in windows] == [[0, 1], [2, 3], [4]]
     assert len(windows) == 3
-
-
-def test_the_rest_of_an_epoch_is_counted_from_where_it_starts():
-    epoch = next(of(14).epochs(1, since=af.DistState(step=2)))
-    windows = af.group_batches(epoch, 2)
-    assert ids(windows) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]], [[12, 13]]]
-    assert len(windows) == 3
-
-
-def test_an_iterator_that_begins_anew_at_each_iter_is_started_once():
-    class Itself:
-        def __iter__(self):
-            self.left = list(range(5))
-            return self
-
-        def __next__(self):
-            if not self.left:
-                raise StopIteration
-            return self.left.pop(0)
-
-    windows = islice(af.group_batches(Itself(), 2), 4)  # otherwise this might not end
-    assert list(windows) == [[0, 1], [2, 3], [4]]
-
-
-def test_an_iterator_has_windows_without_a_length():
-    windows = af.group_batches(iter(range(3)), 2)
-    with pytest.raises(TypeError, match="has no len"):
-        len(windows)
-    assert list(windows) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("k", [0, 1.5, None])
@@ -162,14 +133,6 @@ def test_what_is_no_window_is_refused_on_every_rank(batch, text):
             step(state, batch if state.is_main else [ONE])
 
     simulate(run, world_size=2)
-
-
-def test_the_forward_of_a_window_is_the_mean_over_its_batches():
-    batches = [ONE, tuple(3 * rows[:1] for rows in ONE)]
-    state, step = built(af.DistState())
-    joined = tuple(torch.cat(rows) for rows in zip(*batches, strict=True))
-    expected = ours.mse(step.plan.model, joined)
-    torch.testing.assert_close(step.forward(state, batches), expected.detach())
 
 
 def test_every_batch_of_a_window_is_placed_and_run_on_its_own():

@@ -92,22 +92,11 @@ def second_epoch(loader):
     return list(loader.epochs(2))[1]
 
 
-def test_a_sample_that_fails_names_its_place():
-    with pytest.raises(ZeroDivisionError) as caught:
-        ids(second_epoch(loader_of(Failing(13, lambda index: 1 / 0))))
-    assert caught.value.__notes__ == [
-        "shard_loader: the data set failed to give sample 13",
-        "shard_loader: batch 3 of epoch 1",
-    ]
-
-
-@pytest.mark.parametrize("error", [KeyError("rotten"), OSError(5, "rotten")])
-def test_a_sample_that_fails_in_a_worker_names_its_place_and_worker(error):
-    with pytest.raises(type(error)) as caught:
-        ids(second_epoch(loader_of(Failing(13, raising(error)), num_workers=2)))
+def test_a_sample_that_fails_in_a_worker_names_its_place_and_worker():
+    with pytest.raises(OSError, match="rotten") as caught:
+        ids(second_epoch(loader_of(Failing(13, raising(OSError(5, "rotten"))), num_workers=2)))
     text = str(caught.value)
     assert "in DataLoader worker process 1" in text  # the second worker reads batch 3
-    assert "rotten" in text
     assert "shard_loader: the data set failed to give sample 13" in text
     assert caught.value.__notes__ == ["shard_loader: batch 3 of epoch 1"]
 
@@ -198,17 +187,6 @@ def pid_of(index):
     return os.getpid()
 
 
-def test_persistent_workers_outlive_a_pass_that_was_left():
-    loader = loader_of(Failing(None, None), 2, persistent=True)
-    whole = ids(loader)
-    before = processes()
-    assert len(before) == 2
-    for _ in loader:
-        break
-    assert ids(loader) == whole
-    assert processes() == before
-
-
 def test_persistent_workers_end_with_their_loader():
     loader = loader_of(Failing(None, None), 2, persistent=True)
     gc.disable()
@@ -265,7 +243,6 @@ class Counted(IterableDataset):
 
 
 WAYS = {
-    "map": (lambda data: loader_of(data, 2), "in sample 37 of batch 9 of epoch 0"),
     "at once": (
         lambda data: loader_of(Together(data), 2),
         "in samples 36, 37, 38, 39 of batch 9 of epoch 0",
@@ -294,7 +271,6 @@ class Together(Dataset):
 @pytest.mark.parametrize(
     ("way", "ahead", "work_s"),
     [
-        ("map", False, 0.0),
         ("at once", True, 0.0),
         ("own sampler", False, 0.02),
         ("stream", True, 0.0),

@@ -19,10 +19,6 @@ def first_column(heading: str) -> list[str]:
     return [name for cell in cells for name in re.findall(r"`(\w+)", cell)]
 
 
-def test_the_page_has_at_most_1200_words():
-    assert len(PAGE.split()) <= 1200
-
-
 def test_the_table_of_slots_is_that_of_a_plan():
     fields = dataclasses.fields(af.Plan)
     slots = [field.name for field in fields if field.default == () and field.kw_only]

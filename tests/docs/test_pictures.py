@@ -7,9 +7,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.tools.benchmarks.chart import draw_chart
-from tests.tools.benchmarks.results import Row, Table
-
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -59,20 +56,6 @@ def test_the_chart_of_the_benchmarks_shows_the_figures_of_the_page():
                 figures |= {f"{name}: {each} {ratios[each]}" for each in drawn}
     assert len(figures) == 16 * 4 + 4 * 3
     assert set(titles((DOCS / "_static" / "benchmarks.svg").read_text())) == figures
-
-
-def test_the_chart_places_a_dot_by_its_ratio():
-    rows = (Row("by hand"), *(Row(each, cpu_ratio=(1, 1, 1)) for each in ("accelerate", "Fabric")))
-    table = Table("tiny", (*rows, Row("accel_fn", cpu_ratio=(0.4, 0.5, 0.6))), 0.0)
-    chart = draw_chart([table, Table("no peers", rows[:2], 0.0)])
-    assert titles(chart) == [
-        "tiny: accelerate 1.00",
-        "tiny: Fabric 1.00",
-        "tiny: accel_fn 0.50",
-    ]
-    places = [float(x) for x in re.findall(r'<circle cx="([\d.]+)" cy="96', chart)]
-    zero = float(re.findall(r'd="M([\d.]+) \d+ V', chart)[0])
-    assert places[2] - zero == pytest.approx((places[0] - zero) / 2, abs=0.1)
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "_static").glob("*.svg")), ids=lambda p: p.name)

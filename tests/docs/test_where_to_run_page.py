@@ -3,7 +3,6 @@ start the processes on this machine."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -158,20 +157,3 @@ def test_the_entry_point_of_sagemaker_is_a_machine(project: Path) -> None:
     seen = run(project, ["sh", "launch.sh", "--epochs", "3"], *hosts)
     arguments = "['--epochs', '3']"
     assert seen == [f"0 2 0 3 {arguments}", f"1 2 0 3 {arguments}"]
-
-
-def test_the_jobs_of_sagemaker_are_python() -> None:
-    jobs = re.findall(r"^```py\n(.*?)^```$", section("SageMaker"), re.DOTALL | re.MULTILINE)
-    texts = {
-        node.value
-        for job in jobs
-        for node in ast.walk(ast.parse(job))
-        if isinstance(node, ast.Constant)
-    }
-    assert {"launch.sh", "accel-fn launch train.py"} <= texts
-
-
-def test_every_section_that_the_questions_name_is_there() -> None:
-    anchors = re.findall(r"\]\(#([\w-]+)\)", PAGE)
-    headings = re.findall(r"^##+ (.+)$", PAGE, re.MULTILINE)
-    assert set(anchors) <= {heading.lower().replace(" ", "-") for heading in headings}

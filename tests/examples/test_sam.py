@@ -6,7 +6,6 @@ import pytest
 import sam
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 import accel_fn as af
 from tests.examples.running import Run, run_once
@@ -31,20 +30,6 @@ def test_losses_are_the_same_on_two_processes_to_rounding(
 def test_sharpness_aware_training_finds_a_flatter_place(on_one: Run) -> None:
     curves = on_one.curves()
     assert 0 < curves["sharpness-aware"]["sharpness"] < curves["plain"]["sharpness"]
-
-
-@pytest.mark.slow
-def test_both_trainings_are_compared_on_the_main_rank_alone(on_two: Run) -> None:
-    curves = on_two.curves()
-    assert f"{curves['plain']['test_accuracy'][-1]:.4f}" in on_two.stdout[0]
-    assert f"{curves['sharpness-aware']['test_accuracy'][-1]:.4f}" in on_two.stdout[0]
-    assert on_two.stdout[1] == ""
-
-
-@pytest.mark.slow
-def test_picture_of_the_comparison_opens(on_two: Run) -> None:
-    with Image.open(on_two.out / "curves.png") as picture:
-        assert picture.width > picture.height > 400
 
 
 def linear(inputs: torch.Tensor) -> torch.nn.Linear:

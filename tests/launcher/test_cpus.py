@@ -1,6 +1,5 @@
 """Cores and memory nodes, read from folders as kernels show them."""
 
-import os
 from itertools import chain
 
 import pytest
@@ -35,11 +34,6 @@ def tree(root, *, siblings, nodes=(), cpu_max=None):
 FOUR_CORES = [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-def test_two_threads_of_a_core_are_one_core(tmp_path):
-    found = read_processors(tree(tmp_path, siblings=FOUR_CORES), allowed=range(8))
-    assert found == Processors(cores=4, nodes=(tuple(range(8)),))
-
-
 def test_only_what_may_be_used_counts(tmp_path):
     root = tree(tmp_path, siblings=FOUR_CORES, nodes=["0-1,4-5", "2-3,6-7"])
     assert read_processors(root, allowed=[0, 1, 4]) == Processors(2, ((0, 1, 4),))
@@ -60,21 +54,10 @@ def test_a_containers_share_bounds_the_cores(tmp_path, cpu_max, cores):
     assert read_processors(root, allowed=range(8)).cores == cores
 
 
-def test_nodes_are_in_the_order_of_their_numbers(tmp_path):
-    root = tree(tmp_path, siblings=[], nodes=[str(cpu) for cpu in range(12)])
-    assert read_processors(root, allowed=range(12)).nodes == tuple((cpu,) for cpu in range(12))
-
-
 def test_a_node_without_processors_is_none(tmp_path):
     """The node has only memory, like that of some accelerators."""
     root = tree(tmp_path, siblings=[], nodes=["0-1", "", "2-3"])
     assert read_processors(root, allowed=range(4)).nodes == ((0, 1), (2, 3))
-
-
-def test_this_machine_has_cores():
-    found = read_processors()
-    assert 1 <= found.cores <= (os.cpu_count() or 1)
-    assert sorted(chain(*found.nodes)) == sorted(os.sched_getaffinity(0))
 
 
 @given(st.sets(st.integers(0, 300)))

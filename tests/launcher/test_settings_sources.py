@@ -55,15 +55,6 @@ def test_each_setting_is_that_of_the_strongest_source_that_gives_it(tmp_path_fac
         assert found.is_given(name) == bool(givers)
 
 
-def test_every_setting_has_a_source():
-    assert set(resolved().sources) == set(Settings.model_fields)
-
-
-def test_a_flag_of_none_and_an_empty_variable_are_not_given():
-    found = resolved({"max_restarts": None}, environment={"ACCEL_FN_MAX_RESTARTS": ""})
-    assert (found.settings.max_restarts, found.sources["max_restarts"]) == (0, "default")
-
-
 def test_the_nearest_file_is_found_from_below_and_the_farther_one_is_not_read(tmp_path):
     written(tmp_path, "max_restarts: 1\ntee: true\n")
     near = written(tmp_path, "max_restarts: 2\n", "project/accel_fn.yaml")

@@ -314,20 +314,6 @@ def test_a_file_that_is_not_in_its_place_any_more_is_warned_of_once(suffix, move
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_warns_of_a_file_that_is_not_in_its_place_any_more(tmp_path):
-    script = f"""
-from tests.observe.test_log_files import *
-path = Path({str(tmp_path / "log.jsonl")!r})
-state, step, _ = train(small_plan(af.log_to(path, every=1)), BATCHES[:2])
-path.unlink()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.count("removed, renamed or replaced up to step 2; lines of the run") == 1
-
-
-@pytest.mark.slow
 def test_a_disk_that_is_full_ends_no_run(tmp_path):
     """The limit of a file's size stands for the disk."""
     path = tmp_path / "log.jsonl"
@@ -425,22 +411,6 @@ state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, eve
     )
     end = lines_of(tmp_path / "log.events.jsonl")[-1]
     assert (end["event"], end["step"], end["error"]) == ("end", 3, error)
-
-
-@pytest.mark.slow
-def test_a_process_that_the_run_forks_ends_no_log(tmp_path):
-    script = f"""
-from tests.observe.test_log_files import *
-state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, every=1)), BATCHES[:1])
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-print(events_of(Path({str(tmp_path / "log.events.jsonl")!r})))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "['start', 'first_step']\n"
 
 
 @pytest.mark.slow

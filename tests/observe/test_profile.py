@@ -75,24 +75,6 @@ def test_a_trace_names_the_phases_of_its_steps_and_the_table_is_printed_and_writ
     assert times[PHASES.index("forward")] > 0
 
 
-def test_the_first_step_of_a_process_can_be_profiled(tmp_path):
-    run(*ours.built(recipe(tmp_path, steps=range(1, 2))), 2)
-    assert ranges(tmp_path)[:2] == ["step 1", "checks"]
-
-
-def test_phases_follow_each_other_inside_of_their_step(tmp_path):
-    run(*ours.built(recipe(tmp_path, af.accumulate(2))), 6)
-    end_of_step, end_of_phase = 0.0, 0.0
-    for each in events(tmp_path):
-        end = each["ts"] + each["dur"]
-        if each["name"].startswith("accel_fn.step"):
-            assert each["ts"] >= end_of_step
-            end_of_step = end
-        elif each["name"] != "accel_fn.data":
-            assert end_of_phase <= each["ts"] < end <= end_of_step
-            end_of_phase = end
-
-
 @pytest.mark.parametrize("transforms", [(), (af.accumulate(2), af.clip(0.1), af.ema(0.9))])
 def test_profiled_steps_compute_the_same_bits(tmp_path, transforms):
     found = {}
@@ -125,16 +107,6 @@ def test_a_run_that_resumes_in_the_middle_profiles_what_is_left(tmp_path, capsys
     run(replace(state, step=4), step, 3)
     assert [each for each in ranges(tmp_path) if each.startswith("step")] == ["step 5", "step 6"]
     assert capsys.readouterr().out.startswith("profile of steps 5 to 6,")
-
-
-def test_steps_on_one_batch_are_profiled_with_it(tmp_path):
-    state, step = ours.built(recipe(tmp_path))
-    for number in range(5):
-        state, _ = step(state, batch(number), advance=False)
-        state, _ = step(state, batch(number))
-    found = ranges(tmp_path)
-    assert [each for each in found if each.startswith("step")] == ["step 3"] * 2 + ["step 4"] * 2
-    assert found.count("forward") == 4
 
 
 def test_a_run_behind_the_steps_warns_once(tmp_path):
@@ -207,11 +179,6 @@ def test_steps_of_another_type_are_refused(steps):
     text = f"profile: steps must be a range of steps in a row, got {steps}; use range(11, 14)"
     with pytest.raises(TypeError, match=re.escape(text)):
         af.profile("traces", steps=steps)
-
-
-def test_a_folder_that_is_no_path_is_refused():
-    with pytest.raises(TypeError, match="profile: folder must be the path of a folder, got 3"):
-        af.profile(3)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path):

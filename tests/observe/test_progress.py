@@ -3,7 +3,6 @@
 import io
 import signal
 import sys
-import weakref
 from functools import partialmethod
 from itertools import islice
 from types import ModuleType
@@ -156,14 +155,6 @@ def test_the_bar_of_a_resumed_run_starts_where_it_does(options, place):
         assert f"| {total}/{total} [" in last_line(screen)
 
 
-def test_data_without_a_length_have_no_total():
-    with on_screen() as screen:
-        loader = af.shard_loader(DataLoader(Stream(), batch_size=2), HERE)
-        for epoch in af.progress(loader.epochs(2), HERE):
-            list(epoch)
-        assert last_line(screen).startswith("epoch 1: 10batch [")
-
-
 def test_a_stream_is_left_where_the_run_ends():
     """`max_steps` counts batches that were read of data whose length is not known."""
     loader = af.shard_loader(DataLoader(Stream(), batch_size=5), HERE)
@@ -171,21 +162,6 @@ def test_a_stream_is_left_where_the_run_ends():
         epochs = af.progress(loader.epochs(None, max_steps=5), HERE)
         assert [len(list(epoch)) for epoch in epochs] == [2, 2, 1]
         assert "epoch 2: 100%|██████████| 5/5 [" in last_line(screen)
-
-
-def test_no_batch_lives_on_while_the_next_one_is_read():
-    def batches():
-        for _ in range(3):
-            assert not alive
-            batch = torch.ones(1)
-            alive.add(batch)
-            yield batch
-            del batch
-
-    alive = weakref.WeakSet()
-    with on_screen():
-        for batch in af.progress(batches(), HERE):
-            del batch
 
 
 @pytest.mark.parametrize(
@@ -334,15 +310,6 @@ def test_a_terminal_shows_one_bar_below_what_is_printed(loop):
     assert len(last) <= 80
     assert "loss=0]" in terminal.raw
     assert end == ""
-
-
-@pytest.mark.slow
-def test_two_processes_show_one_bar(loop):
-    with loop("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "loop.py") as terminal:
-        assert terminal.end() == 0
-        lines = [line for line in terminal.lines() if line]
-    assert lines[:2] == ["end of epoch 0", "end of epoch 1"]
-    assert [line[:9] for line in lines[2:]] == ["epoch 1: "]
 
 
 @pytest.mark.slow

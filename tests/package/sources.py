@@ -16,6 +16,10 @@ def parsed(path):
 
 
 @cache
+def every_node(path):
+    return [*ast.walk(parsed(path))]
+
+
 def nodes(path, *kinds):
     """All nodes of these kinds in a file."""
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
+    return [node for node in every_node(path) if isinstance(node, kinds)]

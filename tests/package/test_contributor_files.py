@@ -1,7 +1,6 @@
 """Files for contributors: the sessions, versions and paths that they name exist."""
 
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -13,7 +12,6 @@ GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOXFILE = (ROOT / "noxfile.py").read_text()
 SESSIONS = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)?def (\w+)\(", NOXFILE, re.MULTILINE))
-CONSTRAINTS = (ROOT / ".ci/constraints.txt").read_text().splitlines()
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 
 
@@ -37,28 +35,6 @@ def test_actions_are_pinned_by_the_hash_of_a_commit_with_the_version_beside_it(p
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", each), each
 
 
-@pytest.mark.parametrize("path", [ROOT / ".ci/run", *WORKFLOWS], ids=lambda path: path.stem)
-def test_ci_installs_nox_by_hash(path):
-    installed = re.findall(r"pip install (.+)", path.read_text())
-    assert set(installed) == {"--require-hashes --requirement .ci/hashes/nox.txt"}
-
-
-def test_ci_runs_the_tests_below_a_path_that_is_long_and_has_spaces():
-    script = (ROOT / ".ci/run").read_text()
-    [clone] = re.findall(r'^clone="(.+)"$', script, re.MULTILINE)
-    made = subprocess.run(["bash", "-c", f'echo -n "{clone}"'], capture_output=True, text=True)
-    assert len(made.stdout) > 120
-    assert " " in made.stdout
-    assert script.index('cd "$clone"') < script.index("-s tests")
-
-
-def test_pre_commit_runs_the_versions_of_the_constraints():
-    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    pins = [pin for hook in local["hooks"] for pin in hook["additional_dependencies"]]
-    assert len(pins) == len(local["hooks"])
-    assert set(pins) <= set(CONSTRAINTS)
-
-
 def test_pythons_of_the_workflows_are_those_of_the_classifiers():
     change = yaml.safe_load((GITHUB / "workflows/change.yml").read_text())["jobs"]
     [setup] = [step for step in change["change"]["steps"] if "with" in step]
@@ -66,13 +42,6 @@ def test_pythons_of_the_workflows_are_those_of_the_classifiers():
     classifiers = "\n".join(PROJECT["classifiers"])
     assert pythons == set(re.findall(r"Python :: (3\.\d+)", classifiers))
     assert PROJECT["requires-python"].removeprefix(">=") in pythons
-
-
-def test_paths_with_owners_exist():
-    lines = (GITHUB / "CODEOWNERS").read_text().splitlines()
-    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
-    assert paths
-    assert [path for path in paths if not (ROOT / path.lstrip("/")).exists()] == []
 
 
 def test_the_citation_has_the_version_of_the_package():

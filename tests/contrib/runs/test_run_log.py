@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_fn.contrib.runs.run_log import Column, find_logs, read_run, read_runs
+from accel_fn.contrib.runs.run_log import Column, find_logs, read_runs
 
 
 def write(path, *entries, end="\n"):
@@ -80,11 +80,6 @@ def test_lines_that_are_no_entries_are_left_out(tmp_path, damage):
     assert [event["event"] for event in run.events] == ["start"]
 
 
-def test_values_that_are_no_numbers_are_left_out(tmp_path):
-    write(tmp_path / "log.jsonl", line(1, loss=0.5, note="good", best=True, at=[1]))
-    assert set(read_one(tmp_path).columns) == {"time", "loss"}
-
-
 def test_events_without_a_time_and_a_step_are_left_out(tmp_path):
     write(tmp_path / "log.jsonl", line(1))
     kept = {"event": "of a newer version", "time": 1, "step": 0, "more": {"a": 1}}
@@ -145,20 +140,6 @@ def test_a_run_that_ends_before_its_first_line_has_the_step_of_its_end(tmp_path)
     (tmp_path / "log.jsonl").touch()
     write(tmp_path / "log.events.jsonl", {"event": "end", "time": 10.0, "step": 3})
     assert read_one(tmp_path).last_step == 3
-
-
-def test_a_log_is_read_by_its_own_name(tmp_path):
-    log = write(tmp_path / "log.jsonl", line(1, loss=0.5))
-    assert read_one(log).name == str(log)
-    assert read_run(tmp_path / "missing.jsonl", "missing").columns == {}
-
-
-def test_paths_without_a_log_are_returned_beside_the_runs(tmp_path):
-    write(tmp_path / "a" / "log.jsonl", line(1))
-    (tmp_path / "b").mkdir()
-    runs, without = read_runs("report", [tmp_path / "a", tmp_path / "b"])
-    assert [run.name for run in runs] == [str(tmp_path / "a")]
-    assert without == [tmp_path / "b"]
 
 
 def test_paths_of_which_none_has_a_log_are_refused(tmp_path):

@@ -33,15 +33,13 @@ LOOK, PARTS, VERDICTS, TRIAL = (
 )
 BATCH_NORM = "comm/batch_norm.py"
 FROZEN = "step/frozen_models.py"
-DDP, FSDP = "transforms/ddp.py", "transforms/fsdp/fsdp.py"
+DDP = "transforms/ddp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
-BY_HAND = f"{LAWS}01_no_transforms.py {LAWS}02_accumulation.py"
 WORLDS, SCALING = f"{LAWS}03_worlds.py", f"{LAWS}07_scaling.py"
 MESHES = f"{LAWS}13_meshes.py"
-SPLIT, SPLIT_CHECKPOINTS = f"{LAWS}13_tensor_parallel.py", f"{LAWS}13_split_checkpoints.py"
-SHARE = "return shares(weight, total, self._num_ranks)"
+SPLIT = f"{LAWS}13_tensor_parallel.py"
 FINITE = "finite = None if state.scaler is None else torch.isfinite(grads.norm())"
 
 MUTANTS = [
@@ -60,60 +58,11 @@ MUTANTS = [
         WORLDS,
     ),
     Mutant(
-        "every micro-batch is averaged, and the sum again",
-        LOOP,
-        "with self.no_sync():",
-        "if True:",
-        f"{LAWS}03_fsdp.py {WORLDS}",
-    ),
-    Mutant(
         "gradients are summed over ranks instead of averaged",
         MEAN,
         "self._num_ranks = state.data.world_size",
         "self._num_ranks = state.data.world_size ** 2",
         WORLDS,
-    ),
-    Mutant(
-        "gradients are divided by the number of ranks twice",
-        MEAN,
-        "self._num_ranks = state.data.world_size",
-        "self._num_ranks = 1",
-        WORLDS,
-    ),
-    Mutant(
-        "a mean of the means of ranks",
-        MEAN,
-        SHARE,
-        "return weight / self.own_weight if total and self.own_weight else 0.0",
-        WORLDS,
-    ),
-    Mutant(
-        "micro-batches are summed, not averaged",
-        MEAN,
-        SHARE,
-        "return float(self._num_ranks * weight > 0) if total else 0.0",
-        BY_HAND,
-    ),
-    Mutant(
-        "the tail is divided by the full count",
-        MEAN,
-        SHARE,
-        "return weight * self._num_ranks / max(total, 8) if total else 0.0",
-        BY_HAND,
-    ),
-    Mutant(
-        "the reported loss is that of one rank",
-        MEAN,
-        "        if self._num_ranks > 1:\n            self._pending.append(self._sum(self._sums,",
-        "        if self._num_ranks > 99:\n            self._pending.append(self._sum(self._sums,",
-        WORLDS,
-    ),
-    Mutant(
-        "the reported loss counts its micro-batches alike",
-        MEAN,
-        "self.add_scaled(loss, metrics, shares(weight, self.total()))",
-        "self.add_scaled(loss, metrics, 0.5)",
-        BY_HAND,
     ),
     Mutant(
         "terms share the denominator of the first one",
@@ -131,70 +80,6 @@ MUTANTS = [
         f"{LAWS}03_several_terms.py tests/step/test_several_terms.py",
     ),
     Mutant(
-        "what .grad held before counts",
-        LOOP,
-        "        for parameter in self.reachable:\n            parameter.grad = None\n        stop",
-        "        stop",
-        "tests/step/test_step.py",
-    ),
-    Mutant(
-        "gradients stay for the next step",
-        LOOP,
-        "    for parameter in strategy.reachable:\n        parameter.grad = None\n    if state",
-        "    if state",
-        "tests/step/test_step.py",
-    ),
-    Mutant(
-        "weights of padding: labels that are ignored count",
-        "base/weights.py",
-        "int(torch.count_nonzero(counted != ignore_index))",
-        "counted.numel()",
-        BY_HAND,
-    ),
-    Mutant(
-        "one layer, the head, is not synchronised",
-        DDP,
-        "        ddp = DistributedDataParallel(module, **options)",
-        "        module._ddp_params_and_buffers_to_ignore = [n for n, _ in module.named_parameters()][-1:]\n"
-        "        ddp = DistributedDataParallel(module, **options)",
-        WORLDS,
-    ),
-    Mutant(
-        "ranks keep their own first parameters",
-        DDP,
-        'options = {"gradient_as_bucket_view": True, **ddp_options}',
-        'options = {"gradient_as_bucket_view": True, "init_sync": False, **ddp_options}',
-        "tests/transforms/test_ddp.py tests/cli/test_test.py",
-    ),
-    Mutant(
-        "buffers are not broadcast",
-        DDP,
-        'options = {"gradient_as_bucket_view": True, **ddp_options}',
-        'options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, **ddp_options}',
-        "tests/transforms/test_ddp.py tests/step/test_step.py",
-    ),
-    Mutant(
-        "the loss scale is not undone",
-        LOOP,
-        "state.scaler.scale.to(dtype).reciprocal()",
-        "torch.ones((), dtype=dtype)",
-        SCALING,
-    ),
-    Mutant(
-        "the loss scale is not applied",
-        MEAN,
-        "(scale * share).to(loss.dtype)",
-        "loss.new_full((), share)",
-        SCALING,
-    ),
-    Mutant(
-        "shares are lost under a loss scale",
-        MEAN,
-        "(scale * share).to(loss.dtype)",
-        "scale.to(loss.dtype)",
-        f"{SCALING} tests/cli/test_test.py",
-    ),
-    Mutant(
         "each rank decides about an overflow alone",
         UPDATE,
         FINITE,
@@ -202,31 +87,10 @@ MUTANTS = [
         SCALING,
     ),
     Mutant(
-        "an overflow is not looked for",
-        UPDATE,
-        FINITE,
-        "finite = None if state.scaler is None else torch.tensor(True)",
-        SCALING,
-    ),
-    Mutant(
-        "an update that was refused is applied",
-        UPDATE,
-        "apply_update(optimizer, parameters, Grads(own, grads.factor), verdict)",
-        "apply_update(optimizer, parameters, Grads(own, grads.factor), None)",
-        SCALING,
-    ),
-    Mutant(
         "the loss scale grows after an overflow",
         STATE,
         "scale=torch.where(ok, risen, fallen)",
         "scale=torch.where(ok, fallen, risen)",
-        SCALING,
-    ),
-    Mutant(
-        "steps count towards growth for ever",
-        STATE,
-        "good_steps=torch.where(ok & ~grows, good_steps, 0)",
-        "good_steps=good_steps",
         SCALING,
     ),
     Mutant(
@@ -244,55 +108,6 @@ MUTANTS = [
         WORLDS,
     ),
     Mutant(
-        "clipping by the norm of the own shard",
-        GRADS,
-        "norm_over_shards(global_norm([local(each) for each in same]), groups)",
-        "global_norm([local(each) for each in same])",
-        f"{LAWS}03_fsdp.py",
-    ),
-    Mutant(
-        "the norm is a sum of the norms of tensors",
-        GRADS,
-        "torch.linalg.vector_norm(torch.stack(norms))",
-        "torch.stack(norms).sum()",
-        f"{LAWS}06_clipping.py {WORLDS}",
-    ),
-    Mutant(
-        "clipping also enlarges small gradients",
-        "transforms/clip.py",
-        ".clamp(max=1.0))",
-        ".clamp(max=1e9))",
-        f"{LAWS}06_clipping.py",
-    ),
-    Mutant(
-        "elements are clipped on one side",
-        "transforms/clip.py",
-        "value.clamp(-max_value, max_value)",
-        "value.clamp(max=max_value)",
-        f"{LAWS}06_clipping.py",
-    ),
-    Mutant(
-        "a norm of float64 gradients in float32",
-        GRADS,
-        "dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64\n    if torch.c",
-        "dtype = torch.float32\n    if torch.c",
-        "tests/step/test_grads.py",
-    ),
-    Mutant(
-        "rows of a sparse gradient count twice in the norm",
-        GRADS,
-        "t.coalesce().values() if t.is_sparse",
-        "t._values() if t.is_sparse",
-        "tests/step/test_grads.py",
-    ),
-    Mutant(
-        "a fused kernel multiplies by the scale",
-        UPDATE,
-        "optimizer.grad_scale = factor.reciprocal()",
-        "optimizer.grad_scale = factor",
-        "tests/step/test_update.py",
-    ),
-    Mutant(
         "the schedule is stepped once for each rank",
         ADVANCE,
         "            self._advance()\n        return state",
@@ -300,38 +115,10 @@ MUTANTS = [
         f"{LAWS}10_schedule.py tests/transforms/test_schedule.py",
     ),
     Mutant(
-        "the schedule counts updates that were skipped",
-        ADVANCE,
-        "if self._always or verdict_of(report):",
-        "if True:",
-        f"{LAWS}10_schedule.py tests/transforms/test_schedule.py",
-    ),
-    Mutant(
         "the average counts updates that were skipped",
         AVERAGE,
         "elif made:",
         "else:",
-        f"{LAWS}10_average.py tests/transforms/test_average.py",
-    ),
-    Mutant(
-        "the average moves by its decay",
-        AVERAGE,
-        "return 1 - decay if num_updates else 1.0",
-        "return decay if num_updates else 1.0",
-        f"{LAWS}10_average.py tests/transforms/test_average.py",
-    ),
-    Mutant(
-        "after an evaluation of the average, training goes on from it",
-        AVERAGE,
-        "            _copy(kept, there)",
-        "            pass",
-        f"{LAWS}10_average.py tests/transforms/test_average.py",
-    ),
-    Mutant(
-        "an average that is loaded starts anew",
-        AVERAGE,
-        'self._updates.restore(saved["num_updates"])',
-        "self._updates.restore(0)",
         f"{LAWS}10_average.py tests/transforms/test_average.py",
     ),
     Mutant(
@@ -347,20 +134,6 @@ MUTANTS = [
         "key=mix(mix(self.seed) + epoch)",
         "key=mix(mix(self.seed))",
         f"tests/data/test_order.py {LAWS}08_sharding.py",
-    ),
-    Mutant(
-        "every rank reads the whole batch",
-        ORDER,
-        "return start + first, start + last",
-        "return start, stop",
-        f"{LAWS}08_sharding.py",
-    ),
-    Mutant(
-        "the tail of an epoch is dropped",
-        ORDER,
-        "return full + (tail > 0 and not self.drop_last)",
-        "return full",
-        f"{LAWS}08_sharding.py",
     ),
     Mutant(
         "a pass leaves the epoch that the loop has set",
@@ -408,13 +181,6 @@ MUTANTS = [
         "return start, start + size + (index < extra)",
         "return start, start + size",
         f"tests/base {LAWS}08_sharding.py",
-    ),
-    Mutant(
-        "a resumed run is off by one batch",
-        SOURCE,
-        "return divmod(step, -(-self.num_batches() // window))",
-        "return divmod(step + 1, -(-self.num_batches() // window))",
-        f"{LAWS}08_sharding.py tests/data/test_loader.py",
     ),
     Mutant(
         "a resumed run forgets how many updates it skipped",
@@ -466,24 +232,10 @@ MUTANTS = [
         f"{LAWS}08_seeding.py",
     ),
     Mutant(
-        "augmentation is not seeded in NumPy",
-        "data/sample_seeds.py",
-        "        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))\n",
-        "",
-        f"{LAWS}08_seeding.py",
-    ),
-    Mutant(
         "weight decay moves frozen parameters",
         "transforms/freeze.py",
         "None if place in self._places else each for place, each",
         "each * 0 if place in self._places else each for place, each",
-        f"{LAWS}10_freezing.py tests/transforms/test_freeze.py",
-    ),
-    Mutant(
-        "a frozen layer thaws one update late",
-        "transforms/freeze.py",
-        "each.closed = self._updates.value + 1 < self._until",
-        "each.closed = self._updates.value < self._until",
         f"{LAWS}10_freezing.py tests/transforms/test_freeze.py",
     ),
     Mutant(
@@ -515,14 +267,6 @@ MUTANTS = [
         "layers.counts = weight is not _SPARE",
         "layers.counts = True",
         f"{LAWS}03_batch_norm.py",
-    ),
-    Mutant(
-        "BatchNorm sends the gradients of one rank alone",
-        BATCH_NORM,
-        ".sum(0).view_as(sums)",
-        "[0].view_as(sums)",
-        f"{LAWS}03_batch_norm.py",
-        kind="models.batch_norm",
     ),
     Mutant(
         "BatchNorm of micro-batches is not warned of",
@@ -811,20 +555,6 @@ MUTANTS = [
         kind="cuts.collate_that_centres",
     ),
     Mutant(
-        "a rank keeps the first rows of a batch that all ranks collate",
-        "data/collate.py",
-        'return rows_of_rank(batch, self.rank, self.world_size, "shard_loader", name, repair)',
-        'return rows_of_rank(batch, 0, self.world_size, "shard_loader", name, repair)',
-        f"tests/data/test_collate_global.py {LAWS}08_sharding.py",
-    ),
-    Mutant(
-        "a number by which a loss differs is taken for one of a sum",
-        VERDICTS,
-        "if numbers and adds_up and",
-        "if False and adds_up and",
-        "tests/step/test_comparison.py tests/field/test_catalogue.py",
-    ),
-    Mutant(
         "rows that have roles by their place are cut",
         VERDICTS,
         "            if self._is_in_microbatches and self._cuts_rows:\n                raise",
@@ -839,13 +569,6 @@ MUTANTS = [
         "        if True:",
         "tests/field",
         kind="cuts.perplexity",
-    ),
-    Mutant(
-        "statistics of BatchNorm are those of each part",
-        TRIAL,
-        "        if fn is not F.batch_norm:\n",
-        "        if True:\n",
-        "tests/step/test_comparison.py",
     ),
     Mutant(
         "gradients of half-precision parameters are summed in half precision",
@@ -876,14 +599,6 @@ MUTANTS = [
         FROZEN,
         "model.eval().requires_grad_(False)",
         "model.requires_grad_(False)",
-        f"{LAWS}03_frozen_models.py",
-        kind="losses.text_to_image",
-    ),
-    Mutant(
-        "each rank keeps its own frozen models",
-        FROZEN,
-        "    if state.world_size > 1:\n        for _, tensor",
-        "    if state.world_size > 99:\n        for _, tensor",
         f"{LAWS}03_frozen_models.py",
         kind="losses.text_to_image",
     ),
@@ -927,14 +642,6 @@ MUTANTS = [
         kind="schedules.more_epochs",
     ),
     Mutant(
-        "the program's schedule is one update late after it was loaded",
-        RESUMED_SCHEDULES,
-        "_count(each.state) - _count(state)\n",
-        "_count(each.state) - _count(state) - 1\n",
-        f"{LAWS}10_more_epochs.py tests/checkpoint/test_more_epochs.py",
-        kind="schedules.more_epochs",
-    ),
-    Mutant(
         "a function makes one update at the saved rate",
         RESUMED_SCHEDULES,
         "if over[id(each.scheduler.optimizer)] == 1 and each.name not in self._moved:",
@@ -959,27 +666,12 @@ MUTANTS = [
         kind="loops.several_steps_a_batch",
     ),
     Mutant(
-        "a step that stays at its batch counts it",
-        "step/step.py",
-        "step=before.step,\n        call=before.call + 1,",
-        "call=0,",
-        "tests/step/test_advance.py",
-        kind="loops.several_steps_a_batch",
-    ),
-    Mutant(
         "a resumed run makes all steps on a batch again",
         "checkpoint/load.py",
         "call=saved.call,",
         "call=0,",
         f"{LAWS}03_draws.py",
         kind="loops.several_steps_a_batch",
-    ),
-    Mutant(
-        "two steps on one batch have collectives of one name",
-        MEAN,
-        "name = step_name(self._state.step + 1, self._state.call)",
-        "name = step_name(self._state.step + 1, 0)",
-        "tests/step/test_advance.py",
     ),
     Mutant(
         "the rate of a plan whose steps never advance is one step late",
@@ -989,45 +681,10 @@ MUTANTS = [
         f"{LAWS}10_schedule_of_batches.py tests/transforms/test_schedule_of_batches.py",
     ),
     Mutant(
-        "on a mesh, ranks that hold the same rows weigh as many times",
-        MEAN,
-        "if self._state.axes and not any(",
-        "if False and not any(",
-        MESHES,
-    ),
-    Mutant(
-        "on a mesh, losses are summed over all ranks",
-        MEAN,
-        "self._data = over(state)",
-        "self._data = state",
-        MESHES,
-    ),
-    Mutant(
-        "on a mesh, a request to stop reaches the ranks of one axis",
-        MEAN,
-        "self.stop = any(count % 2 for _, count in ranks)",
-        "self.stop = any(count % 2 for _, count in ranks[data_places(self._state)])",
-        MESHES,
-    ),
-    Mutant(
         "on a mesh, a loader is split over all ranks",
         "data/shard_loader.py",
         "data = over(state)",
         "data = state",
-        MESHES,
-    ),
-    Mutant(
-        "on a mesh, other rows along other axes are passed over",
-        "step/checks/first_batches.py",
-        "if looks.is_known and firsts.setdefault(place, looks) != looks:",
-        "if False:",
-        MESHES,
-    ),
-    Mutant(
-        "on a mesh, a loss of one row is compared with its copies on other ranks",
-        PARTS,
-        "sum(counts[data_places(state)])",
-        "sum(counts)",
         MESHES,
     ),
     Mutant(
@@ -1038,38 +695,10 @@ MUTANTS = [
         SPLIT,
     ),
     Mutant(
-        "under wrap_tp, tied parameters part",
-        "transforms/tp/split.py",
-        "for (holder, its), *others in ties:",
-        "for (holder, its), *others in ties[:0]:",
-        SPLIT_CHECKPOINTS,
-    ),
-    Mutant(
         'under wrap_tp, a norm of style "sequence" takes the whole sequence for its part',
         "transforms/tp/split_sequence.py",
         "return whole.redistribute(placements=[Shard(1)]), *inputs[1:]",
         "return DTensor.from_local(first, mesh, [Shard(1)]), *inputs[1:]",
-        SPLIT,
-    ),
-    Mutant(
-        "under wrap_tp, gradients are summed over replicas instead of averaged",
-        DDP,
-        "torch._foreach_div_(same, self._replicas.world_size)",
-        "pass",
-        SPLIT,
-    ),
-    Mutant(
-        "under wrap_tp, gradients of other parts are averaged too",
-        DDP,
-        "self._replicas = over(state)",
-        "self._replicas = state",
-        SPLIT,
-    ),
-    Mutant(
-        "under wrap_tp, gradients that are still to be summed are updates",
-        LOOP,
-        "            place_gradients(self.reachable)",
-        "            pass",
         SPLIT,
     ),
     Mutant(
@@ -1078,19 +707,5 @@ MUTANTS = [
         "for group, placement in pairs if not placement.is_replicate())",
         "for group, _ in pairs)",
         SPLIT,
-    ),
-    Mutant(
-        "under wrap_tp, FSDP looks for the fullest rank among those of all axes",
-        "step/loop.py",
-        "found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks",
-        "found = mean.of_ranks",
-        SPLIT,
-    ),
-    Mutant(
-        "under wrap_tp, each replica writes the weights",
-        "comm/dtensor.py",
-        "of_all, own = mesh._get_root_mesh(), mesh.mesh_dim_names or ()",
-        "of_all, own = mesh, mesh.mesh_dim_names or ()",
-        SPLIT_CHECKPOINTS,
     ),
 ]
