@@ -1,0 +1,1 @@
+"""Runs by their logs: the commands `report`, `plot` and `watch`."""
