@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from accel_fn.cli.output import interruptible, one_line_errors, runs_argument
-from accel_fn.errors import ArgumentError
 from accel_fn.contrib.runs.plot_page import write_page
 from accel_fn.contrib.runs.plot_png import write_png
 from accel_fn.contrib.runs.run_log import read_runs
+from accel_fn.errors import ArgumentError
 
 _WRITERS = {".png": write_png, ".html": write_page}
 

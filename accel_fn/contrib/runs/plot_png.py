@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fn.errors import ExtraError
 from accel_fn.contrib.runs.charts import COLORS, Chart, Curve, Marks, arrange, marks, thinned
 from accel_fn.contrib.runs.run_log import Run
+from accel_fn.errors import ExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

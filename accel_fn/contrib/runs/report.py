@@ -21,9 +21,9 @@ from accel_fn.cli.output import (
     readable_seconds,
     runs_argument,
 )
-from accel_fn.errors import ArgumentError, message
 from accel_fn.contrib.runs.goodput import CATEGORIES, Goodput, goodput
 from accel_fn.contrib.runs.run_log import Run, read_runs
+from accel_fn.errors import ArgumentError, message
 
 _BAR = 16
 _OWN = ("run", "step", "goodput", "time", "samples/s", "restarts", "skipped")
