@@ -24,7 +24,7 @@ GAVE = {
 COMMANDS = {
     "accelerate": ["launch --config accelerate.yaml train.py"],
     "deepspeed": ["launch --cpu --wrap deepspeed train.py"],
-    "estimate": ["estimate model.py:make", "estimate --help"],
+    "estimate": ["estimate --help"],
     "migrate": ["migrate train.py"],
     "runs": ["report .", "plot .", "watch ."],
     "transformers": [],
@@ -57,46 +57,34 @@ for name in gave:
 """
 
 
-@pytest.fixture
-def without(tmp_path, request):
-    """Run Python with a copy of the package that lacks one plug-in."""
-    name = request.param
-    skipped = (f"{name}", f"{name}.py")
+@pytest.mark.parametrize("name", GAVE)
+def test_all_else_works_and_what_it_gave_names_the_extra(name, tmp_path):
     contrib = str(PACKAGE / "contrib")
     shutil.copytree(
-        PACKAGE, tmp_path / "accel_fn", ignore=lambda at, _: skipped if at == contrib else ()
+        PACKAGE,
+        tmp_path / "accel_fn",
+        ignore=lambda at, _: (name, f"{name}.py") if at == contrib else (),
     )
     (tmp_path / "accelerate.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     (tmp_path / "train.py").write_text("import accel_fn as af\naf.wrap_as_launched()\n")
-
-    def run(*arguments, code=0):
-        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
-        return done
-
-    return name, run
-
-
-@pytest.mark.parametrize("without", GAVE, indirect=True)
-def test_all_else_works_and_what_it_gave_names_the_extra(without):
-    name, run = without
-    lines = run("-c", PROGRAM, *GAVE[name]).stdout.splitlines()
+    lines = run(tmp_path, "-c", PROGRAM, *GAVE[name]).stdout.splitlines()
     assert sorted(lines) == sorted(missing(each.rpartition(".")[2], name) for each in GAVE[name])
-    assert " launch " in run("-m", "accel_fn.cli", "--help").stdout
-
-
-@pytest.mark.parametrize("without", [name for name in COMMANDS if COMMANDS[name]], indirect=True)
-def test_its_commands_end_with_one_line_that_names_the_extra(without):
-    name, run = without
+    assert " launch " in run(tmp_path, "-m", "accel_fn.cli", "--help").stdout
     for each in COMMANDS[name]:
-        done = run("-m", "accel_fn.cli", *each.split(), code=1)
+        done = run(tmp_path, "-m", "accel_fn.cli", *each.split(), code=1)
         if name == "deepspeed":  # the script fails, with its own traceback
             assert missing("wrap_deepspeed", name) in done.stderr
         else:
             what = "config" if name == "accelerate" else each.split()[0]
             assert done.stderr == f"Error: {missing(what, name)}\n"
+
+
+def run(folder, *arguments, code=0):
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def missing(what, name):

@@ -282,7 +282,7 @@ def test_a_step_after_one_that_failed_is_refused(found, stage):
 
 def test_a_launch_chooses_deepspeed(found):
     text, far = found["launch"]
-    assert "by wrap(), deepspeed from the launch" in text
+    assert "by wrap_as_launched(), deepspeed from the launch" in text
     assert far <= ROUNDING
 
 
