@@ -44,7 +44,11 @@ KERNELS = (  # of MKL, torch and oneDNN: each rounds and adds in its own order
     {"ATEN_CPU_CAPABILITY": "avx2"},
     {"ONEDNN_MAX_CPU_ISA": "SSE41"},
 )
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": None,  # each process of a test would compile the library again
+}
 
 
 def classified_pythons() -> list[str]:
@@ -279,7 +283,7 @@ def nightly(session: nox.Session) -> None:
 def kernels(session: nox.Session) -> None:
     """The laws, steps and transforms under the kernels of other processors, within the same tolerances."""
     install(session, *EVERYTHING, groups=("tests",))
-    some = (*IN_PARALLEL, "tests/laws", "tests/step", "tests/transforms")
+    some = (*IN_PARALLEL, "tests/laws", "tests/core", "tests/transforms")
     for chosen in KERNELS:
         session.run("pytest", *some, *session.posargs, env={**ONE_THREAD, **chosen})
 

@@ -1,8 +1,11 @@
 """Errors: each is accel_fn's and a builtin's, and names function, parameter, rule, value and repair."""
 
+from __future__ import annotations
+
 import math
 import numbers
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -218,3 +221,12 @@ def check_equal(
         if value != values[0]:
             ending = f"; {repair}" if repair else ""
             raise error(f"{rule}, got {value} on rank {rank} and {values[0]} on rank 0{ending}")
+
+
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, ends of lines, and halves of characters, which UTF-8 does not have."""
+
+
+def printable(text: str) -> str:
+    """Escape what changes a terminal's state or cannot be printed."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -5,14 +5,14 @@ from accel_fn.names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "base.batch": (
+        "core.batch": (
             "map_tensors",
             "tensors_of",
             "to_device",
         ),
-        "base.launch_options": ("parse_mesh",),
-        "base.mesh_axes": ("mesh_shape",),
-        "base.state": (
+        "parallel.launch_options": ("parse_mesh",),
+        "core.mesh_axes": ("mesh_shape",),
+        "core.state": (
             "LossScale",
             "check_state",
         ),
@@ -20,12 +20,12 @@ __getattr__, __dir__, __all__ = lazy_names(
         "checkpoint.format.plain_data": ("from_plain",),
         "checkpoint.run_state": ("load_optimizer",),
         "checkpoint.weights.save_load_model": ("check_weights",),
-        "comm.collectives": ("all_or_none",),
-        "comm.dtensor": (
+        "core.collectives": ("all_or_none",),
+        "core.dtensor": (
             "is_sharded",
             "shard_like",
         ),
-        "comm.primitives": (
+        "core.primitives": (
             "exchange",
             "exchange_number",
         ),
@@ -33,20 +33,20 @@ __getattr__, __dir__, __all__ = lazy_names(
             "log_events",
             "log_lines",
         ),
-        "step.global_mean": ("GlobalMean",),
-        "step.plan": (
+        "core.mean": ("GlobalMean",),
+        "core.plan": (
             "GradFn",
             "SlotFunction",
             "Stateful",
             "describe",
         ),
-        "step.loop": ("Strategy",),
-        "step.observers": ("Observer",),
-        "step.transform": (
+        "core.loop": ("Strategy",),
+        "core.observers": ("Observer",),
+        "core.transform": (
             "fill",
             "transform",
         ),
-        "step.update": ("Prepared",),
+        "core.update": ("Prepared",),
         "transforms.amp.amp": ("compute_dtype",),
     },
 )

@@ -10,21 +10,27 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_fn.base.printable import UNPRINTABLE
-from accel_fn.base.state import DistState
 from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.extras import check_extras
 from accel_fn.checkpoint.format.manifest import LONGEST_NAME
 from accel_fn.checkpoint.format.names import is_name
 from accel_fn.checkpoint.run_state import prefix_of, with_prefix
 from accel_fn.checkpoint.tied_weights import is_expanded
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.dtensor import is_sharded, local
-from accel_fn.comm.primitives import exchange
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, check_folder, message
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.plan import Plan
+from accel_fn.core.primitives import exchange
+from accel_fn.core.state import DistState
+from accel_fn.core.step import Step
+from accel_fn.errors import (
+    UNPRINTABLE,
+    ArgumentError,
+    ArgumentTypeError,
+    check_equal,
+    check_folder,
+    message,
+)
 from accel_fn.names import CALLS
-from accel_fn.step.plan import Plan
-from accel_fn.step.step import Step
 
 
 def check_call(

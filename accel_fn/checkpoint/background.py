@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from accel_fn.base.state import DistState, Watchdog
 from accel_fn.checkpoint.format.host_memory import PAGEABLE, Buffers, new_buffers
 from accel_fn.checkpoint.format.manifest import read_as
 from accel_fn.checkpoint.format.names import file_of, rename
 from accel_fn.checkpoint.format.shard_plan import Part
 from accel_fn.checkpoint.format.write import Share, Written, write_error
 from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.primitives import exchange
+from accel_fn.core.state import DistState, Watchdog
 from accel_fn.errors import CheckpointError
 
 # A share of many GB may wait minutes for a slow disk; a rank that is lost writes nothing more.

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState, check_state, check_world
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.argument_checks import check_plan
 from accel_fn.checkpoint.by_names import OfRun, by_names
 from accel_fn.checkpoint.compare import is_model, listed
 from accel_fn.checkpoint.run_state import RunState, put_back, run_state_of, with_prefix
 from accel_fn.checkpoint.schedules import ResumedSchedules, can_restart, restart
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.dtensor import is_sharded, local
+from accel_fn.checks.first_batches import FirstBatches
+from accel_fn.core import step as step_build
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.loop import Strategy
+from accel_fn.core.observers import ObserverFn
+from accel_fn.core.plan import Batch, Plan, unwrapped
+from accel_fn.core.state import DistState, check_state, check_world
+from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, PlanError, check_flag, message
-from accel_fn.step import build as step_build
-from accel_fn.step.checks.first_batches import FirstBatches
-from accel_fn.step.loop import Strategy
-from accel_fn.step.observers import ObserverFn
-from accel_fn.step.plan import Batch, Plan
-from accel_fn.step.step import Step
 from accel_fn.transforms.schedule.advance import schedules_made
 from accel_fn.transforms.schedule.schedule import takes_metric
 

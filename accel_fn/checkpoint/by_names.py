@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from torch.optim import Optimizer
 
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.run_state import (
     RESULT_SLOTS,
     RunState,
@@ -19,7 +18,7 @@ from accel_fn.checkpoint.run_state import (
     key_of,
     prefix_of,
 )
-from accel_fn.step.plan import Plan
+from accel_fn.core.plan import Plan, unwrapped
 from accel_fn.transforms.schedule.advance import schedules_made
 from accel_fn.transforms.schedule.schedule import takes_metric
 

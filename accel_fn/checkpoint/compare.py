@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
 from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
 from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, prefix_of
+from accel_fn.core.state import DistState
 
 _NOTHING, _LONGEST = "nothing", 10_000
 _MODEL = ("model/", "model@")

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from accel_fn.base.state import DistState
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.compare import is_frozen
 from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.format.manifest import FrozenEntry
 from accel_fn.checkpoint.run_state import RunState, Steps, prefix_of
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.dtensor import local, whole
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.dtensor import local, whole
+from accel_fn.core.plan import unwrapped
+from accel_fn.core.primitives import exchange
+from accel_fn.core.state import DistState
 from accel_fn.errors import ArgumentError, CheckpointError
 
 _SAMPLE, _MOST_SHOWN = 64, 3

@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 
-from accel_fn.base.mesh_axes import ranks_along
-from accel_fn.base.optimizer_modes import in_train_mode
-from accel_fn.base.rng import derive_random, random_state, restore_random
-from accel_fn.base.state import DistState, check_state, check_world, mesh_of
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import compare, frozen
 from accel_fn.checkpoint.background import finish_writing
@@ -58,11 +53,15 @@ from accel_fn.checkpoint.schedules import (
     check_match,
     of_other_optimizers,
 )
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.mesh_axes import ranks_along
+from accel_fn.core.plan import unwrapped
+from accel_fn.core.primitives import exchange
+from accel_fn.core.restored import derive_random, in_train_mode, random_state, restore_random
+from accel_fn.core.state import DistState, check_state, check_world, mesh_of
+from accel_fn.core.step import Step
 from accel_fn.errors import AccelError, CheckpointError, check_flag
 from accel_fn.observe.bar import bytes_bar
-from accel_fn.step.step import Step
 
 _LOG = logging.getLogger(__name__)
 _BY_NAMES = 'give match="names" to load into other groups of parameters'

@@ -7,15 +7,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accel_fn.base.state import DistState, check_state, check_world
 from accel_fn.checkpoint.argument_checks import check_call
 from accel_fn.checkpoint.format.names import name_of, reading, steps_in
 from accel_fn.checkpoint.load import load
 from accel_fn.checkpoint.run_state import named_steps
 from accel_fn.checkpoint.schedules import Choice, Match, check_choice, check_match
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.primitives import exchange
-from accel_fn.step.step import Step
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.primitives import exchange
+from accel_fn.core.state import DistState, check_state, check_world
+from accel_fn.core.step import Step
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from accel_fn.base.state import DistState, LossScale
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.tied_weights import split_tied
-from accel_fn.comm.dtensor import is_sharded, local
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.plan import Plan, describe, unwrapped
+from accel_fn.core.state import DistState, LossScale
+from accel_fn.core.step import Step
+from accel_fn.core.torch_internals import has_loading_hooks
 from accel_fn.errors import CheckpointError
-from accel_fn.step.plan import Plan, describe
-from accel_fn.step.step import Step
-from accel_fn.step.torch_internals import has_loading_hooks
 
 Steps = Mapping[str, Step]
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")

@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.file_lock import FileLock
-from accel_fn.base.optimizer_modes import in_eval_mode
-from accel_fn.base.rng import random_state
-from accel_fn.base.state import DistState, check_state, check_world, mesh_of
 from accel_fn.checkpoint import argument_checks as checks
 from accel_fn.checkpoint import frozen
 from accel_fn.checkpoint.background import Background, finish_writing
@@ -38,8 +34,11 @@ from accel_fn.checkpoint.run_state import (
     scale_to_dict,
 )
 from accel_fn.checkpoint.schedules import moved_functions
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.primitives import exchange
+from accel_fn.core.restored import in_eval_mode, random_state
+from accel_fn.core.state import DistState, check_state, check_world, mesh_of
+from accel_fn.core.step import Step
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -52,7 +51,7 @@ from accel_fn.errors import (
 )
 from accel_fn.observe.bar import bytes_bar
 from accel_fn.observe.explain import explain
-from accel_fn.step.step import Step
+from accel_fn.parallel.file_lock import FileLock
 
 EXTRA = "extras/"
 # Read once: it is of the code that runs, though another version may be installed meanwhile.

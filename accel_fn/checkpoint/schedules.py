@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
-from accel_fn.base.state import DistState
 from accel_fn.checkpoint.run_state import Steps, stateful_functions
+from accel_fn.core.state import DistState
 from accel_fn.errors import ArgumentError, message
 from accel_fn.transforms.schedule.advance import Schedule, StateSchedule, by_optimizer
 from accel_fn.transforms.schedule.schedule import takes_metric

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from accel_fn.comm.dtensor import is_sharded, local
+from accel_fn.core.dtensor import is_sharded, local
 
 
 def split_tied(

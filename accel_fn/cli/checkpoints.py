@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.base.mesh_axes import mesh_name
 from accel_fn.cli.output import (
     Cell,
     json_option,
@@ -18,6 +17,7 @@ from accel_fn.cli.output import (
     print_table,
     readable_bytes,
 )
+from accel_fn.core.mesh_axes import mesh_name
 
 if TYPE_CHECKING:
     from accel_fn.checkpoint.listing import Checkpoint

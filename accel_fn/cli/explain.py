@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.base.launch_options import launched_mesh
-from accel_fn.base.mesh_axes import mesh_shape
 from accel_fn.cli.output import (
     SHELL_FILE,
     config_option,
@@ -25,12 +23,14 @@ from accel_fn.cli.output import (
     resolve_settings,
 )
 from accel_fn.cli.targets import call_target, load_target
+from accel_fn.core.mesh_axes import mesh_shape
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+from accel_fn.parallel.launch_options import launched_mesh
 
 if TYPE_CHECKING:
     import torch
 
-    from accel_fn.step.plan import Plan
+    from accel_fn.core.plan import Plan
 
 
 @click.command()
@@ -71,7 +71,7 @@ def explain_target(
 
     This process gets the variables that such a launch would give its ranks: the plan reads them.
     """
-    from accel_fn.base.state import Axis, DistState, mesh_of
+    from accel_fn.core.state import Axis, DistState, mesh_of
     from accel_fn.launcher.processes.environment import settings_variables
     from accel_fn.observe.explain import explain as explain_plan
     from accel_fn.observe.explain import phases
@@ -125,7 +125,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _load_plan(target: str) -> Plan:
-    from accel_fn.step.plan import Plan
+    from accel_fn.core.plan import Plan
 
     found = load_target(target, "explain")
     if not isinstance(found, Plan) and callable(found):

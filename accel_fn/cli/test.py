@@ -24,8 +24,8 @@ from accel_fn.cli.output import (
     resolve_settings,
     wrapped,
 )
-from accel_fn.comm.clusters.tasks import read_task
 from accel_fn.launcher.machines.detect import detect
+from accel_fn.parallel.clusters.tasks import read_task
 from accel_fn.testing.outcomes import Outcome, RankReport, merge
 
 _TIMEOUT_S, _POLL_S = 60.0, 0.1
@@ -67,8 +67,8 @@ def test(
 
 def _check_this_world(*, as_json: bool) -> tuple[list[RankReport], bool]:
     """Check the world that this process is a rank of; return all reports, and if this is rank 0."""
-    from accel_fn.comm.primitives import exchange
-    from accel_fn.comm.world import init
+    from accel_fn.core.primitives import exchange
+    from accel_fn.parallel.world import init
     from accel_fn.testing.promises import check_promises
 
     state = init(mesh={"dp": -1})  # the promises are about ranks that share each batch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import isqrt
 
-from accel_fn.base.split_batch import part_sizes
+from accel_fn.core.split_batch import part_sizes
 from accel_fn.data.order import Cut, check_sizes
 from accel_fn.errors import check_count
 

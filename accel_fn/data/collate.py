@@ -11,9 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from accel_fn.base.batch import ATOMS, columns_of, shapes_of, tensors_of
-from accel_fn.base.mappings import node_of
-from accel_fn.base.samples import Samples
+from accel_fn.core.batch import ATOMS, Samples, columns_of, node_of, shapes_of, tensors_of
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import Generators
 from accel_fn.data.shard_batch import rows_of_rank

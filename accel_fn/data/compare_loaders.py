@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler
 
-from accel_fn.base.state import DistState
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.primitives import exchange
+from accel_fn.core.state import DistState
 from accel_fn.data.order import length_of
 from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
 from accel_fn.errors import check_equal

@@ -7,11 +7,11 @@ from typing import TypeVar, cast
 
 import torch
 
-from accel_fn.base.batch import count_samples, shapes_of
-from accel_fn.base.rng import generator_of
-from accel_fn.base.split_batch import split_rows
-from accel_fn.base.state import DistState, check_state, data_places
-from accel_fn.comm.primitives import exchange_number
+from accel_fn.core.batch import count_samples, shapes_of
+from accel_fn.core.primitives import exchange_number
+from accel_fn.core.restored import generator_of
+from accel_fn.core.split_batch import split_rows
+from accel_fn.core.state import DistState, check_state, data_places
 from accel_fn.data.shard_batch import shard_batch
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import ATOMS
-from accel_fn.base.mappings import node_of
-from accel_fn.base.samples import Samples
-from accel_fn.base.split_batch import held_rows, length_of
+from accel_fn.core.batch import ATOMS, Samples, node_of
+from accel_fn.core.split_batch import held_rows, length_of
 
 
 class EmptyPart(list[Any]):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
-from accel_fn.base.given_batches import note_place, note_samples
-from accel_fn.base.state import DistState
+from accel_fn.core.given_batches import note_place, note_samples
+from accel_fn.core.state import DistState
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 

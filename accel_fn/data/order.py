@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from accel_fn.base.split_batch import part_bounds
+from accel_fn.core.split_batch import part_bounds
 from accel_fn.errors import ArgumentError, message
 
 # With fewer rounds, neighbours fail a chi-square test of 20,000 keys; small sets need more of them.

@@ -15,15 +15,15 @@ from typing import Any, Generic, overload
 import torch
 from torch import Tensor
 
-from accel_fn.base.batch import map_tensors
-from accel_fn.base.host_copies import remember_source
-from accel_fn.base.origin import carry_mark
-from accel_fn.base.state import DistState, check_state
-from accel_fn.base.warn import LIBRARIES, warn_user
-from accel_fn.comm.watchdog.hang_report import Stack
+from accel_fn.core.batch import map_tensors
+from accel_fn.core.given_batches import carry_mark
+from accel_fn.core.state import DistState, check_state
+from accel_fn.core.warn import LIBRARIES, warn_user
+from accel_fn.core.weights import remember_source
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
+from accel_fn.parallel.watchdog.hang_report import Stack
 
 _COPIED = ("mps", "meta")  # their memory belongs to no stream
 _REPORT_AFTER_S = 60.0

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from accel_fn.base.rng import GENERATORS
-from accel_fn.base.state import DistState
+from accel_fn.core.restored import GENERATORS
+from accel_fn.core.state import DistState
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message

@@ -6,11 +6,9 @@ from typing import Any, TypeVar, cast
 
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import shapes_of, tensors_of
-from accel_fn.base.mappings import opened
-from accel_fn.base.samples import Samples
-from accel_fn.base.split_batch import part_bounds, part_sizes, split_rows
-from accel_fn.base.state import DistState, check_state
+from accel_fn.core.batch import Samples, opened, shapes_of, tensors_of
+from accel_fn.core.split_batch import part_bounds, part_sizes, split_rows
+from accel_fn.core.state import DistState, check_state
 from accel_fn.errors import BatchError, message
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_fn.base.state import DistState, check_state, over
-from accel_fn.comm.messages import open_channel
+from accel_fn.core.state import DistState, check_state, over
 from accel_fn.data.collate import stacks_plainly
 from accel_fn.data.compare_loaders import same_on_all_ranks
 from accel_fn.data.indexed.indexed_source import IndexedSource
@@ -22,6 +21,7 @@ from accel_fn.data.streams.round_robin import RoundRobinSource
 from accel_fn.data.streams.split import SplitSource
 from accel_fn.data.streams.stream_options import read_stream_options
 from accel_fn.errors import ArgumentError, message
+from accel_fn.parallel.messages import open_channel
 
 _SPLITS = ("auto", "round_robin", "workers")
 _COLLATES = ("rank", "global")

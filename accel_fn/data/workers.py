@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as _torch_worker
 
-from accel_fn.base.warn import warn_user
+from accel_fn.core.warn import warn_user
 from accel_fn.errors import WorkerError
 
 WORKER_OPTIONS = (

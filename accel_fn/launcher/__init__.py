@@ -5,7 +5,7 @@ from accel_fn.names import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "base.launch_options": (
+        "parallel.launch_options": (
             "LaunchOptions",
             "launch_options",
         ),

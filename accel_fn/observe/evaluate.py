@@ -10,8 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState
-from accel_fn.base.weights import Weight, weigh
+from accel_fn.checks.first_batches import Looks
+from accel_fn.checks.metrics import MetricsLook
+from accel_fn.checks.trial import Outputs
+from accel_fn.core.loop import Parts, Weights, microbatches
+from accel_fn.core.loss import (
+    COUNTED,
+    Outcome,
+    broken_pair,
+    broken_rule,
+    checked_metrics,
+    counted,
+    counted_in,
+    given_frozen,
+    is_mean,
+    kind_of,
+    pairs_in,
+    parted,
+    run_placed,
+    stacked,
+)
+from accel_fn.core.mean import finish_means
+from accel_fn.core.plan import FinishFn, Plan, check_finish
+from accel_fn.core.state import DistState
+from accel_fn.core.step import Step
+from accel_fn.core.weights import Weight, weigh
 from accel_fn.errors import ArgumentTypeError, LossError, message
 from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
 from accel_fn.observe.over_loader import (
@@ -25,25 +48,6 @@ from accel_fn.observe.over_loader import (
     read_on_all_ranks,
     settled,
 )
-from accel_fn.step.checks.first_batches import Looks
-from accel_fn.step.checks.metrics import MetricsLook
-from accel_fn.step.checks.trial import Outputs
-from accel_fn.step.frozen_models import given_frozen
-from accel_fn.step.loss_module import Outcome, checked_metrics, counted, parted, run_placed
-from accel_fn.step.loss_terms import (
-    COUNTED,
-    broken_pair,
-    broken_rule,
-    counted_in,
-    is_mean,
-    kind_of,
-    pairs_in,
-    stacked,
-)
-from accel_fn.step.metric_sums import finish_means
-from accel_fn.step.microbatches import Parts, Weights, microbatches
-from accel_fn.step.plan import FinishFn, Plan, check_finish
-from accel_fn.step.step import Step
 
 Metric = Tensor | tuple[float | Tensor, float | Tensor]
 MetricFn = Callable[..., Mapping[str, Metric] | tuple[Any, Mapping[str, Metric] | None]]

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_fn.base.mesh_axes import mesh_name
-from accel_fn.base.state import DistState, check_state, mesh_of
+from accel_fn.checks.first_batches import FirstBatches
+from accel_fn.core.loop import describe_backward
+from accel_fn.core.loss import takes_frozen
+from accel_fn.core.mesh_axes import mesh_name
+from accel_fn.core.plan import Plan, describe, describe_with_source, trained_by
+from accel_fn.core.state import DistState, check_state, mesh_of
+from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, message
-from accel_fn.step.checks.first_batches import FirstBatches
-from accel_fn.step.frozen_models import takes_frozen
-from accel_fn.step.loop import describe_backward
-from accel_fn.step.plan import Plan, describe, describe_with_source, trained_by
-from accel_fn.step.step import Step
 
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
 """Entries of an optimizer's groups that a user does not choose for a group."""

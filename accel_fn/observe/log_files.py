@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, finalize
 
-from accel_fn.base.file_lock import FileLock
-from accel_fn.base.warn import warn_user
+from accel_fn.core.warn import warn_user
 from accel_fn.errors import LogError
 from accel_fn.observe.log_lines import Line, events_file, heading, placed_lines, whole_lines
+from accel_fn.parallel.file_lock import FileLock
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,10 +20,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn.base.batch import count_samples
-from accel_fn.base.printable import UNPRINTABLE
-from accel_fn.base.state import DistState, check_state
+from accel_fn.core.batch import count_samples
+from accel_fn.core.loop import Strategy
+from accel_fn.core.observers import Observer
+from accel_fn.core.plan import Plan, SlotFunction
+from accel_fn.core.report import Report, verdict_of
+from accel_fn.core.state import DistState, check_state
+from accel_fn.core.step import Step
+from accel_fn.core.transform import Transform, fill, named
 from accel_fn.errors import (
+    UNPRINTABLE,
     ArgumentError,
     ArgumentTypeError,
     BatchError,
@@ -37,12 +43,6 @@ from accel_fn.observe.log_lines import EVENTS, SUFFIXES
 from accel_fn.observe.over_loader import check_step
 from accel_fn.observe.recorder import Recorder, path_of
 from accel_fn.observe.writers import check_writer
-from accel_fn.step.loop import Strategy
-from accel_fn.step.observers import Observer
-from accel_fn.step.plan import Plan, SlotFunction
-from accel_fn.step.report import Report, verdict_of
-from accel_fn.step.step import Step
-from accel_fn.step.transform import Transform, fill, named
 
 _NAMES = (
     "step",

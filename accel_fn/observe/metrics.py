@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.warn import warn_user
+from accel_fn.core.warn import warn_user
 from accel_fn.errors import ArgumentError, ArgumentTypeError, ReplicaError, message
 
 

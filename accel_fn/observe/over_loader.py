@@ -12,23 +12,21 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_fn.base.batch import count_samples
-from accel_fn.base.optimizer_modes import in_eval_mode
-from accel_fn.base.rng import restored_random
-from accel_fn.base.state import DistState, check_state, data_places
-from accel_fn.comm import primitives
-from accel_fn.comm.collectives import agreed
+from accel_fn.checks.first_batches import Looks, check_copies, looks_of, warn_of_equal_batches
+from accel_fn.core import primitives
+from accel_fn.core.batch import count_samples
+from accel_fn.core.collectives import agreed
+from accel_fn.core.loop import Strategy, cut
+from accel_fn.core.loss import run_placed
+from accel_fn.core.plan import Plan
+from accel_fn.core.restored import in_eval_mode, restored_random
+from accel_fn.core.state import DistState, check_state, data_places
+from accel_fn.core.step import Step
 from accel_fn.data.group_batches import Windowed
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 from accel_fn.observe.bar import loader_length, open_bar
-from accel_fn.step.checks.first_batches import Looks, check_copies, looks_of, warn_of_equal_batches
-from accel_fn.step.loop import Strategy
-from accel_fn.step.loss_module import run_placed
-from accel_fn.step.microbatches import cut
-from accel_fn.step.plan import Plan
-from accel_fn.step.step import Step
 
 T = TypeVar("T")
 _NOTHING = Looks([], [])

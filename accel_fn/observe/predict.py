@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accel_fn.base.batch import map_tensors
-from accel_fn.base.state import DistState, over
-from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.gather import flat_rows, join_rows
+from accel_fn.checks.first_batches import Looks
+from accel_fn.core.batch import map_tensors
+from accel_fn.core.collectives import broadcast
+from accel_fn.core.loss import given_frozen
+from accel_fn.core.plan import Plan
+from accel_fn.core.state import DistState, over
+from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 from accel_fn.observe.over_loader import (
     CutBatch,
@@ -25,10 +28,7 @@ from accel_fn.observe.over_loader import (
     parts_with_rows,
     read_on_all_ranks,
 )
-from accel_fn.step.checks.first_batches import Looks
-from accel_fn.step.frozen_models import given_frozen
-from accel_fn.step.plan import Plan
-from accel_fn.step.step import Step
+from accel_fn.parallel.gather import flat_rows, join_rows
 
 T = TypeVar("T")
 

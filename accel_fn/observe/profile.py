@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from accel_fn.base.state import DistState
-from accel_fn.base.warn import warn_user
-from accel_fn.comm import primitives
-from accel_fn.comm.collectives import agreed, all_or_none
-from accel_fn.comm.main_rank import on_main, print_on_main
+from accel_fn.checks.first_batches import FirstBatches
+from accel_fn.core import primitives
+from accel_fn.core.collectives import agreed, all_or_none
+from accel_fn.core.loop import Strategy
+from accel_fn.core.observers import Observer
+from accel_fn.core.plan import Plan, SlotFunction
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState
+from accel_fn.core.torch_internals import is_profiling
+from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.core.warn import warn_user
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_folder, message
 from accel_fn.observe.phase_times import DATA, PREFIX, STEP, PhaseTimes, phase_times, table
-from accel_fn.step.checks.first_batches import FirstBatches
-from accel_fn.step.loop import Strategy
-from accel_fn.step.observers import Observer
-from accel_fn.step.plan import Plan, SlotFunction
-from accel_fn.step.report import Report
-from accel_fn.step.torch_internals import is_profiling
-from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.parallel.main_rank import on_main, print_on_main
 
 _COMPRESSION = 3
 

@@ -11,13 +11,13 @@ from typing import Any, Generic, overload
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from accel_fn.base.delayed_read import DelayedRead
-from accel_fn.base.state import DistState, check_state
+from accel_fn.core.delayed_read import DelayedRead
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState, check_state
 from accel_fn.data.loader import Batch, Epoch, Epochs
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentTypeError, message
 from accel_fn.observe.bar import loader_length, open_bar
-from accel_fn.step.report import Report
 
 T = TypeVar("T", covariant=True)
 

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_fn.base.delayed_read import DelayedFloats
-from accel_fn.base.launch_options import launch_options
-from accel_fn.base.state import DistState
+from accel_fn.core.delayed_read import DelayedFloats
+from accel_fn.core.state import DistState
 from accel_fn.observe.log_files import LogFile, open_log
 from accel_fn.observe.writers import Write, as_writer, write_settings
+from accel_fn.parallel.launch_options import launch_options
 
 _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()

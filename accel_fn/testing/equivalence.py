@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accel_fn.base.split_batch import take_part
-from accel_fn.base.state import DistState
 from accel_fn.checkpoint.build import build
-from accel_fn.comm.dtensor import whole
+from accel_fn.core.dtensor import whole
+from accel_fn.core.loss import given_frozen
+from accel_fn.core.plan import Plan
+from accel_fn.core.report import Report
+from accel_fn.core.split_batch import take_part
+from accel_fn.core.state import DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, NotEquivalentError, message
-from accel_fn.step.frozen_models import given_frozen
-from accel_fn.step.plan import Plan
-from accel_fn.step.report import Report
 from accel_fn.testing.operations import Operation, first_difference, recorded
 from accel_fn.testing.simulation import simulate
 

@@ -16,45 +16,45 @@ from typing import Any
 from unittest import mock
 from unittest.mock import patch
 
-from accel_fn.base import file_lock, rng
-from accel_fn.base.state import DistState
-from accel_fn.base.warn import warn_user
 from accel_fn.checkpoint import background, frozen, new_checkpoint
 from accel_fn.checkpoint.background import Writing
 from accel_fn.checkpoint.format import hashing, host_memory, write
 from accel_fn.checkpoint.format.manifest import read_manifest
 from accel_fn.checkpoint.format.write import Share
 from accel_fn.checkpoint.weights.export import export_model
-from accel_fn.comm import meeting, messages, primitives, rendezvous
-from accel_fn.comm.dtensor import axes_of, fill, local, shard_like, whole
-from accel_fn.comm.meeting import Place, meet
-from accel_fn.comm.mesh import make_mesh
-from accel_fn.comm.messages import Channel, open_channel
-from accel_fn.comm.primitives import num_calls, start_total, waiting
-from accel_fn.comm.rendezvous import meet_at
-from accel_fn.comm.signed import signed, verified
-from accel_fn.comm.stores import FolderStore, SignedStore
-from accel_fn.comm.watchdog import watchdog as watchdog_module
-from accel_fn.comm.watchdog.hang_report import Ranks, Stack
-from accel_fn.comm.watchdog.store_log import Entry, StoreLog
-from accel_fn.comm.watchdog.watchdog import Abort, StoreWatchdog
+from accel_fn.core import primitives, update
+from accel_fn.core import restored as rng
+from accel_fn.core import step as step_file
+from accel_fn.core.dtensor import axes_of, fill, local, shard_like, whole
+from accel_fn.core.grads import global_norm
+from accel_fn.core.primitives import num_calls, start_total, waiting
+from accel_fn.core.signed import signed, verified
+from accel_fn.core.state import DistState
+from accel_fn.core.step import Step
+from accel_fn.core.torch_internals import run_optimizer
+from accel_fn.core.update import apply_update, follow_parameters
+from accel_fn.core.warn import warn_user
 from accel_fn.data import prefetch, workers
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.observe import bar
 from accel_fn.observe.log_to import _NAMES
-from accel_fn.step import step as step_file
-from accel_fn.step import update
-from accel_fn.step.grads import global_norm
-from accel_fn.step.same_on_all_ranks import check_same
-from accel_fn.step.step import Step
-from accel_fn.step.torch_internals import run_optimizer
-from accel_fn.step.update import apply_update, follow_parameters
+from accel_fn.parallel import file_lock, meeting, messages, rendezvous
+from accel_fn.parallel.local_sgd import average_ranks
+from accel_fn.parallel.meeting import Place, meet
+from accel_fn.parallel.mesh import make_mesh
+from accel_fn.parallel.messages import Channel, open_channel
+from accel_fn.parallel.rendezvous import meet_at
+from accel_fn.parallel.same_on_all_ranks import check_same
+from accel_fn.parallel.stores import FolderStore, SignedStore
+from accel_fn.parallel.tp.draws import draw_by_shard, may_draw
+from accel_fn.parallel.watchdog import watchdog as watchdog_module
+from accel_fn.parallel.watchdog.hang_report import Ranks, Stack
+from accel_fn.parallel.watchdog.store_log import Entry, StoreLog
+from accel_fn.parallel.watchdog.watchdog import Abort, StoreWatchdog
 from accel_fn.testing import simulation
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
-from accel_fn.transforms.local_sgd import average_ranks
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
-from accel_fn.transforms.tp.draws import draw_by_shard, may_draw
 
 __all__ = [  # what tests call as it is
     "Abort",

@@ -23,27 +23,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_fn.base.batch import count_samples
-from accel_fn.base.split_batch import take_part
-from accel_fn.base.state import DistState, LossScale
-from accel_fn.base.weights import count_labels, weigh
 from accel_fn.checkpoint.build import build
-from accel_fn.comm.backends import default_backend
-from accel_fn.comm.collectives import broadcast
-from accel_fn.comm.dtensor import whole
-from accel_fn.comm.gather import gather
-from accel_fn.comm.primitives import exchange
-from accel_fn.comm.reduce import reduce_mean, reduce_sum
-from accel_fn.comm.world import init
+from accel_fn.core.batch import count_samples
+from accel_fn.core.collectives import broadcast
+from accel_fn.core.dtensor import whole
+from accel_fn.core.plan import Plan
+from accel_fn.core.primitives import default_backend, exchange
+from accel_fn.core.split_batch import take_part
+from accel_fn.core.state import DistState, LossScale
+from accel_fn.core.transform import Transform, compose
+from accel_fn.core.weights import count_labels, weigh
 from accel_fn.data.shard_loader import shard_loader
-from accel_fn.step.plan import Plan
-from accel_fn.step.transform import Transform, compose
+from accel_fn.parallel.ddp import wrap_ddp
+from accel_fn.parallel.fsdp.fsdp import wrap_fsdp
+from accel_fn.parallel.gather import gather
+from accel_fn.parallel.reduce import reduce_mean, reduce_sum
+from accel_fn.parallel.world import init
 from accel_fn.testing.outcomes import NOT_RUN, Outcome, RankReport
 from accel_fn.transforms.accumulate.accumulate import accumulate
 from accel_fn.transforms.amp.amp import with_amp
 from accel_fn.transforms.clip import clip
-from accel_fn.transforms.ddp import wrap_ddp
-from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
 from accel_fn.transforms.place import place
 from accel_fn.transforms.schedule.schedule import schedule
 from accel_fn.transforms.skip import skip_nonfinite

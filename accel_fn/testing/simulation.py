@@ -1,6 +1,6 @@
 """simulate: run ranks as threads of one process, over real collectives.
 
-Uses private names of torch; tests/step/test_torch_internals.py fails when one of them changes.
+Uses private names of torch; tests/core/test_torch_internals.py fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_fn.base.mesh_axes import mesh_shape, ranks_along
-from accel_fn.base.state import Axis, DistState
-from accel_fn.comm.mesh_groups import make_axes
-from accel_fn.comm.thread_groups import (
+from accel_fn.core.mesh_axes import mesh_shape, ranks_along
+from accel_fn.core.state import Axis, DistState
+from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
+from accel_fn.parallel.mesh_groups import make_axes
+from accel_fn.parallel.thread_groups import (
     close_group,
     make_group,
     num_connections,
     release_group,
 )
-from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
 from accel_fn.testing.seed_turns import rank_of
 
 T = TypeVar("T")

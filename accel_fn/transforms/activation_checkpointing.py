@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from accel_fn.base.batch import tensors_of
-from accel_fn.base.blocks import Blocks, check_blocks, find_blocks
-from accel_fn.base.state import DistState
-from accel_fn.base.swap_forward import with_forwards
-from accel_fn.base.torch_compile import compile_inside
+from accel_fn.core.batch import tensors_of
+from accel_fn.core.plan import ContextFn, Plan, Stateful, describe
+from accel_fn.core.restored import with_forwards
+from accel_fn.core.state import DistState
+from accel_fn.core.torch_compile import compile_inside
+from accel_fn.core.torch_internals import checkpoint_hook
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import LossError, PlanError, check_flag, message
-from accel_fn.step.plan import ContextFn, Plan, Stateful, describe
-from accel_fn.step.torch_internals import checkpoint_hook
-from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.parallel.blocks import Blocks, check_blocks, find_blocks
 
 OURS = "of_checkpoint_activations"
 """Marks a hook that packs tensors as one of a checkpoint of ours: a block may stand in a block."""

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.delayed_read import UpdateCount
-from accel_fn.base.state import DistState
-from accel_fn.base.unwrap import unwrapped
-from accel_fn.comm.dtensor import local
+from accel_fn.core.delayed_read import UpdateCount
+from accel_fn.core.dtensor import local
+from accel_fn.core.plan import Plan, Stateful, describe, unwrapped
+from accel_fn.core.report import Report, verdict_of
+from accel_fn.core.state import DistState
+from accel_fn.core.step import Step
+from accel_fn.core.transform import Transform, fill, named
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,10 +27,6 @@ from accel_fn.errors import (
     check_positive,
     message,
 )
-from accel_fn.step.plan import Plan, Stateful, describe
-from accel_fn.step.report import Report, verdict_of
-from accel_fn.step.step import Step
-from accel_fn.step.transform import Transform, fill, named
 
 DecayFn = Callable[[int], float]
 RateFn = Callable[[int], float]

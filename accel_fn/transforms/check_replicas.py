@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_fn.base.state import DistState
+from accel_fn.core.loop import Strategy
+from accel_fn.core.observers import Observer
+from accel_fn.core.plan import Plan, SlotFunction
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import check_count
-from accel_fn.step.loop import Strategy
-from accel_fn.step.observers import Observer
-from accel_fn.step.plan import Plan, SlotFunction
-from accel_fn.step.report import Report
-from accel_fn.step.same_on_all_ranks import check_same
-from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.parallel.same_on_all_ranks import check_same
 
 
 @transform

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from accel_fn.base.state import DistState
-from accel_fn.comm.dtensor import is_sharded
+from accel_fn.core.dtensor import is_sharded
+from accel_fn.core.grads import Grads
+from accel_fn.core.plan import SlotFunction
+from accel_fn.core.state import DistState
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import check_positive
-from accel_fn.step.grads import Grads
-from accel_fn.step.plan import SlotFunction
-from accel_fn.step.transform import Transform, fill, transform
 
 
 @transform

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.optim import SGD
 
-from accel_fn.base.delayed_read import UpdateCount
-from accel_fn.base.state import DistState
+from accel_fn.core.delayed_read import UpdateCount
+from accel_fn.core.grads import Grads
+from accel_fn.core.plan import GradFn, Plan, Stateful
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentTypeError, PlanError, check_count, message
-from accel_fn.step.grads import Grads
-from accel_fn.step.plan import GradFn, Plan, Stateful
-from accel_fn.step.report import Report
-from accel_fn.step.transform import Transform, fill, transform
 
 
 @transform

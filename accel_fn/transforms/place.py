@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_fn.base.batch import to_device
-from accel_fn.base.state import DistState
+from accel_fn.core.batch import to_device
+from accel_fn.core.plan import SlotFunction
+from accel_fn.core.state import DistState
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentTypeError, message
-from accel_fn.step.plan import SlotFunction
-from accel_fn.step.transform import Transform, fill, transform
 
 
 @transform

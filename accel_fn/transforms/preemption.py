@@ -10,9 +10,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from accel_fn.core.plan import Plan, SlotFunction
+from accel_fn.core.transform import fill, named
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
-from accel_fn.step.plan import Plan, SlotFunction
-from accel_fn.step.transform import fill, named
 
 
 class Preemption:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.delayed_read import DelayedRead
-from accel_fn.base.state import DistState, step_name
+from accel_fn.core.delayed_read import DelayedRead
+from accel_fn.core.grads import Grads
+from accel_fn.core.plan import AcceptFn, Plan, Stateful
+from accel_fn.core.state import DistState, step_name
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import SkippedError, check_count, check_positive
-from accel_fn.step.grads import Grads
-from accel_fn.step.plan import AcceptFn, Plan, Stateful
-from accel_fn.step.transform import Transform, fill, transform
 
 _LEAST = 2.0
 """A spike is at least so many times the mean, however even the norms before it were."""

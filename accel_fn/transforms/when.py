@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentTypeError, message
-from accel_fn.step.transform import Transform, fill, transform
 
 
 @transform

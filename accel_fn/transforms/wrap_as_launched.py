@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import accel_fn
-from accel_fn.base.launch_options import launch_options, source_of
-from accel_fn.step.transform import Transform, fill, transform
-from accel_fn.transforms.ddp import wrap_ddp
+from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.parallel.ddp import wrap_ddp
+from accel_fn.parallel.launch_options import launch_options, source_of
 
 
 @transform
@@ -36,7 +36,7 @@ def wrap_as_launched() -> Transform:
     wrapper = launch_options().wrap
     if wrapper == "fsdp":
         # torch's FSDP takes half a second to import, which replicas need not wait for
-        from accel_fn.transforms.fsdp.fsdp import wrap_fsdp
+        from accel_fn.parallel.fsdp.fsdp import wrap_fsdp
 
         made = wrap_fsdp()
     elif wrapper == "deepspeed":

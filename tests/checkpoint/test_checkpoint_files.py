@@ -669,7 +669,7 @@ def impatient():
 LOCKING = """
 import os, time
 from pathlib import Path
-from accel_fn.base.file_lock import FileLock
+from accel_fn.parallel.file_lock import FileLock
 lock = FileLock(Path(folder) / ".lock")
 """
 

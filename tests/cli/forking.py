@@ -25,7 +25,7 @@ _LOADED = (
     "contrib.estimate.memory",
     "observe.explain",
     "testing.promises",
-    "transforms.ddp",
+    "parallel.ddp",
 )
 
 

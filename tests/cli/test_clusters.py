@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.comm.test_tasks import pbs
+from tests.parallel.test_tasks import pbs
 from tests.support.processes import free_port
 
 HOSTS = "127.0.0.2", "127.0.0.3"

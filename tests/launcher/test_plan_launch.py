@@ -10,7 +10,7 @@ from accel_fn.launcher.machines.machines import Machines, place
 from accel_fn.launcher.plan_launch import plan_launch
 from accel_fn.launcher.processes.environment import glibc_version, launch_variables
 from tests.cli.commands import run_python
-from tests.comm.test_tasks import MPIRUN, SBATCH, SRUN, pbs
+from tests.parallel.test_tasks import MPIRUN, SBATCH, SRUN, pbs
 from tests.support.launch_settings import Machine, Settings, resolve
 
 ONE_A_NODE = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}

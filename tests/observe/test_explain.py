@@ -1,8 +1,6 @@
 """explain returns a text of what a step does; the phases themselves are tested beside what fills
 them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -89,12 +87,3 @@ def test_groups_of_equal_settings_are_one_and_frozen_tensors_are_not_counted():
 def test_groups_that_do_not_differ_are_not_shown(groups):
     parts = [{"params": weights(2)} for _ in range(groups)]
     assert explained(*parts).endswith(f"{2 * groups} parameter tensors, {4 * groups} numbers")
-
-
-def test_a_strategy_of_yours_describes_its_backward():
-    class ByHand(af.extend.Strategy):
-        def describe(self, state, plan):
-            return f"the {plan.reduction}, by hand"
-
-    state, step = af.build(replace(ours.plan(), strategy=(ByHand,)), af.DistState())
-    assert "  backward   the mean, by hand" in af.explain(step, state).splitlines()

@@ -20,25 +20,29 @@ DEEP_LINE = re.compile(
 )
 PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.contrib.transformers")
 DEEP = {
-    "base/test_add_alpha.py": {"base.pass_add_alpha", "base.torch_compile"},
-    "base/test_batches.py": {"base.split_batch"},
+    "core/test_add_alpha.py": {"core.torch_compile"},
+    "core/test_batches.py": {"core.split_batch"},
     "checkpoint/test_weights.py": {"checkpoint.weights.save_load_model"},
     "cli/commands.py": {"cli"},
     "cli/test_config_questions.py": {"cli.config"},
     "cli/test_launch_function.py": {"launcher.function.child"},
     "cli/test_launch_notebook.py": {"launcher.function.notebook"},
     "cli/test_test.py": {"testing.outcomes"},
-    "comm/test_meshes.py": {"base.mesh_axes"},
-    "comm/test_nodes.py": {"comm.clusters.nodes", "comm.world"},
-    "comm/test_tasks.py": {"comm.clusters.hosts", "comm.clusters.tasks", "comm.world"},
-    "comm/test_unpickle.py": {"comm.unpickle"},
-    "comm/test_world.py": {"comm.backends", "comm.world"},
+    "parallel/test_meshes.py": {"core.mesh_axes"},
+    "parallel/test_nodes.py": {"parallel.clusters.nodes", "parallel.world"},
+    "parallel/test_tasks.py": {
+        "parallel.clusters.hosts",
+        "parallel.clusters.tasks",
+        "parallel.world",
+    },
+    "parallel/test_unpickle.py": {"core.primitives"},
+    "parallel/test_world.py": {"core.primitives", "parallel.world"},
     "data/test_fetch.py": {"data.indexed.fetch"},
     "data/test_order.py": {"data.order"},
     "data/test_random_generators.py": {"data.random_generators"},
     "data/test_streams.py": {"data.streams.pack"},
-    "contrib/deepspeed/engine/cases.py": {"comm.dtensor"},
-    "contrib/transformers/test_tp_styles.py": {"transforms.tp.styles"},
+    "contrib/deepspeed/engine/cases.py": {"core.dtensor"},
+    "contrib/transformers/test_tp_styles.py": {"parallel.tp.styles"},
     "launcher/test_cpus.py": {"launcher.machines.cpus"},
     "launcher/test_detect.py": {"launcher.machines.detect"},
     "launcher/test_failures.py": {"launcher.processes.failures"},
@@ -65,34 +69,34 @@ DEEP = {
     "observe/test_phase_times.py": {"observe.phase_times"},
     "observe/test_profile.py": {"observe.phase_times"},
     "observe/test_writers.py": {"observe.writers"},
-    "ray/devices.py": {"comm.world"},
+    "ray/devices.py": {"parallel.world"},
     "sim/test_checkpoints.py": {"checkpoint.format", "checkpoint.format.shard_plan"},
-    "sim/test_hazards.py": {"step.same_on_all_ranks"},
-    "sim/test_log.py": {"base.delayed_read"},
+    "sim/test_hazards.py": {"parallel.same_on_all_ranks"},
+    "sim/test_log.py": {"core.delayed_read"},
     "package/test_package.py": {"names"},
-    "step/test_frozen_models.py": {"checkpoint.format.manifest"},
-    "support/late_reads.py": {"base.delayed_read"},
+    "core/test_frozen_models.py": {"checkpoint.format.manifest"},
+    "support/late_reads.py": {"core.delayed_read"},
     "support/launch_settings.py": {
         "launcher.machines.detect",
         "launcher.settings.files",
         "launcher.settings.settings",
         "launcher.settings.sources",
     },
-    "support/out_of_memory.py": {"base.split_batch", "comm.dtensor"},
+    "support/out_of_memory.py": {"core.split_batch", "core.dtensor"},
     "support/schedules.py": {"transforms.schedule.advance"},
-    "support/strategies.py": {"comm"},
+    "support/strategies.py": {"core"},
     "tools/benchmarks/loading.py": {"data.order"},
     "tools/benchmarks/saving.py": {"checkpoint.background", "checkpoint.format.hashing"},
     "tools/mutants/probe.py": {"testing.promises"},
     "tools/mutants/test_mutants.py": {"transforms"},
     "tools/pages.py": {"contrib.runs.plot_page", "contrib.runs.run_log"},
-    "transforms/test_check_replicas.py": {"step.same_on_all_ranks"},
-    "transforms/test_compiled_changes.py": {"base.torch_compile"},
-    "transforms/test_fsdp.py": {"base.blocks"},
+    "transforms/test_check_replicas.py": {"parallel.same_on_all_ranks"},
+    "transforms/test_compiled_changes.py": {"core.torch_compile"},
+    "transforms/test_fsdp.py": {"parallel.blocks"},
     "transforms/test_hoist_scalars.py": {"transforms.compile.pass_hoist_scalars"},
-    "transforms/test_tp_plans.py": {"transforms.tp.styles"},
-    "transforms/test_tp_styles.py": {"transforms.tp.styles"},
-    "transforms/test_tree_sum.py": {"transforms.reproducible", "transforms.reproducible.tree_sum"},
+    "transforms/test_tp_plans.py": {"parallel.tp.styles"},
+    "transforms/test_tp_styles.py": {"parallel.tp.styles"},
+    "transforms/test_tree_sum.py": {"parallel.reproducible", "parallel.reproducible.tree_sum"},
 }
 
 
@@ -137,9 +141,9 @@ def test_the_page_of_internals_is_small():
     assert len(page.read_text().splitlines()) < 400
 
 
-@pytest.mark.parametrize("line", ["import accel_fn.step.loop", "from accel_fn.step import loop"])
+@pytest.mark.parametrize("line", ["import accel_fn.core.loop", "from accel_fn.core import loop"])
 def test_a_deep_import_is_found(tmp_path, line):
     path = tmp_path / "test_it.py"
     path.write_text(f"def test_it():\n    {line}\n")
     (found,) = deep_imports(path)
-    assert re.fullmatch("step(.loop)?", found)
+    assert re.fullmatch("core(.loop)?", found)

@@ -9,7 +9,7 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 import accel_fn as af
-from accel_fn.comm.world import ray_device
+from accel_fn.parallel.world import ray_device
 
 
 def work(config):

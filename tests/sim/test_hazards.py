@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
-from accel_fn.step.same_on_all_ranks import fingerprints
+from accel_fn.parallel.same_on_all_ranks import fingerprints
 from tests.sim.device import native, recorded
 from tests.sim.programs import assert_equal, loss_fn, make_batches, make_model, train, waits_in
 from tests.support.forked_ranks import run_worlds

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.base.delayed_read import DelayedRead
+from accel_fn.core.delayed_read import DelayedRead
 from tests.sim.programs import NUM_STEPS, train
 
 COMPARED = ("loss", "grad_norm", "learning_rate", "skipped_updates", "mae")

@@ -41,10 +41,10 @@ def mark():
 _IMPORTS = (
     "torch._dynamo",
     "torch.utils.data",
-    "accel_fn.comm.world",
-    "accel_fn.step.step",
-    "accel_fn.transforms.ddp",
-    "accel_fn.transforms.fsdp.fsdp",
+    "accel_fn.parallel.world",
+    "accel_fn.core.step",
+    "accel_fn.parallel.ddp",
+    "accel_fn.parallel.fsdp.fsdp",
 )
 
 

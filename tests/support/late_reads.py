@@ -1,6 +1,6 @@
 """Simulates on a CPU that the host reads an accelerator's results one step late."""
 
-from accel_fn.base.delayed_read import DelayedFloats, DelayedRead
+from accel_fn.core.delayed_read import DelayedFloats, DelayedRead
 
 
 class LateRead:

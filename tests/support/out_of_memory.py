@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.split_batch import split_batch
-from accel_fn.comm.dtensor import local
+from accel_fn.core.dtensor import local
+from accel_fn.core.split_batch import split_batch
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 

@@ -14,7 +14,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 import accel_fn as af
-from accel_fn.comm import dtensor
+from accel_fn.core import dtensor
 from accel_fn.testing import simulate
 from tests import reference
 
@@ -94,7 +94,7 @@ def built(
 ) -> tuple[af.DistState, af.Step]:
     """Build such a plan after a transform, in one process if no state is given.
 
-    Tests of plans count forwards, so its loss is not compared; tests/step/test_reduction.py is about that.
+    Tests of plans count forwards, so its loss is not compared; tests/core/test_reduction.py is about that.
     """
     return af.build(recipe(plan(**given)), state or af.DistState(), check_loss=False)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.step.same_on_all_ranks import fingerprints
+from accel_fn.parallel.same_on_all_ranks import fingerprints
 from accel_fn.testing import simulate
 from tests.laws.law14_replicas import BATCH
 from tests.support import strategies as ours

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_fn as af
-from accel_fn.base.torch_compile import moving_guards
+from accel_fn.core.torch_compile import moving_guards
 from tests.support import strategies as ours
 from tests.support.compilers import (
     compiles,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accel_fn as af
-from accel_fn.base.blocks import find_blocks
+from accel_fn.parallel.blocks import find_blocks
 from accel_fn.testing import simulate
 from tests.support import strategies as ours
 from tests.support.block_models import (

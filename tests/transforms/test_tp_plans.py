@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel_fn as af
-from accel_fn.transforms.tp.styles import styles_of
+from accel_fn.parallel.tp.styles import styles_of
 
 
 class Block(nn.Module):

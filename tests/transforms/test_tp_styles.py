@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils.parametrizations import weight_norm
 
 import accel_fn as af
+from accel_fn.parallel.tp.styles import styles_of
 from accel_fn.testing import simulate
-from accel_fn.transforms.tp.styles import styles_of
 
 
 class Attention(nn.Module):

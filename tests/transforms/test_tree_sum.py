@@ -5,9 +5,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from accel_fn.parallel.reproducible import tree_sum
+from accel_fn.parallel.reproducible.tree_sum import Tree, sum_over_ranks
 from accel_fn.testing import simulate, strategies
-from accel_fn.transforms.reproducible import tree_sum
-from accel_fn.transforms.reproducible.tree_sum import Tree, sum_over_ranks
 
 
 @st.composite

@@ -18,7 +18,7 @@ from typing import Any, cast
 import xxhash
 from torch import Tensor
 
-from accel_fn.base.raw_bytes import bytes_of
+from accel_fn.core.primitives import bytes_of
 from accel_fn.errors import CheckpointError
 
 _BLOCK = 1 << 24

@@ -15,12 +15,11 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from accel_fn.base.mesh_axes import AXES
-from accel_fn.base.printable import UNPRINTABLE, printable
 from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
 from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
 from accel_fn.checkpoint.format.old_names import renamed_manifest
-from accel_fn.errors import CheckpointError, shown
+from accel_fn.core.mesh_axes import AXES
+from accel_fn.errors import UNPRINTABLE, CheckpointError, printable, shown
 
 FORMAT, _READ = 2, (1, 2)
 NAME = "manifest.json"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState
 from accel_fn.checkpoint.format.manifest import Chunk, Entry
-from accel_fn.comm.dtensor import is_sharded
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.dtensor import is_sharded
+from accel_fn.core.primitives import exchange
+from accel_fn.core.state import DistState
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.tied_weights import is_expanded, split_tied, view_key
-from accel_fn.comm.dtensor import local
+from accel_fn.core.dtensor import local
+from accel_fn.core.plan import unwrapped
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 

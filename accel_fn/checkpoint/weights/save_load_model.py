@@ -15,9 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from accel_fn.base.raw_bytes import bytes_of
-from accel_fn.base.state import DistState
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.format.hashing import hash_of_tensor
 from accel_fn.checkpoint.weights.entries import (
     Entries,
@@ -26,9 +23,12 @@ from accel_fn.checkpoint.weights.entries import (
     read_entries,
 )
 from accel_fn.checkpoint.weights.files import Stored, open_set, write_set
-from accel_fn.comm.collectives import all_or_none, barrier
-from accel_fn.comm.dtensor import axes_of, fill, whole
-from accel_fn.comm.zero import gathered, is_copied, world_of
+from accel_fn.core.collectives import all_or_none, barrier
+from accel_fn.core.dtensor import axes_of, fill, whole
+from accel_fn.core.plan import unwrapped
+from accel_fn.core.primitives import bytes_of
+from accel_fn.core.state import DistState
+from accel_fn.core.zero import gathered, is_copied, world_of
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,

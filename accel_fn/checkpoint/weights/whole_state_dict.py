@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accel_fn.base.state import DistState, check_state
-from accel_fn.base.unwrap import unwrapped
 from accel_fn.checkpoint.tied_weights import split_tied
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.dtensor import whole
-from accel_fn.comm.zero import gathered
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.dtensor import whole
+from accel_fn.core.plan import unwrapped
+from accel_fn.core.state import DistState, check_state
+from accel_fn.core.zero import gathered
 from accel_fn.errors import ArgumentTypeError, message
 
 

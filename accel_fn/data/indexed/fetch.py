@@ -19,8 +19,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from accel_fn.base.origin import Origin
-from accel_fn.base.split_batch import part_bounds
+from accel_fn.core.given_batches import Origin
+from accel_fn.core.split_batch import part_bounds
 from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch, stacks_plainly
 from accel_fn.data.empty_part import EmptyPart, twice, without_rows
 from accel_fn.data.random_generators import seed_process

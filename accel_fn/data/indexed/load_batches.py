@@ -15,7 +15,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.base.origin import mark
+from accel_fn.core.given_batches import mark
 from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.fetch import Fetcher, Part, ReadyFetcher, WholeFetcher, listed
 from accel_fn.data.loader import Numbered

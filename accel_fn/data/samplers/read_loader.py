@@ -15,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from accel_fn.base.state import DistState
+from accel_fn.core.state import DistState
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import (
     ItemOrder,

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_fn.base.mesh_axes import ranks_along
-from accel_fn.base.split_batch import part_bounds
-from accel_fn.base.state import DistState, mesh_of
-from accel_fn.comm.messages import Channel
+from accel_fn.core.mesh_axes import ranks_along
+from accel_fn.core.split_batch import part_bounds
+from accel_fn.core.state import DistState, mesh_of
 from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.indexed.load_batches import BatchReader
 from accel_fn.data.loader import Numbered
@@ -23,6 +22,7 @@ from accel_fn.data.sampled_batches import SampledBatches, SampledParts
 from accel_fn.data.samplers.sampler_batches import Batch, SamplerBatches
 from accel_fn.data.set_epoch import LoopEpochs, may_sample
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_equal, message
+from accel_fn.parallel.messages import Channel
 
 _MOST_NOTED = 1000
 

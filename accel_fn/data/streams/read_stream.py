@@ -1,7 +1,7 @@
 """Passes over a user's stream: by which workers, in which epoch, and with which random numbers.
 
 Which worker a data set takes itself for is a private global of torch;
-tests/step/test_torch_internals.py fails when it changes.
+tests/core/test_torch_internals.py fails when it changes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.base.batch import ATOMS
-from accel_fn.base.mappings import opened
+from accel_fn.core.batch import ATOMS, opened
 from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.data.random_generators import Generators

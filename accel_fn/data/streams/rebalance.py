@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_fn.base.split_batch import part_sizes
-from accel_fn.comm.messages import Channel
+from accel_fn.core.split_batch import part_sizes
 from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.order import Cut
 from accel_fn.data.streams.pack import pack, unpack
+from accel_fn.parallel.messages import Channel
 
 _MOST = 4  # batches between two agreements; a rank holds about one part more than that
 

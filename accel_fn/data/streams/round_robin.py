@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel_fn.base.split_batch import part_bounds
-from accel_fn.base.warn import warn_user
-from accel_fn.comm.collectives import all_or_none
-from accel_fn.comm.messages import Channel
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.primitives import exchange
+from accel_fn.core.split_batch import part_bounds
+from accel_fn.core.warn import warn_user
 from accel_fn.data.empty_part import EmptyPart
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.read_stream import Passes, Stream, WorkerInit, WorkerStream, options_of
 from accel_fn.data.streams.stream_options import StreamOptions
 from accel_fn.data.streams.stream_source import StreamSource
 from accel_fn.errors import check_equal
+from accel_fn.parallel.messages import Channel
 
 _BLOCK = 16
 _NUM_HASHED, _FEWEST = 16, 8

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.comm.messages import Channel
 from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.streams.pack import pack
@@ -22,6 +21,7 @@ from accel_fn.data.streams.rebalance import HeldItems, rebalanced_parts
 from accel_fn.data.streams.stream_options import Split, StreamOptions, shard_of
 from accel_fn.data.streams.stream_source import StreamSource
 from accel_fn.data.workers import identity
+from accel_fn.parallel.messages import Channel
 
 
 class SplitSource(StreamSource):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_fn.base.state import DistState
+from accel_fn.core.state import DistState
 from accel_fn.data.order import Cut, knows_ranks, length_of, per_rank_error
 from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_count, message
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_fn.comm.clusters.nodes import Node, check_agree, read_node
-from accel_fn.comm.clusters.tasks import RANKS, read_task
-from accel_fn.comm.clusters.variables import Variables
 from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.network import check_host
 from accel_fn.launcher.settings.sources import Resolved
+from accel_fn.parallel.clusters.nodes import Node, check_agree, read_node
+from accel_fn.parallel.clusters.tasks import RANKS, read_task
+from accel_fn.parallel.clusters.variables import Variables
 
 _LOOPBACK, _PORT = "127.0.0.1", 29500
 

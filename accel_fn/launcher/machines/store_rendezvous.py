@@ -24,11 +24,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from accel_fn.comm.signed import run_token
-from accel_fn.comm.stores import SignedStore
+from accel_fn.core.signed import run_token
 from accel_fn.errors import WorldError, WorldTimeoutError
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import free_port, is_listening, listen
+from accel_fn.parallel.stores import SignedStore
 
 _MEET_WITHIN_S, _LOG_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05
 _BEAT_S, GONE_AFTER_S = 1.0, 30.0

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from accel_fn.comm.signed import TOKEN
+from accel_fn.core.signed import TOKEN
 from accel_fn.launcher.machines.cpus import Processors
 from accel_fn.launcher.machines.machines import Machines
 from accel_fn.launcher.machines.network import interface_towards

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_fn.comm.signed import TOKEN
+from accel_fn.core.signed import TOKEN
 from accel_fn.launcher.processes.environment import STORE
 
 _NETWORKS = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from accel_fn.comm.clusters.nodes import Node, read_node
-from accel_fn.comm.clusters.tasks import Task, read_task
 from accel_fn.errors import SettingsError, message
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings.settings import Mistake, Settings
 from accel_fn.launcher.settings.value import Given
+from accel_fn.parallel.clusters.nodes import Node, read_node
+from accel_fn.parallel.clusters.tasks import Task, read_task
 
 _USE_CPU = "launch with --cpu to train on the CPU"
 

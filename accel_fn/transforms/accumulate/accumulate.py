@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from accel_fn.base.launch_options import launch_options, source_of
-from accel_fn.base.split_batch import split_batch
-from accel_fn.base.state import DistState
+from accel_fn.core.plan import SlotFunction, Stateful
+from accel_fn.core.split_batch import split_batch
+from accel_fn.core.state import DistState
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -15,8 +16,7 @@ from accel_fn.errors import (
     check_count,
     message,
 )
-from accel_fn.step.plan import SlotFunction, Stateful
-from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.parallel.launch_options import launch_options, source_of
 from accel_fn.transforms.accumulate.retry_on_oom import FittingSplit, RetryOnOOM
 
 

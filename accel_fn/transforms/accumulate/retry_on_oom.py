@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from accel_fn.base.batch import count_samples
-from accel_fn.base.buffers import copied_buffers
-from accel_fn.base.out_of_memory import free_memory, is_memory
-from accel_fn.base.rng import random_state, restore_random
-from accel_fn.base.split_batch import split_batch
-from accel_fn.base.state import DistState
-from accel_fn.comm.collectives import exchange_failures
-from accel_fn.comm.primitives import exchange
+from accel_fn.core.batch import count_samples
+from accel_fn.core.collectives import exchange_failures
+from accel_fn.core.grads import Grads
+from accel_fn.core.plan import GradFn, Plan
+from accel_fn.core.primitives import exchange
+from accel_fn.core.report import Report
+from accel_fn.core.restored import copied_buffers, random_state, restore_random
+from accel_fn.core.split_batch import split_batch
+from accel_fn.core.state import DistState
+from accel_fn.core.torch_internals import free_memory, is_memory
 from accel_fn.errors import OutOfMemoryError, PeerOutOfMemoryError
-from accel_fn.step.grads import Grads
-from accel_fn.step.plan import GradFn, Plan
-from accel_fn.step.report import Report
 
 _LOG = logging.getLogger(__name__)
 

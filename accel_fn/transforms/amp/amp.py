@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import torch
 
-from accel_fn.base.blocks import Blocks, check_blocks
-from accel_fn.base.launch_options import launch_options, source_of
-from accel_fn.base.state import DistState, LossScale
-from accel_fn.base.warn import warn_user
+from accel_fn.core.plan import Plan, SlotFunction
+from accel_fn.core.state import DistState, LossScale
+from accel_fn.core.step import Step
+from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.core.warn import warn_user
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
-from accel_fn.step.plan import Plan, SlotFunction
-from accel_fn.step.step import Step
-from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.parallel.blocks import Blocks, check_blocks
+from accel_fn.parallel.launch_options import launch_options, source_of
 from accel_fn.transforms.amp.float8 import Float8Slot, in_float8, torchao
 
 _DTYPES = {

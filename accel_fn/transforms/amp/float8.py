@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel_fn.base.blocks import Blocks, modules_in
-from accel_fn.base.state import DistState
-from accel_fn.base.swap_forward import with_forwards
+from accel_fn.core.plan import ContextFn, Plan, Stateful
+from accel_fn.core.restored import with_forwards
+from accel_fn.core.state import DistState
 from accel_fn.errors import ExtraError, PlanError
-from accel_fn.step.plan import ContextFn, Plan, Stateful
+from accel_fn.parallel.blocks import Blocks, modules_in
 
 _MULTIPLE = 16  # such kernels multiply matrices whose sizes are multiples of this
 _FIRST_CAPABILITY = (8, 9)  # the first NVIDIA devices with float8: Ada, Hopper and later

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_fn.base.blocks import repeated
-from accel_fn.base.state import DistState
-from accel_fn.base.torch_compile import (
+from accel_fn.core.collectives import all_or_none
+from accel_fn.core.loop import splits_of
+from accel_fn.core.plan import Plan, SlotFunction, describe
+from accel_fn.core.state import DistState
+from accel_fn.core.step import Stages
+from accel_fn.core.torch_compile import (
     CUDA_GRAPHS,
     MODES,
     check_compiler,
@@ -23,12 +26,9 @@ from accel_fn.base.torch_compile import (
     moving_guards,
     options_of,
 )
-from accel_fn.comm.collectives import all_or_none
+from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
-from accel_fn.step.microbatches import splits_of
-from accel_fn.step.plan import Plan, SlotFunction, describe
-from accel_fn.step.step import Stages
-from accel_fn.step.transform import Transform, fill, transform
+from accel_fn.parallel.blocks import repeated
 from accel_fn.transforms.compile.plan_guards import hooked
 from accel_fn.transforms.compile.whole_step import CompiledStep, GraphFn
 

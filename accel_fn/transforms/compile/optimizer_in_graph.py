@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from accel_fn.base.torch_compile import compile_function, reason_of
+from accel_fn.core.torch_compile import compile_function, reason_of
 from accel_fn.errors import LossError, PlanError
 
 Memory = dict[str, Any]

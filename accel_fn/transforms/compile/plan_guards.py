@@ -6,10 +6,10 @@ from operator import is_
 
 from torch import Tensor
 
-from accel_fn.base.module_guards import ModuleGuards
+from accel_fn.core.plan import Plan
+from accel_fn.core.torch_compile import ModuleGuards
+from accel_fn.core.torch_internals import has_hooks
 from accel_fn.errors import PlanError
-from accel_fn.step.plan import Plan
-from accel_fn.step.torch_internals import has_hooks
 
 
 def hooked(plan: Plan) -> str:

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.base.state import DistState, LossScale
-from accel_fn.base.torch_compile import reason_of, without_clock
-from accel_fn.base.weights import Weight, shares, total_weight
+from accel_fn.core.grads import HALF, Grads
+from accel_fn.core.loop import Parts, Weights, microbatches
+from accel_fn.core.loss import LossModule, in_contexts, loss_module_of, placed
+from accel_fn.core.mean import Layout, MetricSums
+from accel_fn.core.plan import Plan, trained_by
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState, LossScale
+from accel_fn.core.step import Stages
+from accel_fn.core.torch_compile import reason_of, without_clock
+from accel_fn.core.weights import Weight, shares, total_weight
 from accel_fn.errors import LossError
-from accel_fn.step.grads import Grads
-from accel_fn.step.loss_module import LossModule, in_contexts, loss_module_of, placed
-from accel_fn.step.metric_sums import Layout, MetricSums
-from accel_fn.step.microbatches import Parts, Weights, microbatches
-from accel_fn.step.plan import Plan, trained_by
-from accel_fn.step.report import Report
-from accel_fn.step.step import Stages
-from accel_fn.step.wide_sums import HALF
 from accel_fn.transforms.compile.optimizer_in_graph import (
     Captured,
     Group,

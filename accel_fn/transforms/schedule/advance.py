@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accel_fn.base.delayed_read import DelayedRead
-from accel_fn.base.state import DistState
-from accel_fn.step.plan import Plan
-from accel_fn.step.report import Report, verdict_of
+from accel_fn.core.delayed_read import DelayedRead
+from accel_fn.core.plan import Plan
+from accel_fn.core.report import Report, verdict_of
+from accel_fn.core.state import DistState
 from accel_fn.transforms.schedule.rival_check import LOOKS, rival_check
 
 MetricFn = Callable[[Report], Tensor | float]

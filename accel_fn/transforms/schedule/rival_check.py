@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel_fn.base.warn import warn_user
+from accel_fn.core.warn import warn_user
 
 LOOKS = (1, 2, 10, 100)
 """After so many advances, what the scheduler has left is compared with what the next one finds."""

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from accel_fn.base.delayed_read import DelayedRead
-from accel_fn.base.state import DistState
+from accel_fn.core.delayed_read import DelayedRead
+from accel_fn.core.plan import Plan, Stateful, UpdateFn, trained_by
+from accel_fn.core.state import DistState
+from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.core.update import takes_factor
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_count, message
-from accel_fn.step.plan import Plan, Stateful, UpdateFn, trained_by
-from accel_fn.step.transform import Transform, fill, transform
-from accel_fn.step.update import takes_factor
 from accel_fn.transforms.schedule.advance import (
     Advance,
     AdvanceByMetric,

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import accel_fn as af
+from accel_fn.parallel.tp.styles import styles_of
 from accel_fn.testing import simulate
-from accel_fn.transforms.tp.styles import styles_of
 from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
 

@@ -22,18 +22,18 @@ class Mutant:
     """The kind of program that people write, in the fuzzer's words, whose results it makes wrong."""
 
 
-LOOP, MEAN = "step/loop.py", "step/global_mean.py"
-UPDATE = "step/update.py"
-GRADS, STATE = "step/grads.py", "base/state.py"
+LOOP, MEAN = "core/loop.py", "core/mean.py"
+UPDATE = "core/update.py"
+GRADS, STATE = "core/grads.py", "core/state.py"
 LOOK, PARTS, VERDICTS, TRIAL = (
-    "step/checks/look.py",
-    "step/checks/parts.py",
-    "step/checks/verdicts.py",
-    "step/checks/trial.py",
+    "checks/look.py",
+    "checks/parts.py",
+    "checks/verdicts.py",
+    "checks/trial.py",
 )
-BATCH_NORM = "comm/batch_norm.py"
-FROZEN = "step/frozen_models.py"
-DDP = "transforms/ddp.py"
+BATCH_NORM = "parallel/batch_norm.py"
+FROZEN = "core/loss.py"
+DDP = "parallel/ddp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
 ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
@@ -66,18 +66,18 @@ MUTANTS = [
     ),
     Mutant(
         "terms share the denominator of the first one",
-        "base/weights.py",
+        "core/weights.py",
         "return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])",
         "return tuple([part * factor / total[0] if part else 0.0 for part, whole in pairs])",
-        f"{LAWS}03_several_terms.py tests/step/test_several_terms.py",
+        f"{LAWS}03_several_terms.py tests/core/test_several_terms.py",
         kind="losses.terms",
     ),
     Mutant(
         "a term without items adds the gradient of its 0/0",
-        "step/loss_terms.py",
+        "core/loss.py",
         "node.register_hook(_zeros)",
         "node.name()",
-        f"{LAWS}03_several_terms.py tests/step/test_several_terms.py",
+        f"{LAWS}03_several_terms.py tests/core/test_several_terms.py",
     ),
     Mutant(
         "each rank decides about an overflow alone",
@@ -98,7 +98,7 @@ MUTANTS = [
         GRADS,
         "norm = raw if self.factor is None else raw * self.factor.abs()",
         "norm = raw",
-        f"tests/step/test_grads.py {SCALING}",
+        f"tests/core/test_grads.py {SCALING}",
     ),
     Mutant(
         "clipping by a bound of each rank's own",
@@ -145,10 +145,10 @@ MUTANTS = [
     ),
     Mutant(
         "rows that are not samples are passed over",
-        "step/checks/rows.py",
+        "checks/rows.py",
         "if count is None or",
         "if True or",
-        f"tests/step/test_rows.py {LAWS}03_rows.py",
+        f"tests/core/test_rows.py {LAWS}03_rows.py",
         kind="data.time_first",
     ),
     Mutant(
@@ -177,10 +177,10 @@ MUTANTS = [
     ),
     Mutant(
         "a rank's part loses its last row",
-        "base/split_batch.py",
+        "core/split_batch.py",
         "return start, start + size + (index < extra)",
         "return start, start + size",
-        f"tests/base {LAWS}08_sharding.py",
+        f"tests/core {LAWS}08_sharding.py",
     ),
     Mutant(
         "a resumed run forgets how many updates it skipped",
@@ -191,31 +191,31 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run averages ranks at other updates",
-        "transforms/local_sgd/local_sgd.py",
+        "parallel/local_sgd/local_sgd.py",
         'self._num_updates = saved["num_updates"]',
         "self._num_updates = 1",
         "tests/transforms/test_local_sgd.py",
     ),
     Mutant(
         "ranks that train apart count alike in their mean",
-        "transforms/local_sgd/average_ranks.py",
+        "parallel/local_sgd/average_ranks.py",
         "each / total if total else 1 / len(weights)",
         "1 / len(weights)",
         f"{LAWS}03_local_sgd.py",
     ),
     Mutant(
         "rows are gathered in another order",
-        "comm/gather.py",
+        "parallel/gather.py",
         "torch.cat([next(part).to(device) for part in parts]).view(leaf.dtype)",
         "torch.cat([next(part).to(device) for part in reversed(parts)]).view(leaf.dtype)",
-        f"tests/comm/test_gather.py {LAWS}11_evaluation.py",
+        f"tests/parallel/test_gather.py {LAWS}11_evaluation.py",
     ),
     Mutant(
         "a mean over ranks without their weights",
-        "comm/reduce.py",
+        "parallel/reduce.py",
         "return [each / total for each in weights]",
         "return [1 / len(weights) for each in weights]",
-        "tests/comm/test_collectives.py",
+        "tests/parallel/test_collectives.py",
     ),
     Mutant(
         "dropout is on in an evaluation",
@@ -240,7 +240,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches that only keep shards together count",
-        "step/loop.py",
+        "core/loop.py",
         "[*weights, *[0] * lacking]",
         "[*weights, *[1] * lacking]",
         f"{LAWS}03_fsdp.py",
@@ -263,17 +263,17 @@ MUTANTS = [
     ),
     Mutant(
         "rows that a rank runs for its peers count in batch statistics",
-        "step/synced_batch_norm.py",
+        "parallel/synced_batch_norm.py",
         "layers.counts = weight is not _SPARE",
         "layers.counts = True",
         f"{LAWS}03_batch_norm.py",
     ),
     Mutant(
         "BatchNorm of micro-batches is not warned of",
-        "step/checks/batch_norm.py",
+        "checks/batch_norm.py",
         "self._over_parts = bool(splits_of(plan))",
         "self._over_parts = False",
-        "tests/step/test_batch_norm_check.py",
+        "tests/core/test_batch_norm_check.py",
         kind="models.batch_norm_of_micro_batches",
     ),
     Mutant(
@@ -293,10 +293,10 @@ MUTANTS = [
     ),
     Mutant(
         "one row of a rank under BatchNorm raises on this rank alone",
-        "step/checks/first_batches.py",
+        "checks/first_batches.py",
         "if self._one_row is not None:",
         "if False:",
-        "tests/step/test_batch_norm_check.py",
+        "tests/core/test_batch_norm_check.py",
         kind="models.one_row_of_batch_norm",
     ),
     Mutant(
@@ -317,10 +317,10 @@ MUTANTS = [
     ),
     Mutant(
         "a state that is used again and again is not warned of",
-        "step/checks/first_batches.py",
+        "checks/first_batches.py",
         "state is self._newest and not",
         "False and not",
-        "tests/step/test_habits.py",
+        "tests/core/test_habits.py",
         kind="loops.state_that_stays",
     ),
     Mutant(
@@ -328,12 +328,12 @@ MUTANTS = [
         "transforms/schedule/rival_check.py",
         "self.is_due = self._is_on",
         "self.is_due = False",
-        "tests/step/test_habits.py",
+        "tests/core/test_habits.py",
         kind="schedules.scheduler_stepped_twice",
     ),
     Mutant(
         "a list of images is counted by their channels",
-        "base/batch.py",
+        "core/batch.py",
         "return _leaves(tree, (Tensor, Samples))",
         "return _leaves(tree, (Tensor,))",
         f"{LAWS}03_samples.py",
@@ -341,10 +341,10 @@ MUTANTS = [
     ),
     Mutant(
         "labels count the same whatever the weight of their class",
-        "base/weights.py",
+        "core/weights.py",
         "return _sum_of_weights(counted[counted != ignore_index], class_weight.values)",
         "return int(torch.count_nonzero(counted != ignore_index))",
-        f"tests/base {LAWS}03_reduction.py tests/step/test_reduction.py",
+        f"tests/core {LAWS}03_reduction.py tests/core/test_reduction.py",
         kind="losses.class_weights",
     ),
     Mutant(
@@ -429,10 +429,10 @@ MUTANTS = [
     ),
     Mutant(
         "parameters outside of the model are not looked for",
-        "step/checks/graph.py",
+        "checks/graph.py",
         "wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]",
         "wrong = []",
-        "tests/step/test_checks.py",
+        "tests/core/test_checks.py",
         kind="losses.parameters_in_a_closure",
     ),
     Mutant(
@@ -448,15 +448,15 @@ MUTANTS = [
         VERDICTS,
         "if differing is not None:",
         "if False:",
-        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
+        f"{LAWS}03_reduction.py tests/core/test_reduction.py",
         kind="losses.state_by_row",
     ),
     Mutant(
         "the check of the loss moves the random generators",
-        "step/checks/writes.py",
+        "checks/writes.py",
         "        torch.set_rng_state(self._states[2])\n",
         "        pass\n",
-        "tests/step/test_comparison.py",
+        "tests/core/test_comparison.py",
         kind="losses.noise",
     ),
     Mutant(
@@ -464,23 +464,23 @@ MUTANTS = [
         VERDICTS,
         "            if not self._judge_writes(every):\n                self._warn_of_neither(",
         "            if False:\n                self._warn_of_neither(",
-        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
+        f"{LAWS}03_reduction.py tests/core/test_reduction.py",
         kind="losses.rmse",
     ),
     Mutant(
         "the loss of the first batch alone is compared",
-        "step/checks/first_batches.py",
+        "checks/first_batches.py",
         "_LOOKS = (1, 2, 10, 100)",
         "_LOOKS = (1,)",
-        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
+        f"{LAWS}03_reduction.py tests/core/test_reduction.py",
         kind="losses.policy_gradient",
     ),
     Mutant(
         "equal batches on all ranks are passed over",
-        "step/checks/first_batches.py",
+        "checks/first_batches.py",
         "if every[0].checksums and is_whole and state.is_main:",
         "if False:",
-        "tests/step/test_first_batches.py",
+        "tests/core/test_first_batches.py",
         kind="loops.unsharded",
     ),
     Mutant(
@@ -488,7 +488,7 @@ MUTANTS = [
         VERDICTS,
         "        return (by_parts or by_rows) and not write.is_sum",
         "        return False",
-        "tests/step/test_first_batches.py",
+        "tests/core/test_first_batches.py",
         kind="models.codebook",
     ),
     Mutant(
@@ -496,7 +496,7 @@ MUTANTS = [
         VERDICTS,
         "        return None if found is None else (self._names[found[0]], found[1])",
         "        return None",
-        "tests/step/test_comparison.py tests/field",
+        "tests/core/test_comparison.py tests/field",
         kind="cuts.divided_by_itself",
     ),
     Mutant(
@@ -504,15 +504,15 @@ MUTANTS = [
         TRIAL,
         "            if self._is_split:\n",
         "            if True:\n",
-        "tests/step/test_comparison.py tests/field",
+        "tests/core/test_comparison.py tests/field",
         kind="cuts.term_of_training_alone",
     ),
     Mutant(
         "each part draws random numbers of its own",
-        "step/checks/draws.py",
+        "checks/draws.py",
         "sizes[dim] = 1 if self._rows is None else self._num_rows",
         "sizes[dim] = shape[dim] if self._rows is None else self._num_rows",
-        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
+        f"{LAWS}03_reduction.py tests/core/test_reduction.py",
         kind="cuts.sum_beside_noise",
     ),
     Mutant(
@@ -520,19 +520,19 @@ MUTANTS = [
         LOOK,
         '        return (_finite(found), gradients), ""',
         '        return None, ""',
-        f"{LAWS}03_reduction.py tests/step/test_reduction.py",
+        f"{LAWS}03_reduction.py tests/core/test_reduction.py",
     ),
     Mutant(
         "attributes that a forward counts are passed over",
         VERDICTS,
         "            return (by_parts and write.reads.parts) or (by_rows and write.reads.rows)",
         "            return False",
-        "tests/step/test_comparison.py",
+        "tests/core/test_comparison.py",
         kind="cuts.counter_in_the_forward",
     ),
     Mutant(
         "trained parameters that a forward writes are passed over",
-        "step/checks/writes.py",
+        "checks/writes.py",
         "            for owner in self._owners.get(_memory_of(tensor) or 0, ()):\n",
         "            for owner in ():\n",
         "tests/field",
@@ -551,7 +551,7 @@ MUTANTS = [
         PARTS,
         "        return Parts([rows.collate(each) for each in places], places)\n",
         "        pass\n",
-        "tests/step/test_comparison.py",
+        "tests/core/test_comparison.py",
         kind="cuts.collate_that_centres",
     ),
     Mutant(
@@ -572,7 +572,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of half-precision parameters are summed in half precision",
-        "step/wide_sums.py",
+        "core/grads.py",
         "grad.float() if wide is None",
         "grad if wide is None",
         f"{LAWS}02_half_precision.py",
@@ -583,15 +583,15 @@ MUTANTS = [
         LOOP,
         'names.get(id(each), "")',
         'next(reversed(names.values()), "")',
-        "tests/step/test_grads.py",
+        "tests/core/test_grads.py",
         kind="losses.rule_by_parameter",
     ),
     Mutant(
         "unused parameters on one process are passed over",
-        "step/reached.py",
+        "core/parameters.py",
         "if self._looks_for_unused and not self.unused:",
         "if False:",
-        "tests/step/test_habits.py",
+        "tests/core/test_habits.py",
         kind="models.heads_on_one_process",
     ),
     Mutant(
@@ -604,10 +604,10 @@ MUTANTS = [
     ),
     Mutant(
         "a frozen model that the loop moves is passed over",
-        "step/checks/frozen.py",
+        "checks/frozen.py",
         "if changed and not self._has_warned_of_change:",
         "if False:",
-        "tests/step/test_frozen_models.py",
+        "tests/core/test_frozen_models.py",
         kind="losses.moving_teacher",
     ),
     Mutant(
@@ -615,7 +615,7 @@ MUTANTS = [
         "checkpoint/compare.py",
         "if (is_model(name) or is_frozen(name)) and _fits",
         "if is_model(name) and _fits",
-        "tests/step/test_frozen_models.py",
+        "tests/core/test_frozen_models.py",
     ),
     Mutant(
         "a schedule of epochs is one batch late",
@@ -651,7 +651,7 @@ MUTANTS = [
     ),
     Mutant(
         "each rank draws rows of its own",
-        "base/rng.py",
+        "core/restored.py",
         'f"accel_fn draw {state.seed} {_position(state)} {name}"',
         'f"accel_fn draw {state.seed} {state.rank} {_position(state)} {name}"',
         f"{LAWS}03_draws.py",
@@ -659,7 +659,7 @@ MUTANTS = [
     ),
     Mutant(
         "two steps on one batch share their random numbers",
-        "base/rng.py",
+        "core/restored.py",
         "return step_name(state.step, state.call)",
         "return step_name(state.step, 0)",
         f"tests/data/test_draw.py {LAWS}03_draws.py",
@@ -675,7 +675,7 @@ MUTANTS = [
     ),
     Mutant(
         "the rate of a plan whose steps never advance is one step late",
-        "step/build.py",
+        "core/step.py",
         'before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]',
         "before = []",
         f"{LAWS}10_schedule_of_batches.py tests/transforms/test_schedule_of_batches.py",
@@ -689,21 +689,21 @@ MUTANTS = [
     ),
     Mutant(
         "under wrap_tp, ranks keep their own first parameters",
-        "transforms/tp/split.py",
+        "parallel/tp/split.py",
         "    _send_values(state, model)\n",
         "",
         SPLIT,
     ),
     Mutant(
         'under wrap_tp, a norm of style "sequence" takes the whole sequence for its part',
-        "transforms/tp/split_sequence.py",
+        "parallel/tp/split_sequence.py",
         "return whole.redistribute(placements=[Shard(1)]), *inputs[1:]",
         "return DTensor.from_local(first, mesh, [Shard(1)]), *inputs[1:]",
         SPLIT,
     ),
     Mutant(
         "under wrap_tp, the norm counts whole parameters once for each rank",
-        "comm/dtensor.py",
+        "core/dtensor.py",
         "for group, placement in pairs if not placement.is_replicate())",
         "for group, _ in pairs)",
         SPLIT,

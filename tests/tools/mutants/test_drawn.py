@@ -119,9 +119,9 @@ def test_results_are_kept_and_counted_by_package_and_equivalent_ones_are_left_ou
 
 @pytest.mark.slow
 def test_a_mutant_is_killed_by_the_recorded_tests_of_its_line(tmp_path):
-    file = "base/samples.py"
+    file = "core/batch.py"
     copy = tmp_path / "copy"
-    record(ROOT, tmp_path / "recorded", ["tests/base/test_samples.py"])
+    record(ROOT, tmp_path / "recorded", ["tests/core/test_samples.py"])
     covering = Covering(tmp_path / "recorded")
     copy_to(ROOT, copy)
     source = (ROOT / "accel_fn" / file).read_bytes()

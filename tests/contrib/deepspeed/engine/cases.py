@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.comm.dtensor import whole as whole_of
+from accel_fn.core.dtensor import whole as whole_of
 from tests import reference
 
 ROWS = 16

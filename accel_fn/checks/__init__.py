@@ -1,0 +1,1 @@
+"""Checks of a user's program: observers that refuse or warn, on by default."""

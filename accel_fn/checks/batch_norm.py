@@ -1,0 +1,110 @@
+"""Checks of BatchNorm: its statistics are those of the rows that it gets, so they depend on the cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from accel_fn.core.batch import shapes_of
+from accel_fn.core.loop import Strategy, cut, splits_of
+from accel_fn.core.plan import Plan
+from accel_fn.core.state import DistState
+from accel_fn.core.warn import warn_user
+from accel_fn.errors import BatchError
+from accel_fn.parallel.batch_norm import batch_norms
+from accel_fn.parallel.synced_batch_norm import SyncedStrategy
+
+
+class BatchNormCheck:
+    """Warns once of BatchNorm layers that use the statistics of a part of the batch."""
+
+    def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
+        # Ranks of local_sgd train separately, and reproducible takes statistics of slices on purpose.
+        is_shared = state.data.world_size > 1 and not plan.having("local_gradients")
+        self._over_ranks = is_shared and not isinstance(strategy, SyncedStrategy)
+        self._over_parts = bool(splits_of(plan))
+        is_cut = self._over_ranks or self._over_parts
+        is_on = is_cut and state.is_main and not plan.having("virtual_ranks")
+        self._layers = batch_norms(plan.model) if is_on else {}
+        self._before: dict[str, int | None] = {}
+        """Of the layers that use statistics of their rows: the number of batches that they have seen."""
+        self.is_due = False
+        """Is a look under way?"""
+
+    def begin(self) -> None:
+        """Note which layers use statistics of their rows, before a step."""
+        self._before = {n: _num_seen(each) for n, each in self._layers.items() if _trains(each)}
+        self.is_due = bool(self._before)
+
+    def end(self) -> None:
+        """Warn of those that the step has called."""
+        self.is_due = False
+        names = [
+            name
+            for name, before in self._before.items()
+            if before is None or before != _num_seen(self._layers[name])
+        ]
+        if not self._over_parts:  # torch's own SyncBatchNorm joins the ranks of accelerators
+            names = [each for each in names if not isinstance(self._layers[each], nn.SyncBatchNorm)]
+        if names:
+            self._layers = {}
+            self._warn(names)
+
+    def _warn(self, names: list[str]) -> None:
+        cuts = ["micro-batch"] * self._over_parts + ["rank"] * self._over_ranks
+        sync = "wrap_ddp(sync_batchnorm=True) or wrap_fsdp(sync_batchnorm=True), "
+        if self._over_parts:
+            sync = f"no accumulate, and {sync}" if self._over_ranks else ""
+        more = ", ..." if len(names) > 3 else ""
+        warn_user(
+            "step: model should have no BatchNorm in training mode where a batch is cut, got "
+            f"{', '.join(names[:3])}{more} with statistics of the rows of each {' and '.join(cuts)}, so the "
+            f"result depends on their number; use {sync}GroupNorm, or freeze it by eval()"
+        )
+
+
+class OneRowCheck:
+    """Refuses a micro-batch of one row, of which a BatchNorm that trains has no variance.
+
+    Torch raises in the forward, on one rank alone, for which its peers would wait.
+    """
+
+    def __init__(self, state: DistState, plan: Plan) -> None:
+        self._plan = plan
+        is_over_ranks = state.data.world_size > 1
+        # Torch's own SyncBatchNorm joins the ranks of accelerators.
+        synced = nn.SyncBatchNorm if is_over_ranks and state.device.type != "cpu" else ()
+        layers = batch_norms(plan.model).items()
+        self._layers = {name: each for name, each in layers if not isinstance(each, synced)}
+        sync = "wrap_ddp(sync_batchnorm=True) or wrap_fsdp(sync_batchnorm=True)"
+        repairs = [sync] * is_over_ranks + ["fewer micro-batches"] * bool(splits_of(plan))
+        self._repair = f"{', '.join(repairs)}, or drop_last=True in the DataLoader"
+        self._rank = state.rank
+
+    def check(self, batch: Any) -> None:
+        """Refuse the batch of this rank if it has such a micro-batch."""
+        parts, _ = cut(self._plan, batch)
+        if all({shape[0] for shape in shapes_of(part)} != {1} for part in parts):
+            return
+        names = [name for name, each in self._layers.items() if _trains(each)]
+        if not names:
+            return
+        more = ", ..." if len(names) > 3 else ""
+        raise BatchError(
+            "step: batch must have two rows or more in each micro-batch, of which BatchNorm in training mode "
+            f"({', '.join(names[:3])}{more}) computes the variance, got 1 on rank {self._rank}; use "
+            f"{self._repair}"
+        )
+
+
+def _trains(layer: Any) -> bool:
+    """Does it use statistics of its rows?"""
+    trains: bool = layer.training or layer.running_mean is None
+    return trains
+
+
+def _num_seen(layer: Any) -> int | None:
+    """The number of batches that it has used statistics of; None if it does not count them."""
+    counter = layer.num_batches_tracked if layer.training else None
+    return None if counter is None else int(counter)

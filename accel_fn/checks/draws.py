@@ -1,0 +1,276 @@
+"""Random draws that are the same for every row, so that a batch and its parts can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from accel_fn.core.torch_internals import checkpoint_frame
+
+Fill = Callable[[Tensor, torch.Generator], Any]
+"""Writes random numbers to a tensor on the host."""
+_IN_PLACE = (
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "cauchy_",
+    "geometric_",
+    "log_normal_",
+    "random_",
+)
+_RATES = ("dropout_p", "dropout")
+"""Arguments of fused operations that draw inside: attention and recurrent layers."""
+
+
+class CannotReplayError(Exception):
+    """A draw whose numbers cannot be made the same in a batch and its parts; its text is the reason."""
+
+
+@dataclass
+class Calls:
+    """Numbers the calls of a run; a recomputed block gets the numbers of its forward again."""
+
+    count: int = 0
+    in_backward: bool = False
+    _of_frames: dict[object, list[int]] = field(default_factory=dict)
+    _again: dict[object, int] = field(default_factory=dict)
+
+    def next(self) -> int:
+        """The number of this call."""
+        found = checkpoint_frame()
+        if found is not None and found.is_recomputed:
+            return self._number_again(found.frame, found.key)
+        if found is not None and self.in_backward:
+            raise CannotReplayError("random numbers are drawn in checkpoints inside of each other")
+        if found is not None:
+            self._of_frames.setdefault(found.frame, []).append(self.count)
+        self.count += 1
+        return self.count - 1
+
+    def _number_again(self, frame: object, key: object) -> int:
+        numbers = self._of_frames.get(frame, [])
+        place = self._again.get(key, 0)
+        self._again[key] = place + 1
+        if place >= len(numbers):
+            raise CannotReplayError(
+                "a recomputed block draws other random numbers than its forward"
+            )
+        return numbers[place]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program asks a random function for: its name, its settings and a shape."""
+
+    name: str
+    settings: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+
+class Draws:
+    """Answers the random functions of a run by numbers of its own; no generator is moved.
+
+    The first two runs, of a batch and of a part, record what is asked for: the dimensions in which the two
+    differ are of rows. In later runs one slice is drawn and expanded along these, so every row has the same
+    numbers, wherever rows stand. With `rows`, each row of the batch has its own, and a part gets those of
+    its rows.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._whole: list[Request] = []
+        self._part: list[Request] = []
+        self._record: list[Request] | None = None
+        self._next: list[Request] | None = None
+        """What the next run records to."""
+        self._rows: Sequence[int] | None = None
+        self._num_rows = 0
+        self._calls = Calls()
+
+    @property
+    def has_any(self) -> bool:
+        """Has the whole batch drawn anything?"""
+        return bool(self._whole)
+
+    def record(self, *, whole: bool) -> None:
+        """Record the requests of the next run: of the batch, or of a part."""
+        self._next = self._whole if whole else self._part
+        self._next.clear()
+
+    def begin(self, rows: Sequence[int] | None = None, num_rows: int = 0) -> None:
+        """Begin a run; with `rows`, of these rows of `num_rows`, each with its own numbers."""
+        self._calls, self._rows, self._num_rows = Calls(), rows, num_rows
+        self._record, self._next = self._next, None
+
+    def begin_backward(self) -> None:
+        """Note that the forward has ended."""
+        self._calls.in_backward = True
+
+    def end(self) -> None:
+        """Refuse a run that has drawn less often than the batch."""
+        if self._record is None and self._part and self._calls.count != len(self._whole):
+            raise CannotReplayError("its parts draw random numbers another number of times")
+
+    def are_by_row(self, num_rows: int, num_in_part: int) -> bool:
+        """Has each request one entry a row in the dimensions that differ, or none such?"""
+        return self._is_alike() and all(
+            (whole.shape[dim], part.shape[dim]) == (num_rows, num_in_part)
+            for whole, part in zip(self._whole, self._part, strict=True)
+            for dim in _dims_of_rows(whole, part)
+        )
+
+    def check_alike(self) -> None:
+        """Refuse requests of the part that are others than those of the batch."""
+        if not self._is_alike():
+            raise CannotReplayError(
+                "its parts draw other random numbers: their number or their range depends on the rows"
+            )
+
+    def _is_alike(self) -> bool:
+        return [(r.name, r.settings, len(r.shape)) for r in self._whole] == [
+            (r.name, r.settings, len(r.shape)) for r in self._part
+        ]
+
+    def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a random operation of torch returns."""
+        name = op._schema.name.removeprefix("aten::")
+        if name in _IN_PLACE:
+            settings = tuple(args[1:])
+            return self._fill(args[0], name, settings, lambda t, g: op(t, *settings, generator=g))
+        if op is torch.ops.aten.bernoulli_.float:
+            chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return self._fill(
+                args[0], name, (chance,), lambda t, g: t.bernoulli_(chance, generator=g)
+            )
+        if name in ("bernoulli", "bernoulli_"):
+            return self._bernoulli(name, args)
+        if name == "native_dropout":
+            return self._dropout(*args)
+        if name == "normal":
+            return self._normal(args, kwargs)
+        if name.removesuffix("_like") in ("rand", "randn", "randint", "randperm"):
+            return self._new(name, args, kwargs)
+        raise CannotReplayError(f"{name} draws random numbers that depend on the rows")
+
+    def _new(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """A new tensor of random numbers."""
+        options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
+        kind = name.removesuffix("_like")
+        if kind == "randint":
+            options.setdefault("dtype", None if name.endswith("_like") else torch.int64)
+        if name.endswith("_like"):
+            target, numbers = torch.empty_like(args[0], **options), tuple(args[1:])
+        elif kind == "randperm":
+            options.setdefault("dtype", torch.int64)
+            target, numbers = torch.empty(args[0], **options), (args[0],)
+        else:
+            target, numbers = torch.empty(args[-1], **options), tuple(args[:-1])
+        bounds = numbers if len(numbers) > 1 else (0, *numbers)
+        fills: dict[str, Fill] = {
+            "rand": lambda t, g: t.uniform_(generator=g),
+            "randn": lambda t, g: t.normal_(generator=g),
+            "randint": lambda t, g: t.random_(*bounds, generator=g),
+            "randperm": lambda t, g: t.copy_(torch.randperm(len(t), generator=g)),
+        }
+        return self._fill(target, name, numbers, fills[kind])
+
+    def _bernoulli(self, name: str, args: Sequence[Any]) -> Tensor:
+        chance = args[-1] if len(args) > 1 else args[0]
+        # In at least float32: a chance of half precision would be compared with few numbers.
+        wide = torch.promote_types(args[0].dtype, torch.float32)
+        uniform = torch.empty_like(args[0], dtype=wide)
+        self._fill(uniform, name, (), lambda t, g: t.uniform_(generator=g))
+        found = (uniform < chance).to(args[0].dtype)
+        return cast("Tensor", args[0].copy_(found)) if name.endswith("_") else found
+
+    def _normal(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        mean, std = args[0], args[1] if len(args) > 1 else 1.0
+        like = next((each for each in (mean, std) if isinstance(each, Tensor)), None)
+        if like is None:
+            return self._new("randn", args[2:], kwargs).mul_(std).add_(mean)
+        target = torch.empty_like(like + (std if like is mean else mean))
+        drawn = self._fill(target, "normal", (), lambda t, g: t.normal_(generator=g))
+        return drawn.mul_(std).add_(mean)
+
+    def _dropout(
+        self, given: Tensor, rate: float, train: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        kept = torch.ones_like(given)
+        if train is not False and rate:
+            self._fill(kept, "dropout", (rate,), lambda t, g: t.bernoulli_(1 - rate, generator=g))
+        scale = 0.0 if rate == 1 else 1 / (1 - rate)
+        return given * kept * (scale if train is not False else 1.0), kept.bool()
+
+    def _fill(self, target: Tensor, name: str, settings: tuple[Any, ...], fill: Fill) -> Tensor:
+        """Write to a tensor what the next draw of this run gives."""
+        number = self._calls.next()
+        # On the host, since torch has a generator of its own for each device, and slices are small.
+        generator = torch.Generator().manual_seed(self._seed + number)
+        shape = tuple(target.shape)
+        if self._record is not None:
+            if number == len(self._record):  # else a block is recomputed
+                self._record.append(Request(name, settings, shape))
+            drawn = torch.empty(shape, dtype=target.dtype)
+            fill(drawn, generator)
+            return target.copy_(drawn)
+        dims = self._dims(number, shape)
+        sizes = list(shape)
+        for dim in dims:
+            sizes[dim] = 1 if self._rows is None else self._num_rows
+        drawn = torch.empty(sizes, dtype=target.dtype)
+        fill(drawn, generator)
+        for dim in dims if self._rows is not None else ():
+            drawn = drawn.index_select(dim, torch.tensor(self._rows))
+        return target.copy_(drawn.expand(shape))
+
+    def _dims(self, number: int, shape: tuple[int, ...]) -> list[int]:
+        """The dimensions of rows of a draw."""
+        if number >= len(self._whole):
+            raise CannotReplayError("its parts draw random numbers another number of times")
+        whole = self._whole[number]
+        dims = _dims_of_rows(whole, self._part[number])
+        if [size for dim, size in enumerate(shape) if dim not in dims] != [
+            size for dim, size in enumerate(whole.shape) if dim not in dims
+        ]:
+            raise CannotReplayError("the shape of its random numbers depends on the rows")
+        return dims
+
+
+def _dims_of_rows(whole: Request, part: Request) -> list[int]:
+    pairs = zip(whole.shape, part.shape, strict=True)
+    return [dim for dim, (size, other) in enumerate(pairs) if size != other]
+
+
+@cache
+def draws_inside(op: Any) -> bool:
+    """Does an operation of torch draw random numbers?"""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+@cache
+def _place_of_rate(op: Any) -> tuple[int, str] | None:
+    """Where a fused operation takes its rate of dropout, if it does."""
+    names = [each.name for each in op._schema.arguments]
+    return next(((names.index(name), name) for name in _RATES if name in names), None)
+
+
+def has_rate(op: Any) -> bool:
+    """Does it take a rate of dropout?"""
+    return _place_of_rate(op) is not None
+
+
+def without_dropout(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a fused operation, with a rate of 0: its random numbers are drawn inside."""
+    found = _place_of_rate(op)
+    assert found is not None
+    place, name = found
+    if place < len(args):
+        return (*args[:place], 0.0, *args[place + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, name: 0.0}

@@ -1,0 +1,127 @@
+"""A check of the graph of a loss: what its backward would miss without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from accel_fn.core.batch import tensors_of
+from accel_fn.core.dtensor import is_sharded
+from accel_fn.core.loop import Strategy
+from accel_fn.core.parameters import mixed, no_graph, replaced
+from accel_fn.core.plan import Plan
+from accel_fn.core.state import DistState
+from accel_fn.core.warn import warn_user
+from accel_fn.errors import LossError
+
+_BUILT: WeakSet[GraphCheck] = WeakSet()
+"""The checks of every step in this process: the loss of one half of a GAN reaches the other half."""
+
+
+class GraphCheck:
+    """Looks at the graphs of the losses of a step."""
+
+    def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
+        self._plan = plan
+        self._reachable = strategy.reachable
+        self._known = {*map(id, self._reachable), *map(id, plan.model.parameters())}
+        self._is_main = state.is_main
+        self._is_first = True
+        """Has no micro-batch of this step had its backward yet?"""
+        self._outside: list[ref[Tensor]] = []
+        """Leaves of the graphs so far that were in no model of a plan, and in no batch."""
+        self._warned: list[ref[Tensor]] = []
+        _BUILT.add(self)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self._reachable, *self._plan.model.parameters()]
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._is_first = True
+
+    def look(self, loss: Tensor, part: Any) -> None:
+        """Look at the graph of the loss of a micro-batch; None stands for one without items."""
+        if part is not None:
+            self._check_graph(loss, part)
+            self._is_first = False
+
+    def _check_graph(self, loss: Tensor, part: Any) -> None:
+        if not loss.requires_grad:
+            raise no_graph()
+        if is_sharded(loss):
+            raise mixed()
+        # Before the first backward of a step, only the loss itself can have written gradients.
+        if self._is_first and any(parameter.grad is not None for parameter in self._reachable):
+            raise LossError(
+                "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
+                "it (backward, or autograd.grad by hand), which no other rank would see; return the loss"
+            )
+        nodes = nodes_of(loss)
+        if hides_parameters(loss):
+            raise LossError(
+                "step: loss_fn must not use torch.utils.checkpoint with use_reentrant=True, which "
+                "hides parameters from the step's backward, got a graph with it; use "
+                "use_reentrant=False, or checkpoint_activations()"
+            )
+        leaves = [each for each in map(_leaf, nodes) if each is not None]
+        unknown = [each for each in leaves if id(each) not in self._known]
+        if unknown:
+            for name, parameter in self._plan.model.named_parameters():
+                if any(parameter is each for each in unknown):
+                    raise replaced(name)
+            if self._is_main:
+                self._warn_of_outside(unknown, part)
+
+    def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
+        """Warn once of leaves that get no gradient from this step, nor from that of another plan."""
+        # Of objects that are alive, since the id of a dead one may be that of a new one.
+        known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
+        known += [each for each in (warned() for warned in self._warned) if each is not None]
+        ids = {*map(id, known)}
+        outside = [each for each in leaves if id(each) not in ids]
+        before = {id(each) for each in (leaf() for leaf in self._outside) if each is not None}
+        # A tensor that the loss makes anew for every batch, such as the points of a penalty, is not
+        # trained: only a parameter, or a tensor that is still there at the next look, may be.
+        wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]
+        self._outside += map(ref, outside)
+        if wrong:
+            self._warned += map(ref, wrong)
+            shapes = [list(each.shape) for each in wrong[:3]]
+            warn_user(
+                "step: loss_fn should reach what is trained by the model given to it, got "
+                f"{len(wrong)} other tensors that require a gradient and get none, of shapes {shapes}; "
+                "join the modules in one nn.ModuleDict, or call requires_grad_(False) on what is not "
+                "trained, such as a teacher"
+            )
+
+
+def nodes_of(loss: Tensor) -> list[Node]:
+    """The nodes of the graph of a loss."""
+    ahead = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {*ahead}
+    while ahead:
+        following = {node for node, _ in ahead.pop().next_functions if node is not None}
+        ahead += following - seen
+        seen |= following
+    return [*seen]
+
+
+def hides_parameters(loss: Tensor) -> bool:
+    """Does a reentrant checkpoint hide parameters from a backward into given ones?"""
+    return any(each.name().endswith("CheckpointFunctionBackward") for each in nodes_of(loss))
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The leaves of the graph of a loss that get a gradient."""
+    return [each for each in map(_leaf, nodes_of(loss)) if each is not None]
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node accumulates, if it does."""
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable

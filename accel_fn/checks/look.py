@@ -1,0 +1,481 @@
+"""What one rank finds in a few rows and their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel_fn.checks.draws import CannotReplayError
+from accel_fn.checks.findings import (
+    Cut,
+    Found,
+    Gradients,
+    Reads,
+    Write,
+    agree,
+    loss_tolerance,
+)
+from accel_fn.checks.parts import (
+    Parts,
+    Rows,
+)
+from accel_fn.checks.trial import Ran, Trial, couples
+from accel_fn.checks.writes import Written, are_close
+from accel_fn.core import primitives
+from accel_fn.core.batch import opened, shapes_of
+from accel_fn.core.loop import Strategy
+from accel_fn.core.plan import Plan
+from accel_fn.core.split_batch import split_rows
+from accel_fn.core.state import DistState
+from accel_fn.core.weights import Weight, labels_at, shares, total_weight, weigh
+from accel_fn.errors import BatchError
+from accel_fn.parallel.same_on_all_ranks import fingerprints
+
+
+def compare(
+    plan: Plan,
+    strategy: Strategy,
+    state: DistState,
+    rows: Rows,
+    cuts: Sequence[Parts],
+    failure: str,
+) -> Found:
+    """Compare the rows of this rank with their parts."""
+    if failure:
+        raise CannotReplayError(failure)
+    trial = Trial(plan, strategy, state)
+    try:
+        return _Looks(plan, strategy, state, trial, rows, cuts).found()
+    finally:
+        trial.close()
+
+
+class _Measure:
+    """The runs of one rank over its own rows."""
+
+    def __init__(self, plan: Plan, strategy: Strategy, trial: Trial) -> None:
+        self._plan, self._trial = plan, trial
+        self.couples = couples(plan, strategy)
+        self._has_gradients = strategy.leaves_gradients
+        self._scale: list[float] = []
+        """For each parameter, the largest norm so far: gradients of rows may cancel each other."""
+
+    def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
+        """Run all rows; with `adds`, add their gradient."""
+        (weight,) = weigh(self._plan.weight_fn, [rows.batch])
+        weight = weight or (1,) * len(self._plan.terms) or 1
+        # A forward alone may leave shards gathered.
+        factor = self.nothing(weight) if not adds else shares(weight, weight)
+        factor = factor if self._has_gradients else None
+        drawn = (range(rows.num), rows.num) if by_row else None
+        return self._trial.run(rows.batch, weight, factor, drawn=drawn)
+
+    def nothing(self, weight: Weight) -> Weight | None:
+        """The factor of a run that adds no gradient: of zeros, where ranks meet in forwards."""
+        return times(weight, 0.0) if self.couples and self._has_gradients else None
+
+    def parts(self, cut: Parts, *, num: int = 0) -> tuple[list[Ran], list[Weight]]:
+        """Run parts that weigh something, and take their shares of the gradient off.
+
+        With `num`, each of so many rows has random numbers of its own.
+        """
+        weights = weigh(self._plan.weight_fn, cut.parts)
+        total = total_weight(weights)
+        ran = []
+        for part, weight, rows in zip(cut.parts, weights, cut.rows, strict=True):
+            factor, drawn = self.taken(weight, total), (rows, num) if num else None
+            if weight:
+                ran.append(self._trial.run(part, weight, factor, drawn=drawn))
+                self._note_scale()
+            elif self.couples:
+                part, weight = self._spare(cut, weights)
+                self._trial.run(part, weight, self.nothing(weight))  # other ranks run theirs
+        return ran, [each for each in weights if each]
+
+    def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
+        """A part in place of one that weighs nothing, whose loss may not be finite."""
+        pairs = [*zip(cut.parts, weights, strict=True)]
+        return next((each for each in pairs if each[1]), pairs[0])
+
+    def taken(self, weight: Weight, total: Weight) -> Weight | None:
+        """The factor by which a part is taken off."""
+        if not self._has_gradients:
+            return None
+        if self._plan.reduction == "sum" or self._trial.is_counted:
+            return -1.0
+        return shares(weight, total, -1)
+
+    def gradients(self, run: Callable[[], None]) -> Gradients | None:
+        """The norms of the gradient so far, and of what is left of it after `run`."""
+        if not self._has_gradients:
+            run()
+            return None
+        before = self._scale = self._trial.norms()
+        run()
+        return Gradients(before, self._scale, self._trial.norms())
+
+    def _note_scale(self) -> None:
+        if self._has_gradients:
+            self._scale = [*map(max, self._scale, self._trial.norms())]
+
+
+class _Looks:
+    """What one rank finds in a few rows and their cuts."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        state: DistState,
+        trial: Trial,
+        rows: Rows,
+        cuts: Sequence[Parts],
+    ) -> None:
+        self._plan, self._trial, self._rows, self._cuts = plan, trial, rows, cuts
+        self._state = state
+        self._owns_gradients = strategy.leaves_gradients
+        self._measure = _Measure(plan, strategy, trial)
+
+    def _agreed(self, flag: bool) -> bool:
+        """Is it so on this rank? On any, where ranks meet in forwards, of which all must run as many."""
+        if not self._measure.couples:
+            return flag
+        return any(primitives.exchange(flag, self._state, "step"))
+
+    def found(self) -> Found:
+        """Run everything."""
+        measure, trial = self._measure, self._trial
+        trial.draws.record(whole=True)
+        first = measure.whole(self._rows)
+        if trial.calls_collectives:
+            return Found(
+                calls_collectives=True,
+                is_counted=trial.is_counted,
+                writes=self._writes_of_all(first),
+                has_one_value_a_row=self._has_one_value_a_row(),
+            )
+        if self._agreed(trial.draws.has_any):
+            first = self._with_same_draws()
+        cuts, metrics, gradients, of_parts, last = self._against(first)
+        tolerance = loss_tolerance(first.dtype, trial.dtypes())
+        twice = _cut_of(self._plan, first.losses, [last], [self._rows.batch])
+        by_row, unseen = self._by_row()
+        if self._agreed(trial.is_half()) and self._rows.fewest > 2:
+            rounding = self._of_two_rows()
+            gradients = gradients and gradients.beside(rounding)
+            by_row = by_row and (by_row[0], by_row[1] and by_row[1].beside(rounding))
+        return Found(
+            cuts,
+            twice,
+            tolerance,
+            gradients,
+            by_row,
+            trial.dtypes(),
+            {name: each for name, each in metrics.items() if not agree(each, tolerance)},
+            self._writes(first, of_parts, tolerance),
+            has_one_value_a_row=self._has_one_value_a_row(),
+            unseen=unseen,
+            denominators=self._denominators(tolerance),
+            is_counted=trial.is_counted,
+        )
+
+    def _of_two_rows(self) -> list[float]:
+        """The norms of the gradient of two rows alone: those of many may cancel, rounding does not."""
+        trial, rows = self._trial, self._rows
+        two = (
+            rows.collate(range(2)) if rows.collate else split_rows(rows.batch, [2, rows.num - 2])[0]
+        )
+        (weight,) = weigh(self._plan.weight_fn, [two])
+        weight = weight or (1,) * len(self._plan.terms) or 1
+        trial.forget()
+        trial.run(two, weight, self._measure.taken(weight, weight))
+        return trial.norms()
+
+    def _has_one_value_a_row(self) -> bool:
+        rows = {shape[0] for shape in shapes_of(self._rows.batch)}
+        return rows == {self._trial.least_values}
+
+    def _denominators(self, tolerance: tuple[float, float]) -> list[str]:
+        """The numbers that a collate_fn makes, with which of all samples a part has another loss."""
+        if self._rows.collate is None:
+            return []
+        part, weight = (self._weighing() or [(self._cuts[0].parts[0], 1)])[0]
+        whole = _numbers_in(self._rows.batch)
+        own = _numbers_in(part)
+        # Ranks that meet in each forward run as many.
+        names = [
+            name
+            for name, number in whole.items()
+            if name in own and (self._measure.couples or not _is_same(own[name], number))
+        ]
+        if not names:
+            return []
+        alone = self._losses_of(part, weight)
+        others = [self._losses_of(_with_number(part, name, whole[name]), weight) for name in names]
+        pairs = zip(names, others, strict=True)
+        return [name for name, found in pairs if _are_off(alone, found, tolerance)]
+
+    def _losses_of(self, rows: Any, weight: Weight) -> list[float]:
+        return self._trial.run(rows, weight, self._measure.nothing(weight)).losses
+
+    def _with_same_draws(self) -> Ran:
+        """Record what a part draws, and run the batch again with draws that are the same for every row."""
+        trial = self._trial
+        trial.draws.record(whole=False)
+        part = self._cuts[0].parts[0]
+        ones: Weight = (1,) * len(self._plan.terms) or 1
+        trial.run(part, ones, self._measure.taken(ones, ones))
+        trial.draws.check_alike()
+        trial.forget()
+        return self._measure.whole(self._rows)
+
+    def _against(
+        self, first: Ran
+    ) -> tuple[list[Cut], dict[str, tuple[float, float]], Gradients | None, list[Ran], Ran]:
+        """Take the parts of all cuts off the batch, which is run once more at the end."""
+        measure, plan = self._measure, self._plan
+        found: list[Cut] = []
+        metrics: dict[str, tuple[float, float]] = {}
+        of_parts: list[Ran] = []
+        last = first
+
+        def run() -> None:
+            nonlocal last
+            for cut in self._cuts:
+                ran, weights = measure.parts(cut)
+                of_parts.extend(ran if cut is self._cuts[0] else ())
+                found.extend(_cut_of(plan, first.losses, ran, cut.parts))
+                metrics.update(metrics_of(first, ran, weights))
+            last = measure.whole(self._rows, adds=len(self._cuts) > 1)
+
+        gradients = measure.gradients(run)
+        return _finite(found), metrics, gradients, of_parts, last
+
+    def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
+        """The first cut again, where each row has random numbers of its own; or why it is not."""
+        trial, cut, rows = self._trial, self._cuts[0], self._rows
+        by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
+        if not self._agreed(trial.draws.has_any):
+            return None, "terms of training mode, under wrap_tp" if self._plan.shard_model else ""
+        if self._agreed(not by_row):
+            return None, "weights that are drawn"
+        trial.forget()
+        whole = self._measure.whole(rows, by_row=True)
+        found: list[Cut] = []
+
+        def run() -> None:
+            ran, _ = self._measure.parts(cut, num=rows.num)
+            found.extend(_cut_of(self._plan, whole.losses, ran, cut.parts))
+
+        gradients = self._measure.gradients(run)
+        return (_finite(found), gradients), ""
+
+    def _writes(
+        self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
+    ) -> dict[str, Write]:
+        """What the forward writes: by its rows, by their number of parts, and read by later forwards."""
+        # An engine that owns gradients writes attributes of its own.
+        has_any = any(each.written for each in (whole, *of_parts)) and self._owns_gradients
+        if not self._agreed(has_any):
+            return {}
+        runs = [whole.written, of_parts[0].written, self._after_all_parts()]
+        reads = self._reads(tolerance)
+        return {
+            name: Write(
+                kind,
+                of_parts=not _same(name, runs[0], runs[2]),
+                of_rows=not _same(name, runs[0], runs[1]),
+                reads=reads,
+            )
+            for name, kind in _kinds(runs).items()
+        }
+
+    def _writes_of_all(self, whole: Ran) -> dict[str, Write]:
+        """The same of a loss that calls collectives: what it writes may be of the rows of all ranks."""
+        if not whole.written:
+            return {}
+        chained, reads = self._after_all_parts(), self._reads((1e-8, 1e-12))
+        tensors = {n: w.value for n, w in whole.written.items() if isinstance(w.value, Tensor)}
+        bits = dict(zip(tensors, fingerprints([*tensors.values()]), strict=True)) if tensors else {}
+        return {
+            name: Write(
+                kind, not _same(name, whole.written, chained), False, reads, bits.get(name, 0)
+            )
+            for name, kind in _kinds((whole.written, chained)).items()
+        }
+
+    def _weighing(self) -> list[tuple[Any, Weight]]:
+        """The parts of the first cut that weigh something."""
+        parts = self._cuts[0].parts
+        weights = weigh(self._plan.weight_fn, parts)
+        return [each for each in zip(parts, weights, strict=True) if each[1]]
+
+    def _after_all_parts(self) -> Mapping[str, Written]:
+        """What is written after all parts, one after the other."""
+        *others, last = self._weighing()
+        for each in others:
+            self._keep(*each)
+        return self._trial.run(*last, self._measure.nothing(last[1])).written
+
+    def _keep(self, rows: Any, weight: Weight) -> None:
+        self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
+
+    def _reads(self, tolerance: tuple[float, float]) -> Reads:
+        """Does a part give something else after another part: than alone, and than after the batch?"""
+        first, *_, last = self._weighing()
+        ones: Weight = (1,) * len(self._plan.terms) or 1
+        return Reads(
+            parts=self._differ(last, first, None, tolerance),
+            rows=self._differ(last, first, (self._rows.batch, ones), tolerance),
+        )
+
+    def _differ(
+        self,
+        rows: tuple[Any, Weight],
+        one: tuple[Any, Weight] | None,
+        other: tuple[Any, Weight] | None,
+        tolerance: tuple[float, float],
+    ) -> bool:
+        """Do rows give something else after one forward than after another, or after none?"""
+        trial, measure = self._trial, self._measure
+        taken = measure.taken(rows[1], rows[1])
+        trial.forget()
+        losses = []
+
+        def run(before: tuple[Any, Weight] | None, factor: Weight | None) -> None:
+            if before is not None:
+                self._keep(*before)
+            losses.append(trial.run(*rows, factor).losses)
+
+        run(one, None if taken is None else times(taken, -1.0))
+        gradients = measure.gradients(lambda: run(other, taken))
+        if _are_off(losses[0], losses[1], tolerance):
+            return True
+        if gradients is None:
+            return False
+        largest = max(gradients.whole, default=0.0)
+        return max(gradients.rest, default=0.0) > tolerance[0] * largest
+
+
+def _are_off(
+    some: Sequence[float], others: Sequence[float], tolerance: tuple[float, float]
+) -> bool:
+    """Do losses of the same terms differ by more than rounding?"""
+    relative, least = tolerance
+    off = max(abs(a - b) for a, b in zip(some, others, strict=True))
+    return off > relative * max(map(abs, some)) + least
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return not leaf.ndim and leaf.dtype is not torch.bool
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+def _numbers_in(batch: Any) -> dict[str, Any]:
+    """The numbers of a batch, 0-dim tensors among them, by name."""
+    leaves, _ = pytree.tree_flatten_with_path(opened(batch))
+    return {f"batch{pytree.keystr(path)}": leaf for path, leaf in leaves if _is_number(leaf)}
+
+
+def _with_number(batch: Any, name: str, number: Any) -> Any:
+    """Return a batch with another number of this name."""
+    leaves, form = pytree.tree_flatten_with_path(opened(batch))
+    found = [number if f"batch{pytree.keystr(path)}" == name else leaf for path, leaf in leaves]
+    return pytree.tree_unflatten(found, form)
+
+
+def _finite(cuts: Sequence[Cut]) -> list[Cut]:
+    """The cuts in which at least two parts have items, of a loss that is finite."""
+    return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
+
+
+def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:
+    """The kinds of all that runs have written, by name."""
+    return {name: each.kind for run in runs for name, each in run.items()}
+
+
+def _same(name: str, one: Mapping[str, Written], other: Mapping[str, Written]) -> bool:
+    """Is what was written under a name the same?"""
+    if name not in one or name not in other:
+        return name not in one and name not in other
+    return are_close(one[name].value, other[name].value)
+
+
+def _cut_of(
+    plan: Plan, whole: Sequence[float], ran: Sequence[Ran], parts: Sequence[Any]
+) -> list[Cut]:
+    """One cut, term by term, of the parts that have items; none where one of them is not finite."""
+    found: list[Cut] = []
+    weights = weigh(plan.weight_fn, parts)
+    shifted = _shifted(plan, parts) or weights
+    pairs = [each for each in zip(weights, shifted, strict=True) if each[0] or len(parts) == 1]
+    for place, term in enumerate(plan.terms or ("",)):
+        rows = [
+            (each.losses[place], of_term(weight, place), of_term(other, place))
+            for each, (weight, other) in zip(ran, pairs, strict=True)
+        ]
+        columns = list(zip(*[row for row in rows if row[1]], strict=True))
+        if columns and all(map(isfinite, columns[0])):
+            others = columns[2] if shifted is not weights else None
+            found.append(Cut(term, whole[place], columns[0], columns[1], others))
+    return found
+
+
+def of_term(weight: Weight, place: int) -> float:
+    return weight[place] if isinstance(weight, tuple) else weight
+
+
+def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
+    """The weights that `labels_at` of the other shift gives; None without such labels."""
+    weight_fn = plan.weight_fn
+    if not isinstance(weight_fn, partial) or weight_fn.func is not labels_at:
+        return None
+    other = 0 if weight_fn.keywords.get("shift") else 1
+    try:
+        return weigh(partial(labels_at, **{**weight_fn.keywords, "shift": other}), parts)
+    except BatchError:  # one label a sample: no row has a first one
+        return None
+
+
+def metrics_of(
+    whole: Ran, ran: Sequence[Ran], weights: Sequence[Weight]
+) -> dict[str, tuple[float, float]]:
+    """Metrics of the batch, and of its parts together, by name: where all are known and finite."""
+    found = {}
+    for name, value in whole.metrics.items():
+        of_parts = [each.metrics.get(name, ()) for each in ran]
+        if not value or any(len(each) != len(value) for each in of_parts):
+            continue
+        if len(value) == 2:
+            sums = [sum(each) for each in zip(*of_parts, strict=True)]
+            pair = _divided(*value), _divided(*sums)
+        elif any(isinstance(each, tuple) for each in weights):
+            continue  # beside terms, metrics are pairs
+        else:
+            total = sum(weights)  # type: ignore[arg-type]
+            parts = zip(of_parts, weights, strict=True)
+            pair = value[0], sum(each * w for (each,), w in parts) / total  # type: ignore[operator, misc]
+        if all(map(isfinite, pair)):
+            found[name] = pair
+    return found
+
+
+def _divided(total: float, count: float) -> float:
+    return total / count if count else float("nan")
+
+
+def times(share: Weight, factor: float) -> Weight:
+    if isinstance(share, tuple):
+        return tuple([each * factor for each in share])
+    return share * factor

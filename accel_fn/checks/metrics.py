@@ -1,0 +1,74 @@
+"""A look at the metrics of a loader, which should be means, and no functions of means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_fn.checks.findings import agree, loss_tolerance
+from accel_fn.checks.look import metrics_of
+from accel_fn.checks.parts import halves_of
+from accel_fn.checks.trial import Outputs, Trial, couples
+from accel_fn.checks.verdicts import wrong_metrics
+from accel_fn.core.loop import Strategy
+from accel_fn.core.plan import Plan
+from accel_fn.core.primitives import num_collectives
+from accel_fn.core.state import DistState
+from accel_fn.core.warn import warn_user
+
+
+class MetricsLook:
+    """Looks at one batch of a pass on the main rank, and warns once a step of metrics that are no means.
+
+    In a world of one, a pass over one batch is right, so the second one is looked at.
+    """
+
+    def __init__(
+        self, plan: Plan, strategy: Strategy, state: DistState, outputs: Outputs | None
+    ) -> None:
+        self._plan, self._strategy, self._state = plan, strategy, state
+        self._outputs = outputs
+        self._left = 1 if state.world_size > 1 else 2
+        if not state.is_main or couples(plan, strategy):
+            self._left = 0  # other ranks would have to run as many forwards
+        self._num_collectives = self._count()
+
+    def _count(self) -> int | None:
+        group = self._state.group
+        return 0 if group is None else num_collectives(group)
+
+    def after(self, batch: Any, *, has_means: bool) -> None:
+        """Look at a batch whose metrics are counted."""
+        if self._left == 0 or not has_means:
+            return
+        halves = halves_of(self._plan, self._strategy, batch)
+        if halves is None:
+            return
+        self._left -= 1
+        # Of a loss that calls collectives, one rank cannot run more forwards.
+        if self._left or self._num_collectives is None or self._count() != self._num_collectives:
+            return
+        found = self._compare(*halves)
+        if found:
+            warn_user(wrong_metrics("evaluate", found))
+
+    def _compare(self, rows: Any, parts: Any, weights: Any) -> dict[str, tuple[float, float]]:
+        """The metrics that differ between rows and their halves; none where they cannot be compared."""
+        trial = Trial(self._plan, self._strategy, self._state, self._outputs)
+        try:
+            trial.draws.record(whole=True)
+            whole = trial.run(rows, 1, None)
+            if trial.draws.has_any:
+                trial.draws.record(whole=False)
+                trial.run(parts[0], 1, None)
+                trial.draws.check_alike()
+                whole = trial.run(rows, 1, None)
+            ran = [
+                trial.run(part, weight, None) for part, weight in zip(parts, weights, strict=True)
+            ]
+            tolerance = loss_tolerance(whole.dtype, trial.dtypes())
+        except Exception:  # the pass raises it too, or only these parts are refused
+            return {}
+        finally:
+            trial.close()
+        pairs = metrics_of(whole, ran, weights)
+        return {name: each for name, each in pairs.items() if not agree(each, tolerance)}

@@ -1,0 +1,69 @@
+"""A look at whether the rows of a batch are its samples, where the default weight counts rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from accel_fn.checks.comparison import is_cut
+from accel_fn.core.batch import count_samples, shapes_of
+from accel_fn.core.given_batches import samples_of
+from accel_fn.core.loop import splits_of
+from accel_fn.core.plan import Plan
+from accel_fn.core.state import DistState
+from accel_fn.errors import BatchError
+
+_REPAIR = "put the samples first in each tensor, or give Plan a weight_fn, such as count_labels"
+
+
+class RowsFound(NamedTuple):
+    """A warning of a batch whose rows are not its samples; empty if they may be."""
+
+    text: str
+    is_sure: bool = False
+    """False of one row: the others may have been left out on this rank."""
+
+
+def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
+    """Look at whether the rows of a batch are its samples; refuse to cut rows that are not.
+
+    None if it is not known of how many samples, two or more, the batch was made.
+
+    The loader knows of how many samples it made the batch. Several rows a sample are right, such as two
+    views of each, and so are fewer rows, where some were left out.
+    """
+    count = samples_of(batch)
+    if count is None or count < 2 or plan.weight_fn is not count_samples or not is_cut(state, plan):
+        return None
+    shapes = shapes_of(batch)
+    rows = {shape[0] for shape in shapes}
+    if len(rows) != 1 or not all(len(shape) > 1 for shape in shapes):
+        return RowsFound("")
+    (num_rows,) = rows
+    is_second = num_rows % count != 0 and all(shape[1] == count for shape in shapes)
+    if num_rows != 1 and not is_second:
+        return RowsFound("")
+    got = f"{num_rows} for {count} samples in tensors of shapes {shapes[:3]}"
+    if num_rows != 1 and splits_of(plan):
+        raise BatchError(
+            f"step: batch must be cut between samples, got rows that are none, {got}; {_REPAIR}"
+        )
+    text = f"step: weight_fn should count samples, or what the loss is a mean over, got {got}; {_REPAIR}"
+    return RowsFound(text, is_sure=num_rows != 1)
+
+
+class RowsJudge:
+    """What ranks find together, over the batches that are looked at."""
+
+    def __init__(self) -> None:
+        self._has_several = False
+        """Has a batch on any rank had several rows? Then one row is what others were left out of."""
+
+    def judge(self, every: Sequence[RowsFound | None]) -> str:
+        """Return what to warn of: of one row only where each rank that knows its samples always has one."""
+        found = [each for each in every if each is not None]
+        sure = [each.text for each in found if each.is_sure]
+        if sure:
+            return sure[0]
+        self._has_several |= not all(each.text for each in found)
+        return found[0].text if found and not self._has_several else ""

@@ -1,0 +1,373 @@
+"""Runs a few rows forward and backward as training does, and leaves no trace in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_fn.checks.draws import (
+    Calls,
+    CannotReplayError,
+    Draws,
+    draws_inside,
+    has_rate,
+    without_dropout,
+)
+from accel_fn.checks.graph import hides_parameters
+from accel_fn.checks.writes import Snapshot, Written, tensors_written
+from accel_fn.core.batch import map_tensors
+from accel_fn.core.differentiable import loss_of
+from accel_fn.core.dtensor import local
+from accel_fn.core.loop import Strategy
+from accel_fn.core.loss import Outcome, counted_in, loss_module_of
+from accel_fn.core.mean import seed_of
+from accel_fn.core.parameters import no_graph
+from accel_fn.core.plan import Plan
+from accel_fn.core.primitives import num_collectives
+from accel_fn.core.restored import with_forwards
+from accel_fn.core.state import DistState
+from accel_fn.core.torch_compile import uncompiled
+from accel_fn.core.weights import Weight
+
+Outputs = Callable[[Any, Weight], Outcome]
+"""Loss and metrics of rows of this weight."""
+_LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
+
+
+def couples(plan: Plan, strategy: Strategy) -> bool:
+    """Do ranks meet in each forward, so that all must run as many, and each costs collectives?"""
+    return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
+
+
+class Ran(NamedTuple):
+    """What one run gave, beside gradients."""
+
+    losses: list[float]
+    """Of each term."""
+    metrics: dict[str, tuple[float, ...]]
+    """By name a mean, or a sum and its count."""
+    written: Mapping[str, Written]
+    dtype: torch.dtype
+    """Of the loss."""
+
+
+class Trial:
+    """A place for runs of a few rows: gradients are added up in `.grad` from run to run.
+
+    All that a forward writes is put back after each run, unless it is to be kept for the next one.
+    """
+
+    def __init__(
+        self, plan: Plan, strategy: Strategy, state: DistState, outputs: Outputs | None = None
+    ) -> None:
+        self._plan, self._strategy, self._state = plan, strategy, state
+        self._outputs: Outputs = outputs or partial(strategy.outputs, plan, state)
+        """Default: those of the plan's loss."""
+        self._has_gradients = strategy.leaves_gradients and torch.is_grad_enabled()
+        self._snapshot = Snapshot(
+            plan.model,
+            state,
+            parameters=not couples(plan, strategy),
+            attributes=strategy.leaves_gradients,
+        )
+        self.draws = Draws(seed=state.step)
+        self._statistics = _BatchStatistics()
+        self._dtypes: set[torch.dtype] = set()
+        self._joining = _Joining()
+        self._trained = plan.trained()
+        self._forwards = _plain_forwards(strategy.module)
+        self._collectives = _num_collectives(state, plan)
+        self._is_first = True
+        self._refused = loss_module_of(strategy.module).refuses_counts
+        self.is_counted = False
+        """Is the loss a sum and its count? Known after the first run."""
+        # DTensors compute shapes by operations of their own, in which a mode cannot stand.
+        self._is_split = bool(plan.shard_model)
+        self._is_plain = self._is_split
+        """Has the first run not drawn, not written and not used BatchNorm? Then others are not watched."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients of all runs so far."""
+        for parameter in self._strategy.reachable:
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._snapshot.restore()
+
+    @property
+    def calls_collectives(self) -> bool:
+        """Has the loss called collectives?"""
+        raw = _num_collectives(self._state, self._plan) != self._collectives
+        return self._joining.calls_collectives or raw
+
+    @property
+    def least_values(self) -> int | None:
+        """The fewest values of which BatchNorm took statistics in the first run; None if of none."""
+        return self._statistics.least
+
+    def dtypes(self) -> list[torch.dtype]:
+        """The lowest precision in which each trained parameter's gradient was computed."""
+        low = [each for each in _LOW if each in self._dtypes]
+        single = torch.float32 in self._dtypes
+        return [
+            each.dtype
+            if each.dtype in _LOW
+            else (low or [torch.float32 if single else each.dtype])[0]
+            for each in self._trained
+        ]
+
+    def is_half(self) -> bool:
+        """Is anything computed in half precision or less?"""
+        return not self._dtypes.isdisjoint(_LOW)
+
+    def norms(self) -> list[float]:
+        """The norm of what is added up for each trained parameter, of this rank's shard of it; 0 if none."""
+        found = [_norm(each) for each in self._trained]
+        first = next((each for each in found if each.dtype == torch.float64), found[0])
+        return torch.stack([each.to(first) for each in found]).tolist()
+
+    def run(
+        self,
+        rows: Any,
+        weight: Weight,
+        factor: Weight | None,
+        *,
+        keeps_writes: bool = False,
+        drawn: tuple[Sequence[int], int] | None = None,
+    ) -> Ran:
+        """Run rows of this weight; with a factor, add the gradients of `factor * loss`.
+
+        `drawn`: which rows of how many they are, if each row has random numbers of its own.
+        """
+        strategy, state = self._strategy, self._state
+        snapshot, draws = self._snapshot, self.draws
+        own = map_tensors(Tensor.clone, rows)  # a loss may write to its batch
+        draws.begin(*(drawn or (None, 0)))
+        try:
+            if self._is_split:
+                self._plan.model.eval()  # without dropout, which would draw unseen
+            with self._around():
+                loss, metrics = self._outputs(own, weight)
+                if metrics.get("") and metrics[""] == self._refused:
+                    raise CannotReplayError("the step refuses a sum with its count")
+                if counted_in(metrics):
+                    # Of a sum and its count, parts add up; so do several, in one number.
+                    self.is_counted, loss = True, loss.sum()
+                losses = loss.detach().reshape(-1)
+                figures = {name: _figures(value) for name, value in metrics.items()}
+                if factor is not None:
+                    _check_graph(loss)
+                    if self._is_first and any(p.grad is not None for p in strategy.reachable):
+                        raise CannotReplayError("it writes gradients of its own")
+                    if not self._is_plain:
+                        self._statistics.begin_backward()
+                    draws.begin_backward()
+                    strategy.backward(loss, seed_of(loss, factor, state.scaler))
+                else:
+                    strategy.reset()  # parameters may wait, unsharded, for a backward
+                del loss, metrics
+            draws.end()
+            snapshot.check_watched()
+            written = snapshot.written()
+            self._is_first = False
+            seen = draws.has_any or written or self._statistics.has_any
+            self._is_plain = self._is_split or not seen
+            return Ran(losses.tolist(), figures, written, losses.dtype)
+        finally:
+            grads = [each.grad for each in strategy.reachable]
+            if keeps_writes:
+                snapshot.restore_random()
+            else:
+                snapshot.restore()
+            for parameter, grad in zip(strategy.reachable, grads, strict=True):
+                parameter.grad = grad
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """The contexts of a run: on this rank alone, with draws and statistics of the whole batch."""
+        contexts: list[AbstractContextManager[Any]] = [
+            torch.set_grad_enabled(self._has_gradients),
+            uncompiled(),
+            loss_of(self._joining),
+            self._strategy.alone(),
+            with_forwards(self._forwards),
+            _uncompiled_modules(self._strategy.module),
+        ]
+        if not self._is_plain:
+            self._statistics.begin()
+            watch = _Watch(self.draws, self._snapshot, self._dtypes)
+            contexts += [self._statistics, watch]
+        with ExitStack() as stack:
+            for each in contexts:
+                stack.enter_context(each)
+            yield
+
+
+def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
+    """Forwards that nothing hides from this rank: without graphs of the user's, and without collectives."""
+    forwards: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            forwards[module] = partial(nn.modules.batchnorm._BatchNorm.forward, module)
+        elif "_orig_mod" in module._modules:  # of torch.compile
+            forwards[module] = module._modules["_orig_mod"]
+    return forwards
+
+
+@contextmanager
+def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
+    """Run modules that are compiled in place as they are: a graph would not be watched."""
+    compiled = {
+        each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl
+    }
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+class _Joining:
+    """Takes the place of the batch under training, to see whether its loss calls a collective."""
+
+    num_microbatches = 1
+    is_evenly_split = False
+    is_exact_over_ranks = True
+    calls_collectives = False
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation of torch: answers draws, notes writes and dtypes."""
+
+    def __init__(self, draws: Draws, snapshot: Snapshot, dtypes: set[torch.dtype]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws, self._snapshot, self._dtypes = draws, snapshot, dtypes
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(not issubclass(each, nn.Parameter) and each is not Tensor for each in types):
+            return NotImplemented  # a subclass calls operations on plain tensors, which come here
+        self._snapshot.before_write(tensors_written(op, args, kwargs))
+        if has_rate(op):
+            args, kwargs = without_dropout(op, args, kwargs)
+        elif draws_inside(op):
+            return self._draws.answer(op, args, kwargs)
+        found = op(*args, **kwargs)
+        if isinstance(found, Tensor) and found.numel() > 1 and found.is_floating_point():
+            self._dtypes.add(found.dtype)
+        return found
+
+
+class _BatchStatistics(TorchFunctionMode):
+    """Gives BatchNorm the statistics of the batch in the first run, as constants, in all runs.
+
+    Else they would differ between parts, and hide everything else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_calls: list[tuple[Tensor, Tensor]] = []
+        self.least: int | None = None
+        """The fewest values a feature in a call of the first run; None without a call."""
+        self._is_known = False
+        self._calls: Calls | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Has the first run used statistics of the batch?"""
+        return bool(self._of_calls)
+
+    def begin(self) -> None:
+        """Begin a run."""
+        self._is_known = self._calls is not None
+        self._calls = Calls()
+
+    def begin_backward(self) -> None:
+        """Note that the forward has ended."""
+        assert self._calls is not None
+        self._calls.in_backward = True
+
+    def __torch_function__(
+        self, fn: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if fn is not F.batch_norm:
+            return fn(*args, **kwargs)
+        return self._normalised(*args, **kwargs)
+
+    def _normalised(
+        self,
+        input: Tensor,  # noqa: A002
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """`F.batch_norm` with these statistics."""
+        if not training:
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        assert self._calls is not None
+        number = self._calls.next()
+        if number == len(self._of_calls) and not self._is_known:
+            rows = input.detach().to(torch.promote_types(input.dtype, torch.float32))
+            dims = [0, *range(2, input.ndim)]
+            count = rows.numel() // max(1, rows.size(1))
+            self.least = count if self.least is None else min(self.least, count)
+            self._of_calls.append((rows.mean(dims), rows.var(dims, unbiased=False)))
+        if number >= len(self._of_calls):
+            raise CannotReplayError("its parts call BatchNorm another number of times")
+        mean, var = self._of_calls[number]
+        return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
+
+
+def _check_graph(loss: Tensor) -> None:
+    """Leave it to the step to refuse a loss whose backward would miss parameters."""
+    if not loss.requires_grad:
+        raise no_graph()
+    if hides_parameters(loss):
+        raise CannotReplayError("it uses torch.utils.checkpoint with use_reentrant=True")
+
+
+def _num_collectives(state: DistState, plan: Plan) -> int | None:
+    """The number of collectives in the group so far; None where sharding calls them in every forward."""
+    if state.group is None or plan.having("shards"):
+        return None
+    return num_collectives(state.group)
+
+
+def _figures(value: Any) -> tuple[float, ...]:
+    """A metric as numbers; none of what the step refuses."""
+    if isinstance(value, str):
+        return ()
+    return tuple(float(each) for each in (value if isinstance(value, tuple) else (value,)))
+
+
+def _norm(parameter: nn.Parameter) -> Tensor:
+    """The norm of this rank's part of a gradient, [], in at least float32; 0 of none."""
+    if parameter.grad is None:
+        return local(parameter.detach()).new_zeros((), dtype=torch.float32)
+    own = local(parameter.grad)
+    own = own.coalesce().values() if own.is_sparse else own
+    own = torch.view_as_real(own) if own.is_complex() else own
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(own, dtype=dtype)
+    return norm

@@ -1,1 +1,0 @@
-"""Process groups, collectives and the watchdog."""

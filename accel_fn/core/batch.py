@@ -1,0 +1,358 @@
+"""Batches as trees of tensors, and lists of samples: walk, map, place and count them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, SupportsIndex, TypeVar, cast, overload
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from accel_fn.core.state import DistState, check_state
+from accel_fn.errors import ArgumentTypeError, BatchError, message
+
+T = TypeVar("T")
+
+
+class Samples(list[T]):
+    """A list of which each item is one sample. Made by `samples`.
+
+    Its slices, and what torch's pytree, pinning and pickling make of it, are of this class.
+    """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Samples[T]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> T | Samples[T]:
+        if isinstance(index, slice):
+            return Samples(super().__getitem__(index))
+        return super().__getitem__(index)
+
+
+pytree.register_pytree_node(
+    Samples, lambda items: ([*items], None), lambda items, _: Samples(items)
+)
+
+
+def samples(items: Iterable[T | None]) -> Samples[T]:
+    """Mark a list as one item a sample, for a batch of images of several sizes, boxes or graphs.
+
+    A `collate_fn` returns it, alone or anywhere in its batch. Everything then counts, cuts and
+    joins its items, whatever their tensors look like: `count_samples`, `accumulate`, `shard_batch`,
+    `gather`, `evaluate`. A plain list is structure, as in a batch `[inputs, targets]`.
+
+    Args:
+        items: one a sample, of any kind and size. Those that are None are left out, so a data set
+            can give None for a sample that it cannot read.
+
+    Returns:
+        A list, for models that take one.
+
+    Raises:
+        TypeError: `items` is a tensor, a mapping or a string, or cannot be iterated.
+
+    Cost: a list of references.
+
+    >>> import torch, accel_fn as af
+    >>> images = af.samples([torch.zeros(3, 4, 5), None, torch.zeros(3, 6, 5)])
+    >>> af.count_samples({"images": images, "labels": torch.tensor([1, 0])})
+    2
+    """
+    if not isinstance(items, Iterable) or isinstance(items, Mapping | str | bytes | Tensor):
+        rule, repair = "be a list of one item a sample", "the rows of a tensor are samples already"
+        got = type(items).__name__
+        tensor = isinstance(items, Tensor)
+        raise ArgumentTypeError(message("samples", "items", rule, got, repair if tensor else ""))
+    return Samples(item for item in items if item is not None)
+
+
+class _Form:
+    """A mapping of a class that torch's pytree does not know: keys, and all that a copy of it has."""
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self.mapping = mapping
+        self.keys = [*mapping]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Form) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self.mapping).__name__}{self.keys}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Node:
+    """The same as a node of pytree's, which restores the mapping, with other values."""
+
+    values: list[Any]
+    form: _Form
+
+
+def _restored(values: Iterable[Any], form: Any) -> Any:
+    """Return a mapping of the same class with other values."""
+    if isinstance(form, _FormOfFields):
+        return form.restored(values)
+    mapping: Any = form.mapping
+    items = dict(zip(form.keys, values, strict=True))
+    made: Any = None
+    try:
+        if isinstance(mapping, MutableMapping):
+            before, made = [*mapping.values()], copy.copy(mapping)
+            for key, value in items.items():
+                made[key] = value
+            if any(now is not then for now, then in zip(mapping.values(), before, strict=True)):
+                mapping.update(zip(form.keys, before, strict=True))  # the copy shares its items
+                made = None
+        else:
+            made = type(mapping)(items)
+        fits = type(made) is type(mapping) and [*made] == form.keys
+        fits = fits and all(made[key] is value for key, value in items.items())
+    except Exception as error:
+        raise _not_restored(mapping) from error
+    if not fits:
+        raise _not_restored(mapping)
+    return made
+
+
+def _not_restored(mapping: Any) -> BatchError:
+    return BatchError(
+        "batch: mappings must be of a class whose copies take other values, got "
+        f"{type(mapping).__name__}; register it with torch's pytree, or pass dict(...) of it"
+    )
+
+
+def _with_keys(node: _Node) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Form]:
+    keys: list[pytree.KeyEntry] = [pytree.MappingKey(key) for key in node.form.keys]
+    return [*zip(keys, node.values, strict=True)], node.form
+
+
+pytree.register_pytree_node(
+    _Node,
+    lambda node: (node.values, node.form),
+    _restored,
+    flatten_with_keys_fn=_with_keys,
+)
+
+
+class _FormOfFields(_Form):
+    """A dataclass that torch's pytree does not know: the names of its fields, and all that a copy has."""
+
+    def __init__(self, instance: Any) -> None:
+        self.mapping = instance
+        self.keys = [each.name for each in fields(instance)]
+
+    def restored(self, values: Iterable[Any]) -> Any:
+        """Return a dataclass with other values, and without a call of its `__post_init__`."""
+        made = copy.copy(self.mapping)
+        for name, value in zip(self.keys, values, strict=True):
+            object.__setattr__(made, name, value)  # it may be frozen
+        return made
+
+
+def node_of(tree: Any) -> Any:
+    """Return a mapping, or a dataclass with rows, as a node that pytree knows; anything else as it is."""
+    if type(tree) in pytree.SUPPORTED_NODES:
+        return tree
+    if isinstance(tree, Mapping):
+        return _Node([*tree.values()], _Form(tree))
+    if is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        form = _FormOfFields(tree)
+        values = [getattr(tree, name) for name in form.keys]
+        # Others are settings, which go to every part whole.
+        if any(map(_has_rows, pytree.tree_leaves([*map(opened, values)], _is_samples))):
+            return _Node(values, form)
+    return tree
+
+
+class TensorPlace:
+    """Stands for a tensor of `ndim` dimensions in a tree that is sent without it."""
+
+    __slots__ = ()
+    ndim: Any
+
+
+def _has_rows(leaf: Any) -> bool:
+    return _is_samples(leaf) or (isinstance(leaf, Tensor | TensorPlace) and leaf.ndim > 0)
+
+
+def _is_samples(leaf: Any) -> bool:
+    return type(leaf) is Samples
+
+
+def opened(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return a tree in which pytree finds the tensors of every `Mapping`, such as a `BatchEncoding`.
+
+    It finds those of dataclasses, too. What pytree makes of the tree has all of them in their own classes.
+    """
+
+    def open_node(leaf: Any) -> Any:
+        node = node_of(leaf)
+        if node is leaf:
+            return leaf
+        return replace(node, values=[opened(value, is_leaf) for value in node.values])
+
+    return pytree.tree_map(open_node, tree, is_leaf=is_leaf)
+
+
+ATOMS = (str, bytes, int, float, bool, type(None))
+_WEIGHT_FN = "give Plan a weight_fn and accumulate a split for such data"
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `fn` to every tensor of `tree`; keep everything else.
+
+    Tuples, lists and dicts are walked here, several times faster than by torch's pytree,
+    which walks all other registered classes. A `Mapping` of any other class is walked too.
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([map_tensors(fn, child) for child in tree])
+    if kind is list:
+        return [map_tensors(fn, child) for child in tree]
+    if kind is dict:
+        return {key: map_tensors(fn, child) for key, child in tree.items()}
+    if kind in ATOMS:
+        return tree
+    return pytree.tree_map_only(Tensor, fn, opened(tree))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree, in pytree order."""
+    return _leaves(tree, Tensor)
+
+
+def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
+    """Return what holds one row a sample: tensors, and `samples`, whose own tensors are parts of rows."""
+    return _leaves(tree, (Tensor, Samples))
+
+
+def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Return the parts of a tree that are of these kinds, in pytree order."""
+    kind = type(tree)
+    if kind is tuple or kind is list or kind is dict:
+        found: list[Any] = []
+        for child in tree.values() if kind is dict else tree:
+            found += [child] if isinstance(child, kinds) else _leaves(child, kinds)
+        return found
+    if isinstance(tree, kinds):
+        return [tree]
+    if kind in ATOMS:
+        return []
+    nodes = pytree.tree_leaves(opened(tree), is_leaf=lambda node: isinstance(node, kinds))
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
+def to_device(tree: T, state: DistState) -> T:
+    """Move the tensors of a tree to the state's device, as `place` moves a batch.
+
+    Args:
+        tree: tensors in tuples, lists, dicts, any `Mapping`, and classes that torch's pytree knows;
+            everything else is kept.
+        state: of this rank.
+
+    Returns:
+        The same tree; `tree` itself if its tensors are on the device already.
+
+    Cost: a copy for each tensor that is elsewhere. A copy to an accelerator from pinned memory
+    overlaps with its work.
+
+    >>> import torch, accel_fn as af
+    >>> af.extend.to_device({"image": torch.zeros(2), "name": "a"}, af.DistState())
+    {'image': tensor([0., 0.]), 'name': 'a'}
+    """
+    check_state("to_device", state)
+    device = state.device
+    elsewhere = [tensor for tensor in tensors_of(tree) if tensor.device != device]
+    if not elsewhere:
+        return tree
+    overlap = device.type != "cpu"  # a copy to the host that nobody waits for is read too early
+
+    def to(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=overlap)
+
+    return cast("T", map_tensors(to, tree))
+
+
+def count_samples(batch: Any) -> int:
+    """Count the samples of a batch: the leading dimension that all its tensors share.
+
+    Of `samples` the items count, and no tensor inside of them. 0-dim tensors and non-tensors
+    do not count, and None is a batch without samples. This is the default `weight_fn` of a plan:
+    every sample weighs the same.
+
+    Args:
+        batch: a tree of tensors, each [num_samples, ...], and of `samples`.
+
+    Returns:
+        The number of samples, >= 0.
+
+    Raises:
+        ValueError: no tensor has a leading dimension, or two disagree in it.
+
+    Cost: reads shapes only.
+
+    >>> import torch, accel_fn as af
+    >>> af.count_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8)})
+    8
+    """
+    if batch is None:
+        return 0
+    count = -1
+    for column in columns_of(batch):
+        if isinstance(column, Samples):
+            size = len(column)
+        elif column.ndim:
+            size = column.size(0)
+        else:
+            continue
+        if size != count:
+            if count >= 0:
+                _refuse_ragged(batch)
+            count = size
+    if count < 0:
+        raise BatchError(
+            "count_samples: batch must hold a tensor with a leading dimension, "
+            f"got {type(batch).__name__}; register such a class with torch's pytree, mark a list "
+            f"of samples by af.samples, or {_WEIGHT_FN}"
+        )
+    return count
+
+
+def _refuse_ragged(batch: Any) -> None:
+    raise BatchError(
+        "count_samples: batch must hold tensors of one leading dimension, "
+        f"got shapes {shapes_of(batch)}; mark a list of samples by af.samples, or {_WEIGHT_FN}"
+    )
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of all that counts: of tensors with rows, and of `samples` as (length,)."""
+    columns = columns_of(batch)
+    shapes = [(len(c),) if isinstance(c, Samples) else tuple(c.shape) for c in columns]
+    return [shape for shape in shapes if shape]
+
+
+def rows_of(batch: Any) -> int | None:
+    """Count the rows of a batch by the first of its tensors, or `samples`, that has a dimension.
+
+    None: it is None, or it holds `samples` without items, and no rows beside them.
+    """
+    if batch is None:
+        return None
+    columns = columns_of(batch)
+    if Samples in map(type, columns) and all(0 in shape for shape in shapes_of(batch)):
+        return None
+    for column in columns:
+        if isinstance(column, Samples):
+            return len(column)
+        if column.ndim:
+            return column.size(0)
+    return 0

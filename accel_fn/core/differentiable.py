@@ -1,0 +1,215 @@
+"""Collectives that a gradient goes through, and the losses in which they are exact."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from accel_fn.core import primitives
+from accel_fn.core.batch import map_tensors
+from accel_fn.core.state import DistState
+from accel_fn.errors import BatchError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _is_alone(*arguments: object) -> bool:
+    return any(isinstance(each, DistState) and each.world_size == 1 for each in arguments)
+
+
+def eager(fn: Callable[P, T]) -> Callable[P, T]:
+    """Leave a function out of the graphs of torch.compile: collectives run between them."""
+    outside: Callable[P, T] = torch._disable_dynamo(fn)  # type: ignore[attr-defined]
+
+    @wraps(fn)
+    def call(*args: P.args, **keywords: P.kwargs) -> T:
+        # Elsewhere `outside` would import the compiler for nothing. One rank stays in the graph.
+        if torch.compiler.is_compiling() and not _is_alone(*args, *keywords.values()):
+            return outside(*args, **keywords)
+        return fn(*args, **keywords)
+
+    return call
+
+
+class Running(Protocol):
+    """The global batch whose loss is being computed."""
+
+    num_microbatches: int
+    is_evenly_split: bool
+    """Has every rank as many micro-batches?"""
+    is_exact_over_ranks: bool
+    """Are gradients averaged over all ranks?"""
+    calls_collectives: bool
+    """Has the loss called one?"""
+
+
+class _Training(threading.local):
+    """The batch whose loss this thread computes, as a weak reference that ends with the step."""
+
+    batch: Callable[[], Running | None] | None = None
+
+
+TRAINING = _Training()
+
+
+def _running() -> Running | None:
+    return None if TRAINING.batch is None else TRAINING.batch()
+
+
+def is_training() -> bool:
+    """Does this thread compute the loss of a step?"""
+    return _running() is not None
+
+
+def in_graph(tensor: object) -> bool:
+    """Does a gradient go through this tensor from here on?"""
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+
+
+@contextmanager
+def loss_of(running: Running) -> Iterator[None]:
+    """Inside, this thread computes the loss of that batch."""
+    TRAINING.batch = lambda: running
+    try:
+        yield
+    finally:
+        TRAINING.batch = None
+
+
+def inexact(
+    function: str, leaves: Sequence[Any], state: DistState, *, joins_rows: bool = False
+) -> str:
+    """Return why the loss that calls a collective of these leaves would not be that of one process.
+
+    Empty if it would be; raised at once where it is so on all ranks. Only a loss under training is
+    judged. `joins_rows`: the collective is `gather`, whose rows matter without a gradient too.
+    """
+    running = _running()
+    if running is None:
+        return ""
+    running.calls_collectives = True
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    has_graph = any(map(in_graph, tensors))
+    if (joins_rows or has_graph) and running.num_microbatches > 1:
+        problem = (
+            f"be of the whole batch where a loss is computed, got one of {running.num_microbatches} "
+            "parts of it, whose loss leaves the rows of the others out; leave out accumulate or "
+            "reproducible"
+        )
+        if running.is_evenly_split:
+            raise BatchError(f"{function}: tree must {problem}")
+        return problem
+    if state.world_size == 1:
+        return ""
+    if has_graph and not running.is_exact_over_ranks:
+        return (
+            "hold no tensor with a graph where ranks train separately, got one in a loss under local_sgd; "
+            "use wrap_ddp or wrap_fsdp, or detach it"
+        )
+    # The usual recipe puts a rank's own rows back. A tensor that was detached before looks like one
+    # that never had a graph, such as the keys of a momentum encoder.
+    if joins_rows and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return (
+            "hold tensors with their graph where a loss is computed, got one under no_grad(), for "
+            "which rows put back by hand train otherwise on several ranks; gather is differentiable: "
+            "call it outside of no_grad(), or pass a detach() of what needs no gradient"
+        )
+    return ""
+
+
+def detached_in_no_grad(tree: Any) -> Any:
+    """Return a tree as it is; under no_grad without graphs, as a collective would return it."""
+    return tree if torch.is_grad_enabled() else map_tensors(_without_graph, tree)
+
+
+def refuse_inexact(function: str, problem: str) -> None:
+    """Raise what `inexact` returned, if anything."""
+    if problem:
+        raise BatchError(f"{function}: tree must {problem}")
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def with_gradients(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    own_part: Callable[[int, Tensor], Tensor | None],
+    state: DistState,
+    function: str,
+) -> list[Tensor]:
+    """Put the outputs of a collective into the graph of its inputs.
+
+    Every rank's outputs depend on every rank's inputs, so the gradient of an output is summed over
+    the ranks, then `own_part(place, gradient)` is that of this rank's input. All ranks must run the
+    backward; a rank that runs another collective instead is an error on all.
+
+    Args:
+        outputs: equal on all ranks, out of every graph.
+        inputs: this rank's, one an output; on a rank that gives none, any that have a graph: torch
+            runs a backward only where it leads to the parameters that are trained.
+        own_part: from place and summed gradient of an output to the gradient of its input, or None.
+        state: of this rank.
+        function: the public one.
+
+    Returns:
+        The outputs, which require a gradient on every rank.
+
+    Cost: in the backward one small collective, and one all-reduce an output.
+    """
+    if not outputs:
+        return []
+    anchor = torch.zeros((), requires_grad=True)  # for the backward of a rank without a graph
+    call = _Call(list(outputs), own_part, state, f"{function} grad")
+    return list(_SummedBackward.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Call:
+    """One call of a collective, for its backward."""
+
+    def __init__(
+        self,
+        outputs: list[Tensor],
+        own_part: Callable[[int, Tensor], Tensor | None],
+        state: DistState,
+        function: str,
+    ) -> None:
+        self.outputs, self.own_part, self.state, self.function = outputs, own_part, state, function
+
+    def gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Sum the gradients of the outputs over the ranks; return this rank's part of each."""
+        # If a rank is in the backward of another call, its name differs and all raise; the sums below
+        # would match by their order alone.
+        primitives.exchange_number(len(gradients), self.state, self.function)
+        found = []
+        for place, gradient in enumerate(gradients):
+            there = gradient.to(self.state.device)  # the leaf may be on the host on some ranks
+            total = there.resolve_conj().clone(memory_format=torch.contiguous_format)
+            real = torch.view_as_real(total) if total.is_complex() else total
+            primitives.start_sum(real, self.state, self.function).wait()
+            found.append(self.own_part(place, total))
+        return found
+
+
+class _SummedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs, call.outputs = call.outputs, []
+        ctx.call = call
+        return tuple([each.detach() for each in outputs])  # no views, so they may be written
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        num_inputs = len(ctx.needs_input_grad) - 2
+        found = [*ctx.call.gradients(gradients), *[None] * num_inputs]
+        return (None, None, *found[:num_inputs])

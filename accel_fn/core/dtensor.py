@@ -1,0 +1,212 @@
+"""DTensors: shards and their places, and errors that name them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_fn.core.batch import opened
+from accel_fn.core.primitives import gather_numbers
+from accel_fn.core.state import DistState
+from accel_fn.errors import AccelError, LossError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+_WHOLE = (Tensor, nn.Parameter)
+"""Most tensors: a test of the type is quicker than that of an attribute."""
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Does a rank hold only a shard of this tensor?"""
+    return type(value) not in _WHOLE and hasattr(value, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, in the same memory."""
+    if is_sharded(tensor):
+        with torch.no_grad():  # detached afterwards, since a DTensor's own detach takes far longer
+            return tensor.to_local().detach()
+    return tensor
+
+
+def leaves_of(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a tree that a collective sends, and its structure."""
+    leaves, structure = pytree.tree_flatten(opened(tree, is_leaf), is_leaf=is_leaf)
+    return [*map(filled, leaves)], structure
+
+
+def filled(leaf: T) -> T:
+    """Wait for a tensor that a collective of torch's still fills, as it does outputs of a split model."""
+    is_pending = isinstance(leaf, Tensor) and hasattr(leaf, "trigger_wait")
+    return cast("T", leaf.clone()) if is_pending else leaf  # type: ignore[attr-defined]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor; if it is sharded, every rank calls this.
+
+    Cost: for shards, one gather.
+    """
+    if not is_sharded(tensor) or tensor.device_mesh.size() == 1:
+        return local(tensor).detach()
+    return cast("DTensor", tensor.detach()).full_tensor()
+
+
+def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[DTensor]]:
+    """Sort sharded tensors by the groups of ranks that hold their shards.
+
+    Cost: for gradients that are still to be summed over an axis, as of `SequenceParallel`, that sum.
+    """
+    by_placements: dict[Any, list[DTensor]] = {}
+    for each in tensors:
+        by_placements.setdefault((each.device_mesh, each.placements), []).append(each)
+    found: dict[tuple[ProcessGroup, ...], list[DTensor]] = {}
+    for (_, placements), same in by_placements.items():
+        if any(each.is_partial() for each in placements):
+            same = [_summed(each) for each in same]
+        found.setdefault(_groups_of(same[0]), []).extend(same)
+    return found
+
+
+def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each rank the part of a gradient that it holds of the parameter.
+
+    Torch may leave another one, or one that is still to be summed over an axis.
+
+    Cost: at most one collective for each such gradient.
+    """
+    for each in parameters:
+        grad = each.grad
+        if is_sharded(each) and is_sharded(grad) and grad.placements != each.placements:
+            each.grad = grad.redistribute(placements=each.placements)
+
+
+def _summed(tensor: DTensor) -> DTensor:
+    from torch.distributed.tensor import Replicate
+
+    wanted = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    return tensor.redistribute(placements=wanted)
+
+
+def _groups_of(tensor: DTensor) -> tuple[ProcessGroup, ...]:
+    """Return the groups along the axes of the mesh whose ranks hold different values."""
+    pairs = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    return tuple(group for group, placement in pairs if not placement.is_replicate())
+
+
+def norm_over_shards(norm: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+    """Return the norm of whole tensors from that of this rank's shards.
+
+    Cost: one collective of a number for each group.
+    """
+    for group in groups:
+        norm = torch.linalg.vector_norm(gather_numbers(norm, group))
+    return norm
+
+
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Overwrite a tensor by a whole one; if it is sharded, by this rank's part."""
+    if is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        # Without a source, every rank cuts its own copy, and none is sent.
+        mesh, placements = tensor.device_mesh, tensor.placements
+        cut = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        local(tensor).copy_(local(cut))
+    else:
+        tensor.copy_(whole)
+
+
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of a whole tensor, cut like another one."""
+    cut = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+    fill(cut, value.detach())
+    return cut
+
+
+def place_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the index of this rank's shard along each axis that cuts a tensor; () for a whole one."""
+    return tuple(each.rank() for each in _groups_of(tensor)) if is_sharded(tensor) else ()
+
+
+def axes_of(tensors: Iterable[Tensor]) -> list[DistState]:
+    """Return the axes of the meshes that tensors are on, the innermost first; none for whole ones.
+
+    Of a mesh that is a part of another one, the axes of that one too: along `dp`, ranks hold the same
+    shards. Along `pp` they hold other layers, so that axis counts only for tensors that are on it.
+    """
+    groups: dict[ProcessGroup, None] = {}
+    for mesh in dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)):
+        of_all, own = mesh._get_root_mesh(), mesh.mesh_dim_names or ()
+        names = of_all.mesh_dim_names or ("",) * of_all.ndim
+        kept = [dim for dim, name in enumerate(names) if name != "pp" or name in own]
+        groups |= dict.fromkeys(of_all.get_group(dim) for dim in reversed(kept))
+    return [DistState(rank=group.rank(), world_size=group.size(), group=group) for group in groups]
+
+
+_WORDS = ("DTensor", "harding", "sharded", "device_mesh", "different meshes", "python storage")
+_FOLDERS = ("/torch/distributed/tensor/", "/torch/distributed/_functional_collectives")
+
+
+def is_of_shards(error: BaseException) -> bool:
+    """Was an error raised by torch for an operation on shards?"""
+    if any(word in str(error) for word in _WORDS):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)[-12:]
+    names = [each.filename.replace("\\", "/") for each in frames]
+    return any(folder in name for name in names for folder in _FOLDERS)
+
+
+def note_shards(error: Exception, name: str, repair: str) -> None:
+    """Add to an error of torch's about shards what was given them, and the repair."""
+    if is_of_shards(error) and not isinstance(error, AccelError):
+        error.add_note(
+            f"step: {name} was given shards (DTensors), of which each rank holds a part, which torch cannot "
+            f"compute this of; {repair}"
+        )
+
+
+def place_of_error(error: BaseException, model: nn.Module) -> str:
+    """Return the innermost module of a model whose forward an error left, as `<name>, a <class>`."""
+    names = {each: name for name, each in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(module, nn.Module) and module in names:
+            found = f"{names[module] or 'the model'}, a {type(module).__name__}"
+    return found
+
+
+class WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which no number is read of a sum over shards, of which each rank has its own part.
+
+    torch gives each rank its part: `float(parameter.norm())` is another number on each rank.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and is_sharded(args[0]):
+            placements = args[0].placements
+            if any(not each.is_replicate() for each in placements):
+                raise LossError(
+                    "step: a number must not be read of what is computed from shards of a parameter, "
+                    f"since each rank has its part ({', '.join(map(str, placements))}); call full_tensor() "
+                    "on it first, as in float(weight.norm().full_tensor())"
+                )
+        return func(*args, **kwargs or {})

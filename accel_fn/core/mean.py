@@ -1,0 +1,519 @@
+"""The mean over the global batch: sums of weights, losses and metrics, and shares of micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from accel_fn.core import primitives
+from accel_fn.core.differentiable import TRAINING
+from accel_fn.core.given_batches import Place, check_same_place, number_of
+from accel_fn.core.loss import COUNTED, Metrics, by_count, counted_in, divided
+from accel_fn.core.plan import Plan
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState, LossScale, data_places, over, step_name
+from accel_fn.core.weights import Weight, shares, total_weight
+from accel_fn.errors import BatchError, LossError
+
+_REPAIR = "return all metrics for every batch"
+
+
+class Layout:
+    """Layout of the losses and metrics of a step, the same in every step and on every rank.
+
+    The metrics are those of the first batch that has items.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        is_sum: bool = False,
+        terms: Sequence[str] = (),
+    ) -> None:
+        self.dtype = dtype
+        self.is_sum = is_sum
+        """Is a loss a sum over its items? Losses are then added as they are."""
+        self.terms = terms
+        """The names of the loss's terms, whose means are one tensor, [terms]; none: it has one mean, []."""
+        self.sizes = sizes
+        """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
+        self.counts: tuple[str, ...] | None = None
+        """The terms of a loss that are sums and counts; none of a loss of means. None: not known yet."""
+        self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
+        """Functions of the means of a step, whose values are metrics too."""
+        self.pending_error: LossError | None = None
+        """Error that all ranks raise in the next step."""
+
+    def without_metrics(self) -> Layout:
+        """The layout of a forward alone: of its metrics, the sums and counts that the loss is made of."""
+        sizes = None if self.counts is None else {COUNTED + name: 2 for name in self.counts}
+        return Layout(self.dtype, sizes=sizes, is_sum=self.is_sum, terms=self.terms)
+
+    def zero(self, state: DistState) -> Tensor:
+        """The mean loss of nothing, or those of its terms."""
+        shape = (len(self.terms),) if self.terms else ()
+        return torch.zeros(shape, dtype=self.dtype, device=state.device)
+
+    def report(
+        self, mean: Tensor, total: Weight, metrics: Mapping[str, Tensor], **others: Any
+    ) -> Report:
+        """A report of the mean loss, or of the means of its terms."""
+        if not (metrics or self.terms or self.finish):  # faster, for most steps
+            return Report(loss=mean, weight=total, metrics=metrics, **others)  # type: ignore[arg-type]
+        report = self._report(mean, total, metrics, **others)
+        return finished("step", self.finish, report) if self.finish else report
+
+    def _report(
+        self, mean: Tensor, total: Weight, metrics: Mapping[str, Tensor], **others: Any
+    ) -> Report:
+        others["metrics"] = metrics
+        pairs = counted_in(metrics)
+        if pairs:
+            others["metrics"] = {n: each for n, each in metrics.items() if n not in pairs}
+            every = {name.removeprefix(COUNTED): pair for name, pair in pairs.items()}
+            means = {name: divided(pair) for name, pair in every.items()}
+            loss = torch.stack([*means.values()]).sum()
+            counts = {name: pair[1] for name, pair in every.items()}
+            terms = means if len(means) > 1 else {}
+            return Report(loss=loss, weight=total, counts=counts, terms=terms, **others)  # type: ignore[arg-type]
+        if not self.terms:
+            return Report(loss=mean, weight=total, **others)  # type: ignore[arg-type]
+        weights = total if isinstance(total, tuple) else (0,) * len(self.terms)
+        weight = dict(zip(self.terms, weights, strict=True))
+        terms = dict(zip(self.terms, mean.unbind(), strict=True))
+        return Report(loss=mean.sum(), weight=weight, terms=terms, **others)
+
+    def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
+        """Fix the metrics if no batch had items yet; return the error of metrics that are not the same.
+
+        On one rank it is raised, and so it is on all ranks while the metrics are being fixed.
+        """
+        wrong = next((each.wrong for each in sums if each.wrong), "")
+        found = [sizes_of(each.found) for each in sums if each.found is not None]
+        if self.sizes is None:
+            self.sizes = self._agree(state, found, wrong)
+        differing = (_differing(self.sizes or {}, each) for each in found if each != self.sizes)
+        wrong = wrong or next((f"{text}; {_REPAIR}" for text in differing), "")
+        if wrong and state.world_size == 1:
+            raise LossError(wrong)
+        return LossError(wrong) if wrong else None
+
+    def _agree(
+        self, state: DistState, found: Sequence[Mapping[str, int]], wrong: str
+    ) -> Mapping[str, int] | None:
+        """The metrics that any rank has found; raises on every rank if they are not the same."""
+        # Ranks without items do not know them, and the sum over the ranks needs one length.
+        expected = None
+        for rank, (of_rank, failure) in enumerate(
+            primitives.exchange((found, wrong), state, "step")
+        ):
+            if failure:
+                raise LossError(failure)
+            for each in of_rank:
+                expected = each if expected is None else expected
+                if each != expected:
+                    raise LossError(f"{_differing(expected, each)} on rank {rank}; {_REPAIR}")
+        return expected
+
+    def means(self, values: Mapping[str, Tensor], total: Weight, like: Tensor) -> dict[str, Tensor]:
+        """The means, from the sums over all ranks; nan where nothing was counted."""
+        nothing = like.new_full((), torch.nan)
+        means = {
+            name: _mean(values[name]) if total and name in values else nothing
+            for name, _ in self._sorted()
+            if not name.startswith(COUNTED)
+        }
+        return {**self.pairs(values, like), **means}
+
+    def pairs(self, values: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+        """The sums and counts of the loss over all ranks, [2] each."""
+        names = [name for name, _ in self._sorted() if name.startswith(COUNTED)]
+        return {name: values[name] if name in values else like.new_zeros(2) for name in names}
+
+    def vector(self, values: Mapping[str, Tensor], like: Tensor, *, is_wrong: bool) -> list[Tensor]:
+        """The sums in the order of names, 0 if this rank has none; nan if its metrics are others."""
+        missing = torch.nan if is_wrong else 0.0
+        held: Mapping[str, Tensor] = {} if is_wrong else values
+        return [
+            held[name] if name in held else like.new_full((size,), missing)
+            for name, size in self._sorted()
+        ]
+
+    def unpacked(self, vector: Tensor) -> dict[str, Tensor]:
+        """The sums by name."""
+        names, sizes = [name for name, _ in self._sorted()], [size for _, size in self._sorted()]
+        return dict(zip(names, torch.split(vector, sizes), strict=True))
+
+    def _sorted(self) -> list[tuple[str, int]]:
+        return sorted((self.sizes or {}).items())
+
+
+def finished(
+    function: str, finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]], report: Report
+) -> Report:
+    """The report with functions of its means among the metrics."""
+    means = {"loss": report.loss, **report.terms, **report.metrics}
+    found = finish_means(function, finish, means, report.loss)
+    return replace(report, metrics={**report.metrics, **found})
+
+
+def finish_means(
+    function: str,
+    finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]],
+    means: Mapping[str, Tensor],
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """The values of functions of means, by name, each []."""
+    found = {}
+    for name, fn in finish.items():
+        if name in means:
+            raise LossError(
+                f"{function}: finish must name new metrics, got {name!r}, which the loss has"
+            )
+        value = fn(means)
+        is_number = isinstance(value, int | float) or (
+            isinstance(value, Tensor) and not value.ndim and not value.is_complex()
+        )
+        if not is_number:
+            got = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise LossError(
+                f"{function}: finish must return a real number or 0-dim tensor for {name!r}, got {got}"
+            )
+        found[name] = torch.as_tensor(value).detach().to(like)
+    return found
+
+
+def _mean(value: Tensor) -> Tensor:
+    """A mean, [], of its one number, or of a sum and its count."""
+    return value[0] if len(value) == 1 else value[0] / value[1]
+
+
+class MetricSums:
+    """Sums of the metrics of micro-batches: of a mean times its factor, or of a sum and its count."""
+
+    found: dict[str, Tensor] | None = None
+    """By name, [1] or [2]; None before the first micro-batch that counts."""
+    wrong: str = ""
+    """Why these metrics cannot be added up; empty if they can."""
+
+    def add(self, metrics: Metrics, factor: Weight | Tensor, like: Tensor) -> None:
+        """Count a micro-batch, in the dtype and on the device of `like`."""
+        # Metrics beside several terms are no means: `LossModule` marks those that are.
+        factor = 1.0 if isinstance(factor, tuple) else factor
+        sums = {}
+        for name, value in metrics.items():
+            if isinstance(value, str):
+                self.wrong = self.wrong or f"step: loss_fn must {value}"
+            elif isinstance(value, tuple):
+                sums[name] = torch.stack([each.to(like) for each in value])
+            else:
+                sums[name] = value.to(like).reshape(1) * factor
+        if self.found is None:
+            self.found = sums
+        elif sizes_of(sums) != sizes_of(self.found):
+            text = _differing(sizes_of(self.found), sizes_of(sums))
+            self.wrong = self.wrong or f"{text}; {_REPAIR}"
+        else:
+            self.found = {name: each + sums[name] for name, each in self.found.items()}
+
+    def differ_from(self, layout: Layout) -> bool:
+        """Do these metrics differ from those of the first batch?"""
+        known = self.found is not None and layout.sizes is not None
+        return known and sizes_of(self.found or {}) != layout.sizes
+
+
+def sizes_of(values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Count the numbers of each sum."""
+    return {name: len(value) for name, value in values.items()}
+
+
+def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
+    names = [
+        [name if size == 1 else f"{name} (a pair)" for name, size in sorted(each.items())]
+        for each in (expected, found)
+    ]
+    return (
+        "step: loss_fn must return the same metrics in every step and on every rank, "
+        f"{names[0]} at first, got {names[1]}"
+    )
+
+
+def differing_elsewhere(layout: Layout) -> LossError:
+    """The error of a rank whose own metrics are right."""
+    kinds, every = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
+    return LossError(
+        f"step: loss_fn must return the same {kinds} in every step and on every rank, got others on "
+        f"another rank; return {every} for every batch"
+    )
+
+
+_PACK = 1 << 21
+"""More than twice the number of micro-batches of a rank."""
+
+
+class GlobalMean:
+    """The mean over the items of one global batch, kept by every rank over its micro-batches.
+
+    Two small sums over the ranks that share the batch: of the weights, started before the first forward
+    and awaited before the first backward, and of losses and metrics, started before the last
+    backward. A share is w * num_ranks / w_total, so that an average over the ranks is the mean over the
+    global batch; where the loss has several terms, each has a weight and a share.
+    Weights travel to all ranks of the world, since failures and requests to stop concern all:
+    if a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
+    """
+
+    is_exact_over_ranks = True
+    """May a loss hold a collective that a gradient goes through?"""
+    is_evenly_split = False
+    calls_collectives = False
+
+    def __init__(
+        self,
+        state: DistState,
+        weights: Sequence[Weight],
+        failure: Exception | None = None,
+        *,
+        stop: bool = False,
+        place: Place | None = None,
+        rows: int = 0,
+        layout: Layout,
+        is_forward: bool = False,
+    ) -> None:
+        # Ranks that train and ranks that evaluate must not take each other's numbers.
+        self._suffix = " forward" if is_forward else ""
+        failure = failure or layout.pending_error
+        self.own_weight = total_weight(weights)
+        weight = float("nan") if failure else self.own_weight
+        self._state = state
+        self.layout = layout
+        self._num_ranks = 1
+        self._failure = failure
+        self._metrics = MetricSums()
+        self._pending: list[primitives.Pending | primitives.PendingTotal] = []
+        self._total: Weight | None = None
+        self.num_microbatches = len(weights)
+        self.is_open = False
+        """Of a loss that is a sum and a count: are gradients those of the sum, not divided yet?"""
+        self.of_ranks: list[tuple[bool, int]] = []
+        """In a world of several, once the total is known: for each rank of the world, does its batch have a
+        weight > 0, and its number of micro-batches."""
+        TRAINING.batch = ref(self)
+        self.stop = stop
+        """Once the total is known: has a `should_stop` function of any rank returned True?"""
+        self.samples = rows
+        """Once the total is known: the number of rows of the global batch."""
+        if state.world_size == 1:
+            self._mean = layout.zero(state)
+            self._total = checked_total(weight, failure)
+        else:
+            numbers = weight if isinstance(weight, tuple) else (weight,) * (len(layout.terms) or 1)
+            self._num_terms = len(numbers)
+            self._sums = torch.zeros(len(numbers) + 2, dtype=layout.dtype, device=state.device)
+            """Sum of the loss (or of each term), number of ranks with other metrics, 0 in place of the
+            rows, sums of metrics."""
+            self._mean = self._losses()
+            # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
+            # waiting and need not know float64, and a rank that fails is known without it. As long
+            # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
+            more = [0.0] * sum((layout.sizes or {}).values())
+            self._num_ranks = state.data.world_size
+            self._data = over(state)
+            """The ranks that share the batch."""
+            # Three facts in one number, since a head has room for three numbers.
+            count = float(_PACK * number_of(place) + 2 * len(weights) + stop)
+            self._totals = torch.tensor([*numbers, count, rows, *more], dtype=torch.float64)
+            self._weights = self._sum(self._totals, state, "weights")
+            self._pending.append(self._weights)
+            if self._num_ranks < state.world_size:
+                # Ranks along other axes may meet in the forward, where one that failed never comes.
+                self.total()
+
+    def _sum(
+        self, tensor: Tensor, state: DistState, what: str
+    ) -> primitives.Pending | primitives.PendingTotal:
+        # The step's name lets ranks notice one that caught its loss's error and went on.
+        name = step_name(self._state.step + 1, self._state.call)
+        return primitives.start_total(tensor, state, "step", what=f"{what}{self._suffix} {name}")
+
+    def _losses(self) -> Tensor:
+        """The sum of the loss, or of its terms: a view of the sums."""
+        return self._sums[: self._num_terms] if self.layout.terms else self._sums[0]
+
+    def total(self) -> Weight:
+        """The weight of the global batch; waits for it."""
+        if self._total is None:
+            self._wait()
+            num = self._num_terms
+            numbers = tuple(self._totals[:num].tolist())
+            assert isinstance(self._weights, primitives.PendingTotal)
+            every = self._weights.ranks
+            own = every[data_places(self._state)]
+            if self._state.axes and not any(map(math.isnan, numbers)):
+                numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
+            whole = numbers if self.layout.terms else numbers[0]
+            self._total = checked_total(whole, self._failure)
+            self.samples = int(sum(each[num + 1] for each in own))
+            ranks = [(any(each[:num]), int(each[num])) for each in every]
+            check_same_place([count // _PACK for _, count in ranks])
+            self.of_ranks = [(weighs, count % _PACK // 2) for weighs, count in ranks]
+            self.stop = any(count % 2 for _, count in ranks)
+        return self._total
+
+    def _wait(self) -> None:
+        for each in self._pending:
+            each.wait()
+        self._pending.clear()
+
+    def share(self, weight: Weight) -> Weight:
+        """Return the factor that the backward of a micro-batch of this weight starts from."""
+        total = self.total()
+        if self.layout.is_sum:
+            return float(self._num_ranks) if weight else 0.0
+        return shares(weight, total, self._num_ranks)
+
+    def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
+        """Count the mean loss and the metrics of a micro-batch."""
+        self.add_scaled(loss, metrics, shares(weight, self.total()))
+
+    def add_scaled(self, loss: Tensor, metrics: Metrics, factor: Weight) -> None:
+        """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
+        if not factor:
+            return
+        if metrics and counted_in(metrics):
+            pass  # the loss is a sum, which the metrics have beside its count
+        elif isinstance(factor, tuple):
+            self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
+        else:
+            self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
+        if metrics or self._metrics.found:
+            self._metrics.add(metrics, factor, self._mean)
+        elif self._metrics.found is None:
+            self._metrics.found = {}
+
+    def send(self) -> None:
+        """Start the sum over the ranks, once the last micro-batch is counted."""
+        if self._metrics.found or self._metrics.wrong or self.layout.sizes != {}:
+            self._settle_metrics()
+        if self._num_ranks > 1:
+            self._pending.append(self._sum(self._sums, self._data, "losses"))
+
+    def _settle_metrics(self) -> None:
+        """Compare this rank's metrics with those of the first batch, and line them up behind the loss."""
+        layout, several = self.layout, self._state.world_size > 1
+        error = layout.settle(self._state, [self._metrics])
+        if not several:
+            return
+        if error:
+            # The other ranks notice it by the sum or, if the host would have to wait for that, in
+            # the next step.
+            self._failure, self._sums[self._num_terms] = error, 1
+            layout.pending_error = None if self._sums.is_cpu else error
+        sums = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
+        if sums:
+            self._sums = torch.cat([self._sums, *sums])
+            self._mean = self._losses()
+
+    def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
+        """Means (of terms, if any) and weight of the global batch, and metrics; waits for the sums."""
+        total = self.total()
+        if self._state.world_size > 1:
+            self._wait()
+            if self._sums.is_cpu and self._sums[self._num_terms]:
+                raise self._failure or differing_elsewhere(self.layout)
+        return self._mean, self._means(total) if self.layout.sizes else {}, total
+
+    def _means(self, total: Weight) -> dict[str, Tensor]:
+        several = self._state.world_size > 1
+        sums = (
+            self.layout.unpacked(self._sums[self._num_terms + 2 :])
+            if several
+            else self._metrics.found or {}
+        )
+        return self.layout.means(sums, total, self._mean)
+
+    def loss(self) -> Tensor:
+        """The mean loss over the global batch, [], of a forward alone."""
+        mean, metrics, total = self.close()
+        return self.layout.report(mean, total, metrics=metrics).loss
+
+    def agree_on_counts(self, found: tuple[str, ...] | None) -> None:
+        """In the first batch, let ranks without items know whether the loss is sums and counts."""
+        weighing = [weighs for weighs, _ in self.of_ranks[data_places(self._state)]]
+        if all(weighing) or not any(weighing):
+            self.layout.counts = found
+            return
+        every = primitives.exchange(found, self._data, "step")
+        self.layout.counts = next((each for each in every if each is not None), None)
+
+    def seed_by_counts(self, every: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The factor of each sum, [terms]: number of ranks / count over the ranks; 0 where nothing counts.
+
+        `every` has the sums and counts of each micro-batch of this rank.
+        """
+        names = [COUNTED + name for name in self.layout.counts or ()]
+        counts = torch.zeros(len(names), dtype=self._mean.dtype, device=self._mean.device)
+        for pairs in every:
+            if all(name in pairs for name in names):
+                counts = counts + torch.stack([pairs[name][1].to(counts) for name in names])
+        if self._num_ranks > 1:
+            self._sum(counts, self._data, "counts").wait()
+        return by_count(counts, self._num_ranks)
+
+    def open_factor(self, metrics: Mapping[str, Tensor]) -> Tensor:
+        """The factor of gradients of a sum, averaged over the ranks, by its count over them."""
+        (pair,) = counted_in(metrics).values()
+        return by_count(pair[1], self._num_ranks)
+
+    def extras(self, plan: Plan) -> dict[str, Any]:
+        """Return the entries that it adds to the report of a step."""
+        return {"stop": self.stop} if plan.should_stop else {}
+
+
+def checked_total(total: Weight, failure: Exception | None) -> Weight:
+    """A total as an int if it counts exactly; raises if any rank's part of it could not be counted."""
+    if failure is not None:
+        raise failure
+    if isinstance(total, tuple):
+        counts = tuple([_checked(each) for each in total])
+        return counts if any(counts) else 0
+    return _checked(total)
+
+
+def _checked(total: float) -> float:
+    if total != total:
+        raise BatchError(
+            "step: every rank must be able to count its batch; another rank could not, see the error "
+            "that it raised"
+        )
+    is_count = float(total).is_integer() and total <= 2**53  # far above, torch takes no int
+    return int(total) if is_count else total
+
+
+def weighed(loss: Tensor, factor: Weight) -> Tensor:
+    """The loss times a factor, or each of its terms; terms of factor 0 may be anything, and are 0."""
+    if not isinstance(factor, tuple):
+        return loss * factor
+    pairs = zip(loss.unbind(), factor, strict=True)
+    return torch.stack([each * part if part else loss.new_zeros(()) for each, part in pairs])
+
+
+def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | None:
+    """Return the seed of a backward: the share times the loss scale; None is one."""
+    if scaler is not None:
+        scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
+        if isinstance(share, tuple):
+            return torch.stack([scale * each for each in share]).to(loss.dtype)
+        return (scale * share).to(loss.dtype)
+    if share == 1.0:
+        return None
+    if isinstance(share, tuple):
+        return torch.stack([loss.new_full((), each) for each in share])
+    return loss.new_full(loss.shape, share)

@@ -1,0 +1,171 @@
+"""Observers: they watch the steps and events of a run, and compute nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import methodcaller
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState, Watchdog, step_name
+
+
+class Observer:
+    """Watches a step and the events around it. Override the methods that you need.
+
+    A function `(plan, strategy, state) -> Observer` makes it: in `Plan.observers`, or among the `checks` of
+    `build`. Checks, logs, profiles and hang detection are observers. `load` does not compare
+    them, so they may be added to a run, or removed.
+
+    An error that `before` raises on one rank alone travels to the others with the batch, and all raise.
+    Any other method that may raise must raise on all ranks, as after `gather`.
+
+    >>> import accel_fn as af
+    >>> class Spikes(af.extend.Observer):
+    ...     def __init__(self, plan, strategy, state):
+    ...         self.largest = 0.0
+    ...     def wants(self, state):
+    ...         return state.step % 2 == 0
+    ...     def after(self, state, batch, report):
+    ...         self.largest = max(self.largest, float(report.loss))
+    >>> plan = af.Plan(loss_fn, model, optimizer, observers=(Spikes,))
+    >>> state, step = af.build(plan, af.DistState())
+    >>> for _ in range(3):
+    ...     state, report = step(state, batch)
+    """
+
+    def wants(self, state: DistState) -> bool:
+        """Return whether the step that begins with this state is to be watched; called in each step.
+
+        It must return the same on all ranks if `before` or `after` calls collectives.
+        """
+        return True
+
+    def before(self, state: DistState, batch: Any) -> None:
+        """Look at this rank's batch before it is run."""
+
+    def on_outcome(self, rows: Any, outcome: Any) -> None:
+        """Look at a micro-batch and its `(loss, metrics)`, before the backward.
+
+        A step that `compiled(scope="step")` runs as one graph does not call it.
+        """
+
+    def on_update(self, state: DistState, grads: Any, report: Report) -> None:
+        """Look at the gradients that the optimizer gets, before anything is written; as `on_outcome`."""
+
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """Look at the state that the step returns, and at its report.
+
+        `step.grads` calls it with a report whose `applied` is None, `step.update` without a batch.
+        """
+
+    def failed(self, state: DistState, error: BaseException) -> None:
+        """Note that a step that began with this state has raised. Called if it was watched or not."""
+
+    def saved(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Note a checkpoint, for which the loop has waited so long."""
+
+    def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Continue at the position of a checkpoint."""
+
+    def evaluated(self, state: DistState, seconds: float) -> None:
+        """Note a pass over a loader by `evaluate` or `predict`."""
+
+
+ObserverFn = Callable[..., Observer]
+"""`(plan, strategy, state) -> Observer`."""
+
+
+class FailedBatch:
+    """Stands for a batch that an observer has refused on this rank: what splits it raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Observers:
+    """The observers of a step, and those among them that watch the current one."""
+
+    def __init__(self, every: Sequence[Observer]) -> None:
+        self.every = tuple(every)
+        self.due: list[Observer] = []
+        self.of_outcomes: list[Observer] = []
+        """Those of `due` that look at outcomes."""
+        self.of_updates: list[Observer] = []
+        """Those of `due` that look at updates."""
+        self._look_at_outcomes = [
+            each for each in every if type(each).on_outcome is not Observer.on_outcome
+        ]
+        self._look_at_updates = [
+            each for each in every if type(each).on_update is not Observer.on_update
+        ]
+
+    def before(self, state: DistState, batch: Any) -> Any:
+        """Begin a step: return its batch, or what stands for it if an observer has refused it."""
+        # By functions of C: in most steps, `wants` of each observer is all that runs.
+        self.due = due = [*filter(methodcaller("wants", state), self.every)]
+        self.of_outcomes = [*filter(self._look_at_outcomes.__contains__, due)]
+        self.of_updates = [*filter(self._look_at_updates.__contains__, due)]
+        failure: Exception | None = None
+        for each in due:
+            try:
+                each.before(state, batch)
+            except Exception as error:
+                # The others go on, since ranks may meet in their collectives.
+                failure = failure or error
+        return batch if failure is None else FailedBatch(failure)
+
+    def on_outcome(self, rows: Any, outcome: Any) -> None:
+        """Show a micro-batch and what the loss has returned."""
+        for each in self.of_outcomes:
+            each.on_outcome(rows, outcome)
+
+    def on_update(self, state: DistState, grads: Any, report: Report) -> None:
+        """Show the gradients of the update."""
+        for each in self.of_updates:
+            each.on_update(state, grads, report)
+
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """End a step; the first observer, which began first, ends last."""
+        for each in reversed(self.due):
+            each.after(state, batch, report)
+
+    def failed(self, state: DistState, error: BaseException) -> None:
+        """End a step that has raised."""
+        for each in self.every:
+            each.failed(state, error)
+
+    @contextmanager
+    def evaluating(self, state: DistState) -> Iterator[None]:
+        """Time a pass over a loader."""
+        began = perf_counter()
+        yield
+        seconds = perf_counter() - began
+        for each in self.every:
+            each.evaluated(state, seconds)
+
+
+class WatchedSteps(Observer):
+    """Tells the watchdog of a state when steps begin, end and fail."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def before(self, state: DistState, batch: Any) -> None:
+        """Note the step that begins."""
+        self._watchdog.begin_step(step_name(state.step + 1, state.call))
+
+    def after(self, state: DistState, batch: Any, report: Report) -> None:
+        """Note its end."""
+        self._watchdog.end_step()
+
+    def failed(self, state: DistState, error: BaseException) -> None:
+        """Raise an error that names the ranks if the step failed because one of them is gone."""
+        try:
+            if isinstance(error, RuntimeError):
+                self._watchdog.diagnose(error, "step")
+        finally:
+            self._watchdog.end_step()

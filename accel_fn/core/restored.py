@@ -1,0 +1,269 @@
+"""What a forward changes beside gradients, put back afterwards: generators, buffers, modes, forwards."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from accel_fn.core import primitives
+from accel_fn.core.collectives import agreed
+from accel_fn.core.primitives import bytes_of
+from accel_fn.core.state import DistState, check_state, step_name
+from accel_fn.errors import check_equal, check_flag
+
+GENERATORS = threading.RLock()
+"""Held while they are seeded and restored: simulated ranks are threads that share them."""
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of all of them, in plain data and tensors."""
+    name, keys, position, has_gauss, gauss = cast("Any", np.random.get_state(legacy=True))
+    version, key, gauss_next = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, torch.from_numpy(np.array(key)), gauss_next],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def is_same_random(state: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Are these two states of all generators the same?"""
+    pairs = zip(tree_leaves(state), tree_leaves(other), strict=True)
+    return all(
+        torch.equal(each, its) if isinstance(each, torch.Tensor) else each == its
+        for each, its in pairs
+    )
+
+
+def restore_random(state: dict[str, Any], device: torch.device) -> None:
+    """Restore the states of all of them."""
+    version, key, gauss_next = state["python"]
+    random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
+    name, keys, *numbers = state["numpy"]
+    # NumPy takes True for 1, and a number that is not finite; it refuses None.
+    numbers = [each if type(each) in (int, float) and isfinite(each) else None for each in numbers]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))
+    torch.set_rng_state(state["torch"])
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+@contextmanager
+def exclusive_random(device: torch.device) -> Iterator[None]:
+    """Restore all of them at the end of the context; no other simulated rank enters it meanwhile."""
+    with GENERATORS, restored_random(device):
+        yield
+
+
+@contextmanager
+def restored_random(device: torch.device) -> Iterator[None]:
+    """Restore all of them at the end of the context, in which ranks may wait for each other."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random(state, device)
+
+
+def derive_random(state: DistState) -> None:
+    """Seed all of them from (seed, rank, position): for a rank that the saved run did not have."""
+    _seed(f"accel_fn {state.seed} {state.data.rank} {_position(state)}", state.device)
+
+
+def seed_all(state: DistState, *, per_rank: bool = True) -> None:
+    """Seed Python's, NumPy's and torch's generators, on the host and the device.
+
+    The seeds come from `state.seed`, the rank's place in `state.data`, `state.step` and `state.call`.
+    With one seed on all ranks (`torch.manual_seed(0)`), each rank would draw the same dropout masks for
+    different rows. Call it before `resume`: a checkpoint holds the generators of every rank, so a
+    resumed run draws what the run would have drawn.
+
+    Args:
+        state: of this rank.
+        per_rank: False: the same seed on every rank, for draws that ranks share, such as the order of
+            your own data or the parameters of a model without `wrap_ddp` or `wrap_fsdp`. (With
+            these, all ranks start from the parameters of rank 0.)
+
+    Raises:
+        TypeError: `per_rank` is not True or False.
+
+    Cost: some microseconds; no collective.
+
+    >>> import torch, accel_fn as af
+    >>> state = af.DistState(seed=7)
+    >>> af.seed_all(state)
+    >>> drawn = torch.rand(3)
+    >>> af.seed_all(state)
+    >>> bool((torch.rand(3) == drawn).all())
+    True
+    """
+    check_state("seed_all", state)
+    check_flag("seed_all", "per_rank", per_rank)
+    place = state.data.rank if per_rank else "all"
+    _seed(f"accel_fn seed_all {state.seed} {place} {_position(state)}", state.device)
+
+
+def key_random(state: DistState, slot: int) -> None:
+    """Seed all of them from (seed, position, slot): for a part of the batch, whichever rank has it."""
+    _seed(f"accel_fn {state.seed} {_position(state)} slot {slot}", state.device)
+
+
+def generator_of(state: DistState, name: str) -> torch.Generator:
+    """Make a generator on the host, seeded from (seed, position, name): the same on every rank."""
+    number = _number(f"accel_fn draw {state.seed} {_position(state)} {name}")
+    return torch.Generator().manual_seed(number % 2**63)
+
+
+def _position(state: DistState) -> str:
+    """Name the position of a run in its data, and the step on that batch."""
+    return step_name(state.step, state.call)
+
+
+def _number(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+
+
+def _seed(key: str, device: torch.device) -> None:
+    number = _number(key)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number % 2**63)
+    if device.type != "cpu":
+        with torch.accelerator.device_index(device.index):  # `manual_seed` seeds the current one
+            torch.get_device_module(device).manual_seed(number % 2**63)
+
+
+class BufferCopy(NamedTuple):
+    """A buffer, the buffers of its module, its name in the model, and a copy of its value."""
+
+    buffer: Tensor
+    home: dict[str, Any]
+    path: str
+    value: Tensor
+
+    def put_back(self) -> None:
+        """Give the module this tensor again, with the value that it had."""
+        with torch.no_grad():
+            self.home[self.path.rpartition(".")[2]] = self.buffer.copy_(self.value)
+
+
+def copied_buffers(model: nn.Module, *, saved: bool = False) -> list[BufferCopy]:
+    """Copy the buffers of a model; with `saved`, those that are in its `state_dict`."""
+    return [
+        BufferCopy(buffer, vars(module)["_buffers"], f"{path}.{name}", buffer.detach().clone())
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not (saved and name in module._non_persistent_buffers_set)
+    ]
+
+
+@contextmanager
+def spare_buffers(model: nn.Module) -> Iterator[None]:
+    """A context in which forwards write to copies of the buffers, of which nothing is kept."""
+    # Not copied back: a graph that is still to run backward refuses buffers that were written since.
+    homes = [(vars(module)["_buffers"], dict(module._buffers)) for module in model.modules()]
+    try:
+        for home, own in homes:
+            home.update({n: each if each is None else each.clone() for n, each in own.items()})
+        yield
+    finally:
+        for home, own in homes:
+            home.update(own)
+
+
+@contextmanager
+def with_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules these forwards inside the context; hooks and everything else stay."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            vars(module).pop("forward")
+            if own is not None:
+                vars(module)["forward"] = own
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Has an optimizer methods `train` and `eval`?"""
+    methods = (getattr(optimizer, name, None) for name in ("train", "eval"))
+    return all(map(callable, methods))
+
+
+def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
+    """Select the optimizers that have modes, by methods `train` and `eval`, and are in train mode."""
+    return [
+        each
+        for each in optimizers
+        if has_modes(each) and all(group.get("train_mode", True) for group in each.param_groups)
+    ]
+
+
+@contextmanager
+def in_eval_mode(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Switch those that are in train mode to eval mode, and back at the end.
+
+    There and back rounds parameters once each: one save is the same as the same save of a resumed run.
+    """
+    training = in_train_mode(optimizers)
+    try:
+        for each in training:
+            each.eval()
+        yield
+    finally:
+        for each in training:
+            each.train()
+
+
+@contextmanager
+def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[None]:
+    """Give every rank the saved buffers of rank 0; at the end, put its own back.
+
+    Cost: if the model has any, two small collectives and a broadcast of them.
+    """
+    own = copied_buffers(model, saved=True)
+    if not own:
+        yield
+        return
+    try:
+        _receive(own, state, function)
+        yield
+    finally:
+        for each in own:
+            each.put_back()
+
+
+def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None:
+    """Overwrite buffers by those of rank 0."""
+    sent: list[Tensor] = []
+
+    def described() -> list[str]:
+        sent.extend(bytes_of(each.value.contiguous()).to(state.device) for each in own)
+        return [f"{each.path} {list(each.value.shape)} {each.value.dtype}" for each in own]
+
+    every = agreed(described, state, function)
+    common = set.intersection(*map(set, every))
+    others = ["; ".join(each for each in specs if each not in common) or "none" for specs in every]
+    check_equal(others, f"{function}: model must have the same buffers on all ranks")
+    joined = torch.cat(sent)
+    primitives.broadcast(joined, state, 0, function)
+    parts = torch.split(joined, [each.numel() for each in sent])
+    with torch.no_grad():
+        for (buffer, *_), part in zip(own, parts, strict=True):
+            # In memory of its own, since a view as a wider dtype must begin at a multiple of it.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,303 @@
+"""torch.compile for functions, modules and blocks: graphs by what torch's guards do not look at."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from inspect import signature
+from itertools import chain, compress, count
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.nn.modules import module as _everywhere
+from torch.utils._pytree import tree_map_only
+
+from accel_fn.errors import PlanError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_METHODS = (FunctionType, staticmethod, classmethod, property)
+_CALLED = ("forward", "__call__")
+"""Methods of torch's own classes that are looked at."""
+_OF_ALL = [getattr(_everywhere, f"_global{name}") for name in _HOOKS]
+"""The hooks that all modules of a process have."""
+_hooks_of = itemgetter(*_HOOKS)
+_modules_of = itemgetter("_modules")
+
+
+class ModuleGuards:
+    """The hooks of a module and of those inside it, and the methods of their classes.
+
+    torch has `skip_nnmodule_hook_guards`: once a module without hooks is compiled, its graph is
+    run without those that come later. Its guards look at the hooks that were there, and at everything else.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._look()
+
+    def refresh(self) -> bool:
+        """Look for modules that came since, and return whether there are other ones."""
+        is_new = (
+            [*map(_modules_of, self._owners)] != self._inside
+            or [*map(type, self._modules)] != self._types
+            or [*map(len, self._contents)] != self._sizes
+        )
+        if is_new:
+            self._look()
+        return is_new
+
+    def hooks(self) -> tuple[object, ...]:
+        """Return where modules have hooks, and the hooks that all modules of the process have.
+
+        Cost: a look at each module.
+        """
+        dicts = chain.from_iterable(map(_hooks_of, self._owners))
+        return tuple(compress(count(), dicts)), *map(tuple, _OF_ALL)
+
+    def methods(self) -> tuple[object, ...]:
+        """Return the methods of the modules' classes.
+
+        Cost: a look at each method.
+        """
+        return tuple([of_kind(name) for of_kind, name in self._methods])
+
+    def key(self) -> tuple[object, ...]:
+        """Return a value that is another one if a graph would not fit any more."""
+        self.refresh()
+        return self.hooks(), self.methods()
+
+    def _look(self) -> None:
+        self._modules = [*self._module.modules()]
+        self._owners: list[dict[str, Any]] = [*map(vars, self._modules)]
+        self._inside = [dict(each) for each in map(_modules_of, self._owners)]
+        self._types = [*map(type, self._modules)]
+        kinds = dict.fromkeys(chain.from_iterable(each.__mro__[:-1] for each in self._types))
+        self._contents = [*map(vars, kinds)]
+        self._sizes = [*map(len, self._contents)]
+        self._methods = [
+            (vars(kind).get, name)
+            for kind in kinds
+            for name, value in vars(kind).items()
+            if isinstance(value, _METHODS)
+            and (name in _CALLED or not kind.__module__.startswith("torch."))
+        ]
+
+
+_ATEN = torch.ops.aten
+
+
+class Addends(CustomGraphPass):
+    """Writes `add(a, b, alpha=number)` as `a + number * b`.
+
+    torch 2.13 fuses a matrix product and an addition and loses the number: weight decay of a
+    gradient that is a product, for example, would be added as if it were 1.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=_ATEN.add.Tensor):
+            first, second = node.args
+            alpha = node.kwargs.get("alpha", 1)
+            if alpha == 1 or not isinstance(second, Node):
+                continue
+            with graph.inserting_before(node):
+                product = graph.call_function(_ATEN.mul.Tensor, (second, alpha))
+            product.meta["val"] = second.meta["val"] * _value(alpha)
+            node.args, node.kwargs = (first, product), {}
+
+    def uuid(self) -> Any:
+        """Return the key of cached graphs: another pass makes another graph."""
+        return get_hash_for_files((__file__,))
+
+
+def _value(number: Any) -> Any:
+    return number.meta["val"] if isinstance(number, Node) else number
+
+
+MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes whose graphs on CUDA write into the same memory at every run."""
+_NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
+"""Guards that a name still refers to the same module, class or function."""
+_OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
+"""The start of a guard on a global that is not of the user's module."""
+_is_uncompiled = ContextVar("_is_uncompiled", default=False)
+"""Does this thread run compiled modules as they are?"""
+
+
+def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Call `torch.compile`; its graphs are counted separately from those of any other function.
+
+    So are those of functions inside, which torch compiles by themselves where a graph breaks. It
+    would run them for another model of the class, without that model's hooks. torch before 2.13
+    cannot.
+    """
+    if "isolate_recompiles" in signature(torch.compile).parameters:
+        settings["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(_with_own_code(fn), **settings)
+    return compiled
+
+
+def options_of(mode: str) -> dict[str, Any]:
+    """Return a mode of `torch.compile` as options, with the pass of `pass_add_alpha`."""
+    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
+    if torch._inductor.config.post_grad_custom_pre_pass is None:  # otherwise the user's pass stays
+        options["post_grad_custom_pre_pass"] = Addends()
+    return options
+
+
+def moving_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep all guards but those on names in accel_fn's and torch's own modules.
+
+    Guards are evaluated before every run, a large part of a small step. Those on the user's names stay.
+    """
+    return [
+        each.guard_type not in _NAMES or not _OURS.match(each.orig_guard.name) for each in guards
+    ]
+
+
+def without_clock() -> AbstractContextManager[Any]:
+    """Compile graphs inside without torch's measurement of the look-up at every run."""
+    settings = torch._dynamo.config
+    return (
+        settings.patch(record_runtime_overhead=False)
+        if hasattr(settings, "record_runtime_overhead")
+        else nullcontext()
+    )
+
+
+def compile_in_place(
+    modules: Sequence[nn.Module], *, mode: str, outermost: bool, **settings: Any
+) -> None:
+    """Compile modules of one kind in place; they share their graphs with no other.
+
+    torch keeps graphs by code object, which all modules of a process would share, and stops
+    compiling at a small number of them.
+    """
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def make() -> Callable[..., Any]:
+        compiled = compile_function(call, **_settings(mode, **settings))
+        return keep_outputs(compiled, mode) if outermost else compiled
+
+    run = _by_key(make, call)
+    for module in modules:
+        module._compiled_call_impl = partial(run, ModuleGuards(module), module)
+
+
+def compile_inside(
+    settings: Sequence[Mapping[str, Any]], modules: Iterable[nn.Module]
+) -> Callable[..., Any]:
+    """Return a function `(module, function, ...)` that calls a function of one of these modules.
+
+    That function runs compiled with the first of these settings, if there are any. It is for parts
+    of a model that the model's own graphs leave out.
+    """
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def call_alone(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    if not settings:
+        return call_alone
+    run = _by_key(partial(compile_function, call, **_settings(**settings[0])), call)
+    guards = {module: ModuleGuards(module) for module in modules}
+
+    def call_compiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(guards[module], *args, **kwargs)
+
+    return call_compiled
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules as they are, in this thread: `torch.compiler.set_stance` is of a process."""
+    token = _is_uncompiled.set(True)
+    try:
+        yield
+    finally:
+        _is_uncompiled.reset(token)
+
+
+def _by_key(
+    make: Callable[[], Callable[..., Any]], plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that keeps other graphs for each key of what torch's guards do not look at."""
+    graphs = defaultdict[Any, Callable[..., Any]](make)
+
+    def run(guards: ModuleGuards, *args: Any, **kwargs: Any) -> Any:
+        if _is_uncompiled.get():
+            return plain(*args, **kwargs)
+        return graphs[guards.key()](*args, **kwargs)
+
+    return run
+
+
+def _settings(mode: str, **others: Any) -> dict[str, Any]:
+    """Return the keyword arguments of `torch.compile`."""
+    return {"options": options_of(mode), **others}
+
+
+def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    assert isinstance(fn, FunctionType)
+    code = fn.__code__.replace()
+    return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+
+
+def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """Copy the outputs of `call`: the next run of a CUDA graph overwrites them."""
+    if mode not in CUDA_GRAPHS:
+        return call
+
+    def kept(*inputs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return tree_map_only(Tensor, Tensor.clone, call(*inputs))
+
+    return kept
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a tiny function, and refuse a machine that cannot."""
+    if (
+        device.type == "cpu" and " " in torch.__file__
+    ):  # torch splits the compiler's command at spaces
+        raise PlanError(
+            "build: compiled must have torch installed below a path without a space, got "
+            f"{torch.__file__}; make the environment elsewhere, or leave out compiled"
+        )
+    start = torch.zeros(2, device=device)
+    try:
+        torch.compile(_increment, fullgraph=True, options={"fx_graph_cache": False})(start)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise PlanError(
+            f"build: compiled must have a compiler for {device.type} on this machine, got "
+            f"{reason_of(cause)}; install one (for a CPU a C++ compiler, for a GPU Triton), or "
+            "leave out compiled"
+        ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the cause of a compiler's error in one line, without its pages of hints."""
+    text = str(error)
+    raised = re.search(r"raised exception (.*)", text)
+    if raised:
+        return raised.group(1)
+    lines = [line for line in text.split("\n") if line and not line.endswith("raised:")]
+    return lines[0] if lines else type(error).__name__
+
+
+def _increment(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1

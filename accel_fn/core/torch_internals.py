@@ -1,0 +1,153 @@
+"""Private parts of torch that the library leans on, each behind one function."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.optim import Optimizer
+from torch.optim import optimizer as _hooks
+
+from accel_fn.core.state import DistState
+
+_PHRASES = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    # RuntimeErrors of libraries that allocate beside torch; the second is cuBLAS without memory to begin.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+
+
+def is_memory(error: Exception) -> bool:
+    """Is this error out of memory? On a host torch has no class for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        phrase in str(error) for phrase in _PHRASES
+    )
+
+
+def free_memory(state: DistState) -> None:
+    """Collect garbage and empty the device's cache."""
+    gc.collect()
+    if state.device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+_TORCH = torch.__path__[0]
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Does a profiler of torch record what this thread runs?"""
+
+
+def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
+    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
+    seed = torch.ones_like(loss) if seed is None else seed
+    if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
+        torch.autograd.backward(loss, seed, inputs=inputs)  # subclasses have their own rules
+        return
+    _engine_run_backward(
+        (loss,),
+        (seed,),
+        False,  # keep_graph
+        False,  # create_graph
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def run_optimizer(optimizer: Optimizer) -> None:
+    """`optimizer.step()`, without the profiler's wrapper where neither a profiler nor a hook is there."""
+    bare = _unwrapped_step(type(optimizer))
+    if bare is None:
+        optimizer.step()
+        return
+    listened = (
+        "step" in vars(optimizer)  # patched on the instance, as schedulers do
+        or has_hooks(optimizer)
+        or is_profiling()
+    )
+    if listened:
+        optimizer.step()
+    else:
+        bare(optimizer)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Is anything called before or after its step?"""
+    own = vars(optimizer)  # some optimizers never called Optimizer's __init__
+    return bool(
+        own.get("_optimizer_step_pre_hooks")
+        or own.get("_optimizer_step_post_hooks")
+        or _hooks._global_optimizer_pre_hooks
+        or _hooks._global_optimizer_post_hooks
+    )
+
+
+def has_loading_hooks(optimizer: Optimizer) -> bool:
+    """Is anything called before or after `load_state_dict`?"""
+    own = vars(optimizer)
+    return bool(
+        own.get("_optimizer_load_state_dict_pre_hooks")
+        or own.get("_optimizer_load_state_dict_post_hooks")
+    )
+
+
+def is_listened_to(optimizer: Optimizer) -> bool:
+    """Does code that is not torch's see gradients in its step: hooks, or a step of the class or instance?"""
+    step: Any = optimizer.step
+    while step is not None:
+        code = getattr(step, "__code__", None)  # not all that can be called are functions
+        if code is None or not code.co_filename.startswith(_TORCH):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return has_hooks(optimizer)
+
+
+def checkpoint_hook() -> Callable[..., Any] | None:
+    """Return the hook that packs tensors here, if a checkpoint does, in its forward or its recomputation.
+
+    Not a reentrant checkpoint: that one packs nothing. The same object throughout one forward.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return None
+    return hooks[0]
+
+
+class CheckpointFrame(NamedTuple):
+    """The checkpoint around: what torch keeps of one call of it."""
+
+    frame: object
+    key: object
+    """The same throughout one recomputation."""
+    is_recomputed: bool
+
+
+def checkpoint_frame() -> CheckpointFrame | None:
+    """Return the call of a checkpoint that runs here, in its forward or its recomputation."""
+    hook = checkpoint_hook()
+    if hook is None:
+        return None
+    hook = getattr(hook, "_torchdynamo_orig_callable", hook)
+    cells = {
+        name: cell.cell_contents
+        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    }
+    if "frame" in cells:
+        return CheckpointFrame(cells["frame"], cells["frame"], False)
+    frame = cells["target_frame_ref"]()
+    return CheckpointFrame(frame, (frame, cells["gid"]), True)
+
+
+def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
+    """The step inside torch's wrapper; None if the class's step is anything else, such as a patched one."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

@@ -1,0 +1,258 @@
+"""Weights of batches: how many items a loss is a mean over, and the shares of micro-batches."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+
+# An attribute of the tensor would be pickled, and copied, with it.
+_SOURCES = WeakTensorKeyDictionary()
+
+
+def remember_source(moved: Tensor, source: Tensor) -> None:
+    """Keep the host tensor that was copied as long as the copy lives, if it may hold labels."""
+    if not (source.is_floating_point() or source.is_complex()):
+        _SOURCES[moved] = source, (source._version, moved._version)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the same values on the host, if they are known there; else the tensor itself."""
+    if tensor.is_cpu:
+        return tensor
+    base = tensor if tensor._base is None else tensor._base  # `accumulate` gives views
+    known: tuple[Tensor, tuple[int, int]] | None = _SOURCES.get(base)  # type: ignore[no-untyped-call]
+    if known is None:
+        return tensor
+    source, versions = known
+    if (
+        (source._version, base._version) != versions  # one was written since
+        or source.stride() != base.stride()
+        or tensor.dtype != source.dtype
+    ):
+        return tensor
+    offset = tensor.storage_offset() - base.storage_offset() + source.storage_offset()
+    return source.as_strided(tensor.size(), tensor.stride(), offset)
+
+
+Key = str | int
+WeightFn = Callable[[Any], "int | float | Tensor"]
+Weight = float | tuple[float, ...]
+"""The number of items that a mean loss is over: for several terms one each, or 0 where all are 0."""
+_EXACT = 2**53
+"""Up to here sums of integers over ranks are exact."""
+_SMALLEST, _LARGEST = 1e-30, 1e30
+_SHOWN = 8  # class weights that are printed
+
+
+def count_labels(
+    key_or_path: Key | Sequence[Key],
+    ignore_index: int = -100,
+    *,
+    shift: int = 0,
+    class_weight: Tensor | Sequence[float] | None = None,
+) -> WeightFn:
+    """Make a `weight_fn` that counts the labels that the loss does not ignore.
+
+    For losses that are a mean over tokens: `cross_entropy(..., ignore_index=-100)`
+    of language models, masked targets of any shape.
+
+    Args:
+        key_or_path: where the labels are in the batch: a key, an index, an
+            attribute name, or a path of these (`("target", 0)`).
+        ignore_index: the label that does not count.
+        shift: 1 for losses that compare each output with the next label, and so leave out the
+            first label of each row, as transformers' causal language models do; else 0.
+        class_weight: the weight of each class, [num_classes], finite and >= 0, if the loss divides
+            by the sum of the labels' weights: `cross_entropy(..., weight=class_weight)`.
+
+    Returns:
+        A function of a batch whose labels are an integer tensor of any shape,
+        which gives their number as an `int`; with `class_weight`, the sum of their weights as a
+        `float`, added up in float64.
+
+    Raises:
+        TypeError: the path is empty or holds something else than str and int, or
+            `ignore_index` or `shift` is no integer, or `class_weight` no tensor or sequence of numbers.
+        ValueError: `shift` is < 0, or `class_weight` not 1-d, empty, negative or not finite; (when called)
+            the batch has no tensor there, or a label that has no class weight.
+
+    Cost: one read of the labels. Labels that come from a data loader or from `prefetch` are counted
+    on the host, without waiting: before `place` moves the batch, or in the copy that was moved.
+    Others on an accelerator, and those that were written there, cost a host synchronisation
+    for each micro-batch.
+
+    >>> import torch, accel_fn as af
+    >>> af.count_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
+    3
+    >>> af.count_labels("labels", class_weight=[1.0, 7.0])({"labels": torch.tensor([0, 1, 1, -100])})
+    15.0
+    """
+    path = (key_or_path,) if isinstance(key_or_path, str | int) else key_or_path
+    if not (isinstance(path, Sequence) and path and all(map(_is_key, path))):
+        rule = "be a key, an index or a path of these"
+        raise ArgumentTypeError(message("count_labels", "key_or_path", rule, key_or_path))
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise ArgumentTypeError(
+            message("count_labels", "ignore_index", "be an integer", ignore_index)
+        )
+    if isinstance(shift, bool) or not isinstance(shift, int):
+        raise ArgumentTypeError(message("count_labels", "shift", "be an integer >= 0", shift))
+    if shift < 0:
+        raise ArgumentError(message("count_labels", "shift", "be an integer >= 0", shift))
+    options: dict[str, Any] = {"shift": shift} if shift else {}
+    if class_weight is not None:
+        options["class_weight"] = _class_weights(class_weight)
+    counting = partial(labels_at, path=tuple(path), ignore_index=ignore_index, **options)
+    given = ", ".join(f"{name}={value!r}" for name, value in counting.keywords.items())
+    vars(counting)["call"] = f"count_labels({given})"  # by which a plan prints it
+    return counting
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, str | int) and not isinstance(key, bool)
+
+
+@dataclass(frozen=True, eq=False)
+class _ClassWeights:
+    """The weight of each class: [num_classes], float64, on the host."""
+
+    values: Tensor
+
+    def __repr__(self) -> str:
+        values = self.values.tolist()
+        if len(values) <= _SHOWN:
+            return repr(values)
+        # Checkpoints compare the text, so other weights must have another one.
+        return f"<{len(values)} weights of checksum {zlib.crc32(repr(values).encode()):08x}>"
+
+
+def _class_weights(given: Any) -> _ClassWeights:
+    rule = "be a 1-d tensor or sequence of finite numbers >= 0"
+    try:
+        found = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = type(given).__name__
+        raise ArgumentTypeError(message("count_labels", "class_weight", rule, got)) from error
+    if found.is_complex():
+        raise ArgumentTypeError(message("count_labels", "class_weight", rule, found.dtype))
+    values = found.to("cpu", torch.float64, copy=True)
+    if values.ndim != 1 or not len(values):
+        got = f"shape {list(values.shape)}"
+        raise ArgumentError(message("count_labels", "class_weight", rule, got))
+    wrong = ~(values.isfinite() & (values >= 0))
+    if wrong.any():
+        raise ArgumentError(message("count_labels", "class_weight", rule, values[wrong][0].item()))
+    return _ClassWeights(values)
+
+
+def labels_at(
+    batch: Any,
+    *,
+    path: tuple[Key, ...],
+    ignore_index: int,
+    shift: int = 0,
+    class_weight: _ClassWeights | None = None,
+) -> int | float:
+    """Count the labels at `path` that differ from `ignore_index`, but for the first ones of each row.
+
+    With weights of the classes, add up those of these labels.
+    """
+    labels = batch
+    for key in path:
+        labels = _child(labels, key, path)
+    if not isinstance(labels, Tensor):
+        rule = f"lead to a tensor of labels in the batch, {path!r} does not"
+        raise BatchError(message("count_labels", "key_or_path", rule, type(labels).__name__))
+    if shift and labels.ndim < 2:
+        rule = f"lead to labels [num_samples, length, ...] with shift={shift}"
+        raise BatchError(message("count_labels", "key_or_path", rule, list(labels.shape)))
+    labels = on_host(labels)
+    counted = labels[:, shift:] if shift else labels
+    if class_weight is None:
+        return int(torch.count_nonzero(counted != ignore_index))
+    counted = counted.cpu()  # all that follows would wait for an accelerator
+    return _sum_of_weights(counted[counted != ignore_index], class_weight.values)
+
+
+def _sum_of_weights(labels: Tensor, weights: Tensor) -> float:
+    """Add up the class weights of labels, [num_labels]."""
+    if labels.is_floating_point() or labels.is_complex():
+        rule = "lead to integer labels with class_weight"
+        raise BatchError(message("count_labels", "key_or_path", rule, labels.dtype))
+    outside = labels[(labels < 0) | (labels >= len(weights))]
+    if outside.numel():
+        rule = f"be in 0 .. {len(weights) - 1}, since class_weight has {len(weights)} weights"
+        repair = "give every class a weight, or leave the label out by ignore_index"
+        raise BatchError(message("count_labels", "labels", rule, int(outside[0]), repair))
+    counts = torch.bincount(labels.long(), minlength=len(weights))
+    return float(counts.to(weights.dtype) @ weights)
+
+
+def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
+    try:
+        by_name = isinstance(key, str) and not isinstance(node, Mapping) and hasattr(node, str(key))
+        return getattr(node, str(key)) if by_name else node[key]
+    except (KeyError, IndexError, TypeError) as error:
+        has = sorted(map(str, node)) if isinstance(node, Mapping) else type(node).__name__
+        rule = f"be found in the batch, {path!r} is not: no {key!r}"
+        raise BatchError(message("count_labels", "key_or_path", rule, has)) from error
+
+
+def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:
+    """Return the checked weight of each batch: finite ints or floats >= 0, from any kind of number."""
+    if callable(weight_fn):
+        return [_weight(weight_fn, batch) for batch in batches]
+    return [_weights(weight_fn, batch) for batch in batches]
+
+
+def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
+    found = tuple([_weight(fn, batch, f"weight_fn[{name!r}]") for name, fn in weight_fns.items()])
+    return found if any(found) else 0
+
+
+def total_weight(weights: Sequence[Weight]) -> Weight:
+    """Add up weights, term by term."""
+    if tuple not in map(type, weights):
+        return sum(weights)  # type: ignore[arg-type]
+    plain = [each for each in weights if not isinstance(each, tuple)]
+    terms = [each for each in weights if isinstance(each, tuple)]
+    # A plain one is 0, or the NaN of a rank that cannot count its batch.
+    return tuple([sum([*each, *plain]) for each in zip(*terms, strict=True)])
+
+
+def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
+    """Return `factor * weight / total`, term by term; 0 where nothing counts."""
+    if isinstance(weight, tuple):
+        assert isinstance(total, tuple)
+        pairs = zip(weight, total, strict=True)
+        return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
+    # Where the weight is one number, the total is one.
+    return weight * factor / total if weight else 0.0  # type: ignore[operator]
+
+
+def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> float:
+    weight = weight_fn(batch)
+    if type(weight) is int and 0 <= weight <= _EXACT:
+        return weight
+    value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        rule = "return a number or a 0-dim tensor"
+        raise BatchError(message("Plan", name, rule, value))
+    plain = int(value) if isinstance(value, numbers.Integral) else float(value)
+    if not 0 <= plain <= sys.float_info.max:  # a larger integer has no float
+        raise BatchError(message("Plan", name, "return a finite count >= 0", value))
+    if plain and not _SMALLEST <= plain <= _LARGEST:
+        rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as losses in float32 go times it"
+        raise BatchError(message("Plan", name, rule, value))
+    return plain

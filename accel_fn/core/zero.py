@@ -1,0 +1,55 @@
+"""Parameters that DeepSpeed's ZeRO holds: in shards, or beside a copy of its own.
+
+They are known by the attributes that DeepSpeed gives them: importing it takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from accel_fn.core.state import DistState
+
+
+def is_partitioned(model: object) -> bool:
+    """Does each rank hold only shards of a model's parameters, as at ZeRO's stage 3?"""
+    return isinstance(model, nn.Module) and any(hasattr(p, "ds_id") for p in model.parameters())
+
+
+def is_copied(model: object) -> bool:
+    """Does ZeRO write a model's parameters from a copy of its own in every update?"""
+    return isinstance(model, nn.Module) and any(map(_is_held, model.parameters()))
+
+
+def is_born_sharded(model: nn.Module) -> bool:
+    """Was a model made under `deepspeed.zero.Init`, and given to no engine?"""
+    return any(hasattr(p, "ds_id") and not hasattr(p, "_z3_optimizer") for p in model.parameters())
+
+
+def _is_held(parameter: Tensor) -> bool:
+    """Does an engine of stage 1 to 3 hold this parameter?"""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Give every rank the whole parameters inside, to read them."""
+    if not is_partitioned(model):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([*model.parameters()]):
+        yield
+
+
+def world_of(model: nn.Module) -> list[DistState]:
+    """Return the ranks that hold the shards of a model; none if it is whole."""
+    if not is_partitioned(model):
+        return []
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return [DistState(rank=group.rank(), world_size=group.size(), group=group)]

@@ -1,0 +1,323 @@
+"""wrap_ddp: replicas on every rank, gradients averaged over them by DistributedDataParallel."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_fn.core import primitives
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.loop import Strategy
+from accel_fn.core.loss import loss_module_of, sparse_tables
+from accel_fn.core.parameters import not_reached
+from accel_fn.core.plan import Plan, SlotFunction, describe
+from accel_fn.core.primitives import device_backend
+from accel_fn.core.state import DistState, over
+from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.errors import ArgumentError, PlanError, check_flag, message
+from accel_fn.parallel.synced_batch_norm import SyncedStrategy, check_synced, is_synced
+
+_COMM_HOOKS = ("fp16", "bf16", "powersgd")
+_OURS = ("self", "module", "process_group", "device_ids", "output_device")
+
+
+@transform
+def wrap_ddp(
+    *, comm_hook: str | None = None, sync_batchnorm: bool = False, **ddp_options: Any
+) -> Transform:
+    """Train replicas on all ranks: start from rank 0's parameters, average the gradients.
+
+    The average is the exact mean over the items of the global batch, however
+    they are spread over the ranks. In a world of one it is a no-op.
+
+    The user's model is not wrapped: DDP gets a private module whose forward is
+    the loss, so a loss function may call any method of the model, any number
+    of times.
+
+    Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
+
+    Args:
+        comm_hook: send gradients in "fp16" or "bf16", or as low-rank factors
+            ("powersgd"): less traffic, and no longer exact.
+        sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows of
+            all ranks, so W ranks are one process for them too. The layers stay your objects. Under
+            `accumulate` the rows are those of one micro-batch of every rank.
+        **ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
+            `gradient_as_bucket_view=True`, and on a CPU in `bucket_cap_mb=100`, where
+            there is nothing to overlap a smaller bucket with.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: `sync_batchnorm` is not True or False.
+        ValueError: an option that DDP does not have, or that comes from the state;
+            in `build`, `sync_batchnorm` where a layer has a forward of its own, or beside
+            `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
+            `weight_fn` that is a mapping; any option beside `wrap_tp`; in a world of several, an
+            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend
+            cannot sum them.
+
+    Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
+    the last backward, and two small collectives: of weights, started before the first forward
+    and awaited before the first backward, and of losses, beside the last backward. With
+    `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
+    widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
+    than another computes one of its with weight 0. A loss that raises on one rank then leaves the others
+    in a collective until the time-out.
+
+    Source: Li et al. 2020, arXiv:2006.15704.
+
+    >>> import accel_fn as af
+    >>> af.wrap_ddp(bucket_cap_mb=50)(af.Plan(loss_fn, model, optimizer))
+    Plan(loss_fn, Linear, SGD, weight_fn=count_samples, strategy=[wrap_ddp(bucket_cap_mb=50)])
+    """
+    if comm_hook is not None and comm_hook not in _COMM_HOOKS:
+        rule = f"be one of {_COMM_HOOKS} or None"
+        raise ArgumentError(message("wrap_ddp", "comm_hook", rule, comm_hook))
+    check_flag("wrap_ddp", "sync_batchnorm", sync_batchnorm)
+    _check_options(ddp_options)
+    options: dict[str, Any] = {
+        "comm_hook": comm_hook,
+        "sync_batchnorm": sync_batchnorm,
+        **ddp_options,
+    }
+    return fill(strategy=DDPSlot(make_ddp, **options))
+
+
+class DDPSlot(SlotFunction):
+    """`make_ddp` with its settings."""
+
+    @property
+    def traits(self) -> frozenset[str]:  # type: ignore[override]
+        """Return the traits: without an option of its own, DDP waits for every parameter."""
+        finds = self.keywords.get("find_unused_parameters")
+        return frozenset() if finds else frozenset({"needs_every_parameter"})
+
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Refuse what DDP would not see."""
+        given = [name for name, value in self.keywords.items() if value not in (None, False)]
+        if self.keywords.get("sync_batchnorm"):
+            check_synced("wrap_ddp", state, plan)
+        if plan.shard_model and given:
+            raise PlanError(
+                f"build: wrap_ddp({given[0]}) must not be used with {describe(plan.shard_model[0])}, whose "
+                "parameters DDP does not take; leave it out"
+            )
+        if self.keywords.get("static_graph") and plan.split:
+            raise PlanError(
+                "build: wrap_ddp(static_graph=True) must not be combined with accumulate, whose first "
+                "micro-batches DDP does not see; leave out one"
+            )
+        if self.keywords.get("static_graph") and plan.terms:
+            raise PlanError(
+                "build: wrap_ddp(static_graph=True) must not be combined with a weight_fn of several terms, "
+                "which a batch may leave out of the graph; leave out static_graph"
+            )
+        tables = sparse_tables(plan.model)
+        group = None if state.device.type == "cpu" else state.group
+        backend = None if group is None else device_backend(group)
+        if tables and backend is not None:
+            rule = f"have dense gradients on {backend.name().upper()}, which sums no others"
+            got, repair = next(iter(tables)), "use sparse=False"
+            raise PlanError(message("build", "wrap_ddp's model", rule, got, repair))
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = [
+        name for name in inspect.signature(DistributedDataParallel).parameters if name not in _OURS
+    ]
+    for name in options:
+        if name in _OURS:
+            raise ArgumentError(f"wrap_ddp: {name} must not be given; it comes from the state")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            repair = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            rule = "be options of DistributedDataParallel"
+            raise ArgumentError(message("wrap_ddp", "ddp_options", rule, name, repair))
+
+
+def make_ddp(
+    state: DistState,
+    module: nn.Module,
+    plan: Plan,
+    *,
+    sync_batchnorm: bool = False,
+    **options: Any,
+) -> Strategy:
+    """DDP over the state's group; of a split model, replicas over `dp`; one rank in a world of one."""
+    is_split = any(map(is_sharded, plan.model.parameters()))
+    if state.world_size == 1 or (is_split and state.data.world_size == 1):
+        return Strategy(state, module, plan)
+    if is_split:
+        return SplitReplicas(state, module, plan)
+    kind = SyncedDDP if sync_batchnorm and is_synced(state, plan) else DDP
+    return kind(state, module, plan, **options)
+
+
+class SplitReplicas(Strategy):
+    """Replicas of a model that is split over another axis than `dp`: DDP takes no DTensors."""
+
+    def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
+        super().__init__(state, module, plan)
+        self._replicas = over(state)
+        """The ranks that hold the same parts."""
+        self.finds_unused = False
+
+    def average(self, state: DistState) -> None:
+        """Average the gradients over the replicas, after the last backward."""
+        super().average(state)
+        if any(each.grad is None for each in self.reachable):
+            named = self.model.named_parameters()
+            raise not_reached([n for n, p in named if p.requires_grad and p.grad is None])
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for each in self.reachable:
+            by_dtype.setdefault(each.dtype, []).append(local(cast("Tensor", each.grad)))
+        sums = [primitives.start_sums(same, self._replicas, "step") for same in by_dtype.values()]
+        for same, pending in zip(by_dtype.values(), sums, strict=True):
+            pending.wait()
+            torch._foreach_div_(same, self._replicas.world_size)
+
+
+class _Turn:
+    """Which of the strategies over the same parameters has run the last backward."""
+
+    last = 0
+    """Its id."""
+
+
+_TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
+"""By the id of a parameter, which its strategies keep alive: plans over one model may take turns."""
+
+
+class DDP(Strategy):
+    """Replicas whose gradients DistributedDataParallel averages in the last backward."""
+
+    def __init__(
+        self,
+        state: DistState,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        comm_hook: str | None = None,
+        **ddp_options: Any,
+    ) -> None:
+        options = {"gradient_as_bucket_view": True, **ddp_options}
+        if state.device.type == "cpu":
+            options.setdefault("bucket_cap_mb", 100)
+        self.counts_first = comm_hook == "fp16"
+        self.finds_unused = bool(options.get("find_unused_parameters"))
+        if self.finds_unused:
+            loss_module_of(module).idle = nn.Parameter(torch.zeros((), device=state.device))
+        self._options = {"process_group": state.group, **options}
+        self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
+        self._is_unfinished = False
+        """Is DDP to begin anew? It refuses a forward after a backward that did not reach its end."""
+        turn = _Turn()
+        self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
+        self.ddp = self._wrapped(module, **self._options)
+        super().__init__(state, self.ddp, plan)
+        self.loss_module = module
+
+    @contextmanager
+    def sharing(self, state: DistState) -> Iterator[None]:
+        """A context around a batch; with retries, DDP's collectives come before the first forward."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        for turn in self._turns:
+            if turn.last != id(self):
+                # DDP takes parameters that another plan's backward has reached for used in its own.
+                self._is_unfinished |= self.finds_unused and turn.last != 0
+                turn.last = id(self)
+        if self._is_unfinished:
+            self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+            options = {**self._options, "init_sync": False}
+            self.ddp = self.module = self._wrapped(self.loss_module, **options)
+            self._is_unfinished = False
+        if self.retries:
+            # Broadcast buffers now: a rank out of memory would not join later. DDP leaves it out after
+            # a forward under no_sync, but an attempt that failed has its own buffers again.
+            self.ddp.require_forward_param_sync = True
+            with self.no_sync():
+                self.ddp(None)
+        try:
+            with super().sharing(state):
+                yield
+        except BaseException:
+            self._is_unfinished = not self.retries  # their backward is under no_sync
+            raise
+
+    def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """The loss in DDP, with its buckets laid out."""
+        ddp = DistributedDataParallel(module, **options)
+        _fix_buckets(ddp)
+        if self._comm_hook:
+            ddp.register_comm_hook(*self._comm_hook)
+        return ddp
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context whose backward fills DDP's buckets without averaging them."""
+        found: AbstractContextManager[Any] = self.ddp.no_sync()
+        return found
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context whose forwards and backwards are not DDP's."""
+        with super().alone():
+            yield
+        # DDP notes the parameters that any backward reaches, where it looks for unused ones.
+        self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
+
+    def average(self, state: DistState) -> None:
+        """Average by a backward of zeros, if every micro-batch's was under `no_sync`."""
+        # A rank out of memory in the middle of a backward cannot notify peers that wait for its
+        # gradients, so they stay on their ranks until all have voted.
+        if self.retries:
+            loss, _ = self.ddp(None)
+            self.backward(loss, loss.new_zeros(()))
+            return
+        try:
+            self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            named = self.loss_module.named_parameters()
+            missed = [name for name, each in named if each.requires_grad and each.grad is None]
+            raise not_reached([each.removeprefix("model.") for each in missed]) from error
+
+
+class SyncedDDP(SyncedStrategy, DDP):
+    """DDP whose BatchNorm layers use the rows of all ranks."""
+
+
+def _fix_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP lay out its gradient buckets for good, by a first backward of zeros.
+
+    It does so after its first backward, and a sum over three ranks or more
+    depends on the layout in its last bit: a run that is resumed would differ
+    from one that was not, and the first step from the same step again.
+    """
+    if ddp.static_graph or ddp.find_unused_parameters:
+        return  # laid out once, and the first backward of a static graph must be a real one
+    loss, _ = ddp(None)
+    loss.backward(torch.zeros_like(loss))
+    ddp.zero_grad(set_to_none=True)
+
+
+def _comm_hook(name: str, group: Any) -> tuple[Any, Any]:
+    """One of torch's communication hooks by its short name, after its state."""
+    if name == "powersgd":
+        return powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook
+    compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
+        name
+    ]
+    # Under a name of ours: by its own, DDP refuses the bf16 hook wherever there is no CUDA.
+    return group, lambda group, bucket: compress(group, bucket)

@@ -1,0 +1,192 @@
+"""The order of FSDP's collectives in a pass: the same on every rank, or an error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel_fn.core import primitives
+from accel_fn.core.state import DistState
+from accel_fn.errors import LossError, check_equal
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_RULE = "step: every rank must use the same FSDP units in the same order"
+_REPAIR = (
+    "call each unit on every rank, with no rows where it has nothing to do, and let every rank's loss "
+    "reach the same parameters"
+)
+_END = -1
+
+Place = tuple[tuple[int, ...], int, tuple[int, ...]]
+"""The kind of pass, the number of events before, and the code of the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A collective of a unit, or the end of a pass."""
+
+    code: tuple[int, ...]
+    """The same numbers on all ranks, if they are about to do the same."""
+    text: str = field(compare=False)
+    stand_in: Callable[[], object] | None = field(compare=False)
+    """Joins the collective with zeros; None at the end, where the ranks always compare."""
+
+
+class UnitOrder:
+    """Keeps the order of FSDP's collectives in a pass: a step, or a batch without gradients.
+
+    Where one event alone ever came at a place, the ranks expect it and exchange nothing. At any
+    other place they compare what each is about to do.
+    """
+
+    # Collectives are matched by their order alone. A rank that skips an expert, or fails in an
+    # evaluation, would leave its peers in a gather until the time-out. So it joins what they
+    # expect until the next place where ranks compare, and there all raise, or all go on.
+
+    def __init__(self, state: DistState, names: Sequence[str]) -> None:
+        self.state = state
+        self._names = names
+        """The names of the trained parameters."""
+        self._expected: dict[Place, Event | None] = {}
+        """The event at each place; None where several events have come."""
+        self._place: Place | None = None
+        """Where this pass is; None outside of one, where ranks compare every event."""
+
+    def begin(self, *kind: int) -> None:
+        """Begin a pass of this kind, the same on every rank."""
+        self._place = kind, 0, ()
+
+    def end(self, unreached: Sequence[int]) -> None:
+        """End a pass: return once all ranks have, with gradients for all parameters but these."""
+        if self._place is not None:  # else all ranks have raised
+            names = ", ".join([self._names[each] for each in unreached[:3]])
+            more = ", ..." if len(unreached) > 3 else ""
+            text = f"the end without gradients of {names}{more}" if names else "the end"
+            self.meet(Event((_END, *unreached), text, None))
+            self._place = None
+
+    def abandon(self) -> None:
+        """Forget a pass that failed."""
+        self._place = None
+
+    def meet(self, event: Event) -> None:
+        """Return when every rank is about to do the same; raise on all if one is not."""
+        place = self._place
+        if place is None:
+            self._compare(event, None)
+            return
+        if event.stand_in is None or self._expected.get(place) != event:
+            self._join_peers(place)
+            self._compare(event, place)
+            # Once two events have come at one place, ranks compare there in every pass.
+            if self._expected.setdefault(place, event) != event:
+                self._expected[place] = None
+        self._place = _next(place, event)
+
+    def _join_peers(self, place: Place) -> None:
+        """Join the collectives of the other ranks, up to the next event that ranks compare."""
+        while (event := self._expected.get(place)) and event.stand_in:
+            event.stand_in()
+            place = _next(place, event)
+
+    def _compare(self, event: Event, place: Place | None) -> None:
+        codes = primitives.exchange_number(hash((place, event.code)), self.state, "wrap_fsdp")
+        if min(codes) != max(codes):
+            # All raise, so what follows until the next pass has no place in the order.
+            self._place = None
+            number = f" as number {place[1] + 1}" if place else ""
+            texts = primitives.exchange(event.text + number, self.state, "wrap_fsdp")
+            check_equal(texts, _RULE, _REPAIR, LossError)
+
+
+def _next(place: Place, event: Event) -> Place:
+    return place[0], place[1] + 1, event.code
+
+
+class OrderedGather:
+    """All-gather of the shards of a unit; FSDP calls it by the protocol of `AllGather`."""
+
+    def __init__(self, order: UnitOrder, unit: int, name: str) -> None:
+        self._order, self._unit, self._name = order, unit, name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> primitives.Work | None:
+        whole = output_tensor.numel(), output_tensor.dtype, output_tensor.device
+        stand_in = partial(_gather_zeros, *whole, group)
+        self._order.meet(Event((self._unit, 0), self._name, stand_in))
+        return primitives.gather_shards(output_tensor, input_tensor, group, async_op)
+
+
+class OrderedReduce:
+    """Reduce-scatter of the gradients of a unit; FSDP calls it by the protocol of `ReduceScatter`."""
+
+    def __init__(
+        self, order: UnitOrder, unit: int, name: str, replicas: ProcessGroup | None, num_shards: int
+    ) -> None:
+        self._order, self._unit, self._name = order, unit, name
+        self._replicas = replicas
+        """The group that FSDP then averages the shards over, if there is one."""
+        self._num_shards = num_shards
+        self._has_input = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Called for the input, then for the output. Shards that are the whole are not scattered.
+        tensor = torch.empty(*size, dtype=dtype, device=device)
+        if self._num_shards == 1:
+            if not self._has_input:
+                self._meet(tensor, None, None)
+            self._has_input = not self._has_input
+        return tensor
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> primitives.Work | None:
+        self._meet(input_tensor, group, op)
+        return primitives.reduce_to_shards(output_tensor, input_tensor, group, op, async_op)
+
+    def _meet(self, tensor: Tensor, group: ProcessGroup | None, op: Any) -> None:
+        text = f"the gradient of {self._name} ({tensor.numel()} numbers)"
+        whole = tensor.numel(), tensor.dtype, tensor.device
+        stand_in = partial(_reduce_zeros, *whole, group, op, self._replicas)
+        self._order.meet(Event((self._unit, 1, tensor.numel()), text, stand_in))
+
+
+def _gather_zeros(size: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
+    shard = torch.zeros(size // group.size(), dtype=dtype, device=device)
+    primitives.gather_shards(shard.new_empty(size), shard, group, False)
+
+
+def _reduce_zeros(
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: ProcessGroup | None,
+    op: Any,
+    replicas: ProcessGroup | None,
+) -> None:
+    shard = whole = torch.zeros(size, dtype=dtype, device=device)
+    if group is not None:
+        shard = whole.new_empty(size // group.size())
+        primitives.reduce_to_shards(shard, whole, group, op, False)
+    if replicas is not None:
+        primitives.sum_over(shard, replicas)

@@ -1,0 +1,347 @@
+"""reduce_sum, reduce_mean, reduce_max and reduce_min: reduce the trees of all ranks to one."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accel_fn.core import primitives
+from accel_fn.core.batch import tensors_of
+from accel_fn.core.collectives import agreed
+from accel_fn.core.differentiable import (
+    detached_in_no_grad,
+    eager,
+    in_graph,
+    inexact,
+    refuse_inexact,
+    with_gradients,
+)
+from accel_fn.core.dtensor import leaves_of
+from accel_fn.core.primitives import bytes_of
+from accel_fn.core.state import DistState, check_state, over
+from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, check_equal, message
+
+T = TypeVar("T")
+
+_SUMMED_AS = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+"""By dtype, for those that backends refuse, or sum as if they were another."""
+_SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
+
+
+@eager
+def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
+    """Sum over the ranks, leaf by leaf, on all ranks; on a mesh, over the ranks along `dp`.
+
+    Python integers are summed exactly, however large, and booleans with them as 0 and 1.
+    A tensor is summed in its dtype: integers wrap around where they would there, and a
+    bool tensor is true where any rank's is. A gradient goes through it: in the backward it is
+    summed over the ranks.
+
+    Args:
+        tree: a tree of tensors of one shape and dtype on all ranks, in memory
+            in any order, and of numbers.
+        state: of this rank.
+        axis: of the mesh, over whose ranks it sums; default: `dp`, since the ranks along other axes hold
+            the same batch.
+
+    Returns:
+        The same tree of sums: new tensors, each on the device of this rank's leaf, and Python numbers
+        for numbers. In a world of one, `tree` itself.
+
+    Raises:
+        ValueError: before any data moves: structures, shapes or dtypes differ, on every
+            rank; or this rank's tree holds something else. In a loss under training: a
+            tensor with a graph beside `accumulate`, `reproducible` or `local_sgd`.
+        RuntimeError: another rank's tree holds something else.
+
+    Cost: two small collectives for the check, by which numbers travel too, then one
+    all-reduce a tensor; for those with a graph one more in the backward, and a small collective.
+
+    >>> import accel_fn as af
+    >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
+    {'right': 9, 'seen': 10}
+    """
+    check_state("reduce_sum", state)
+    state = over(state, axis)
+    if state.world_size == 1:
+        refuse_inexact("reduce_sum", inexact("reduce_sum", tensors_of(tree), state))
+        return cast("T", detached_in_no_grad(tree))
+    return cast("T", _reduced(tree, state, "reduce_sum", _kind_of_sum, 1, list))
+
+
+@eager
+def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0, axis: str | None = None) -> T:
+    """Average over the ranks, weighted, leaf by leaf, on all ranks; on a mesh, over those along `dp`.
+
+    A mean of per-rank means is the mean over all items only if every rank's
+    mean is weighted by its number of items: give that as `weight`. A gradient goes through it,
+    times the rank's share: in the backward it is summed over the ranks.
+
+    Args:
+        tree: a tree of floating-point tensors of one shape and dtype on all
+            ranks, in memory in any order, and of numbers.
+        state: of this rank.
+        weight: of this rank's values, finite and >= 0; a rank of weight 0 does not count,
+            whatever its values.
+        axis: as for `reduce_sum`.
+
+    Returns:
+        The same tree of means: new tensors, each on the device of this rank's leaf, and floats for
+        numbers. In a world of one, `tree` itself.
+
+    Raises:
+        ValueError: on every rank: structures, shapes or dtypes differ, a weight is
+            negative or not finite, or their sum is not finite or 0; or this rank's
+            tree or weight is of something else. In a loss: as `reduce_sum`.
+        RuntimeError: another rank's tree or weight is of something else.
+
+    Cost: as `reduce_sum`.
+
+    >>> import accel_fn as af
+    >>> af.reduce_mean(0.5, af.DistState(), weight=32)
+    0.5
+    """
+    check_state("reduce_mean", state)
+    state = over(state, axis)
+    if state.world_size == 1:
+        _shares([_number(weight)])
+        refuse_inexact("reduce_mean", inexact("reduce_mean", tensors_of(tree), state))
+        return cast("T", detached_in_no_grad(tree))
+    return cast("T", _reduced(tree, state, "reduce_mean", _kind_of_mean, weight, _shares))
+
+
+@eager
+def reduce_max(tree: T, state: DistState) -> T:
+    """Take the largest value over the ranks, leaf by leaf and element by element, on all ranks.
+
+    NaN on any rank is NaN on all. No gradient goes through it: detach tensors in a loss. On a mesh it
+    goes over all ranks; `state.along("dp")` in place of the state limits it to an axis.
+
+    Args:
+        tree: a tree of dense real tensors of one shape and dtype on all ranks, and of numbers.
+        state: of this rank.
+
+    Returns:
+        The same tree of largest values: new tensors, each on the device of this rank's leaf, and Python
+        numbers for numbers. In a world of one, `tree` itself.
+
+    Raises:
+        ValueError: before any data moves: structures, shapes or dtypes differ, on every rank;
+            or this rank's tree holds something else, or a tensor with a graph.
+        RuntimeError: another rank's tree holds such a thing.
+
+    Cost: two small collectives for the check, by which numbers travel too, then one all-gather a
+    tensor, with memory for the tensors of all ranks.
+
+    >>> import accel_fn as af
+    >>> af.reduce_max({"seconds": 0.25, "tokens": 512}, af.DistState())
+    {'seconds': 0.25, 'tokens': 512}
+    """
+    return cast("T", _extreme(tree, state, "reduce_max", max, torch.maximum))
+
+
+@eager
+def reduce_min(tree: T, state: DistState) -> T:
+    """Take the smallest value over the ranks, as `reduce_max` takes the largest.
+
+    Args:
+        tree: as for `reduce_max`.
+        state: of this rank.
+
+    Returns:
+        The same tree of smallest values.
+
+    Raises:
+        ValueError: as `reduce_max`.
+        RuntimeError: as `reduce_max`.
+
+    Cost: as `reduce_max`.
+
+    >>> import accel_fn as af
+    >>> af.reduce_min(3, af.DistState())
+    3
+    """
+    return cast("T", _extreme(tree, state, "reduce_min", min, torch.minimum))
+
+
+def _extreme(
+    tree: Any,
+    state: DistState,
+    function: str,
+    of_numbers: Callable[[Sequence[Any]], Any],
+    of_tensors: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """Pick one of the ranks' values of each leaf, element by element."""
+    check_state(function, state)
+    leaves, structure = leaves_of(tree)
+
+    def described() -> tuple[tuple[str, list[str]], list[float]]:
+        form = str(structure), [_kind_of_extreme(leaf, function) for leaf in leaves]
+        return form, _numbers_in(leaves)
+
+    if state.world_size == 1:
+        described()
+        return tree
+    forms, values = zip(*agreed(described, state, function, leaves), strict=True)
+    check_equal(forms, f"{function}: tree {_SAME}", error=BatchError)
+    columns = zip(*values, strict=True)
+    found = list[Any]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            sent = _share_of(leaf.to(state.device), 1)
+            parts = primitives.all_gather(bytes_of(sent), state, function)
+            ranks = [part.view(sent.dtype).view(sent.shape) for part in parts]
+            found.append(reduce(of_tensors, ranks).to(leaf.device, leaf.dtype))
+        else:
+            column = next(columns)
+            found.append(next((each for each in column if each != each), of_numbers(column)))
+    return pytree.tree_unflatten(found, structure)
+
+
+def _reduced(
+    tree: Any,
+    state: DistState,
+    function: str,
+    kind_of: Callable[[Any], str],
+    weight: Any,
+    shares_of: Callable[[Sequence[float]], list[float]],
+) -> Any:
+    """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
+    leaves, structure = leaves_of(tree)
+    problem = inexact(function, leaves, state)
+
+    def described() -> tuple[float, tuple[str, list[str]], list[float], list[bool]]:
+        form = str(structure), [kind_of(leaf) for leaf in leaves]
+        refuse_inexact(function, problem)
+        return _number(weight), form, _numbers_in(leaves), [in_graph(leaf) for leaf in leaves]
+
+    every = agreed(described, state, function, leaves)
+    weights, forms, values, graphs = zip(*every, strict=True)
+    check_equal(forms, f"{function}: tree {_SAME}", error=BatchError)
+    shares = shares_of(weights)
+    columns = zip(*values, strict=True)
+    totals = list[Any]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            total = _share_of(leaf.to(state.device), shares[state.rank])
+            primitives.start_sum(total, state, function).wait()
+            totals.append(total.to(leaf.device, leaf.dtype))
+        else:
+            pairs = zip(shares, next(columns), strict=True)
+            totals.append(sum(share * value for share, value in pairs if share))
+    places = [place for place, ranks in enumerate(zip(*graphs, strict=True)) if any(ranks)]
+    found = with_gradients(
+        [totals[place] for place in places],
+        [leaves[place] for place in places],
+        lambda place, gradient: (gradient * shares[state.rank]).to(leaves[places[place]].device),
+        state,
+        function,
+    )
+    for place, total in zip(places, found, strict=True):
+        totals[place] = total
+    return pytree.tree_unflatten(totals, structure)
+
+
+def _share_of(tensor: Tensor, share: float) -> Tensor:
+    """Copy to memory in the order of the elements: ranks may differ in strides; backends sum by address."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    wide = plain.to(_SUMMED_AS.get(plain.dtype, plain.dtype))
+    if not share:
+        wide = torch.zeros_like(wide)  # 0 even if the value is not finite
+    elif share != 1:
+        wide = wide * share
+    order = torch.contiguous_format if wide.layout is torch.strided else None
+    return wide.clone(memory_format=order)
+
+
+def _kind_of_sum(leaf: Any) -> str:
+    """Return the properties of a leaf that ranks must agree on."""
+    if isinstance(leaf, int | float):
+        return "float" if isinstance(leaf, float) else "int"
+    if not _is_plain(leaf):
+        raise BatchError(message("reduce_sum", "tree", "hold numbers and tensors", leaf))
+    return _kind_of_tensor(leaf)
+
+
+def _kind_of_mean(leaf: Any) -> str:
+    """Return the same for a mean; all kinds of numbers have one."""
+    if isinstance(leaf, int | float):
+        return "number"
+    if not (_is_plain(leaf) and leaf.is_floating_point()):
+        rule = "hold numbers and floating-point tensors"
+        raise BatchError(message("reduce_mean", "tree", rule, leaf))
+    return _kind_of_tensor(leaf)
+
+
+def _kind_of_extreme(leaf: Any, function: str) -> str:
+    """Return the same for a largest or smallest value."""
+    if isinstance(leaf, int | float):
+        return "float" if isinstance(leaf, float) else "int"
+    # The sums of uint64 wrap around as they should in int64, whose order is another.
+    if not (
+        _is_plain(leaf)
+        and leaf.layout is torch.strided
+        and not leaf.is_complex()
+        and leaf.dtype != torch.uint64
+    ):
+        rule = "hold real numbers and dense tensors of real numbers, none of uint64"
+        raise BatchError(message(function, "tree", rule, leaf))
+    if in_graph(leaf):
+        got = f"a tensor {list(leaf.shape)} that requires grad"
+        repair = "detach it, no gradient goes through a largest or smallest value"
+        raise BatchError(f"{function}: tree must hold no tensor with a graph, got {got}; {repair}")
+    return _kind_of_tensor(leaf)
+
+
+def _numbers_in(leaves: Sequence[Any]) -> list[float]:
+    return [
+        float(leaf) if isinstance(leaf, float) else int(leaf)
+        for leaf in leaves
+        if not isinstance(leaf, Tensor)
+    ]
+
+
+def _is_plain(leaf: Any) -> bool:
+    """A tensor with memory of its own, not one around others."""
+    return isinstance(leaf, Tensor) and not hasattr(leaf, "__tensor_flatten__")
+
+
+def _kind_of_tensor(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} {tensor.layout}".removesuffix(" torch.strided")
+
+
+def _number(weight: Any) -> float:
+    value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(message("reduce_mean", "weight", "be a number", weight))
+    return cast("float", value)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    """Shares of the total weight; a bad weight raises the same error on every rank."""
+    for rank, each in enumerate(weights):
+        if not 0 <= each < math.inf:
+            rule = f"be finite and >= 0 on every rank, it is not on rank {rank}"
+            raise ArgumentError(message("reduce_mean", "weight", rule, each))
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        rule = "be > 0 on some rank" if total == 0 else "have a finite sum over the ranks"
+        raise ArgumentError(message("reduce_mean", "weight", rule, list(weights)))
+    return [each / total for each in weights]

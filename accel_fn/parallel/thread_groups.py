@@ -1,0 +1,93 @@
+"""Gloo groups whose ranks are threads of one process, and a group of one rank alone.
+
+Uses private names of torch; tests/core/test_torch_internals.py fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed import ProcessGroup
+
+_NEVER_SENT = 1 << 30  # a tag
+_numbers = itertools.count()  # for names: threads share torch's table of groups
+_groups: dict[str, list[ProcessGroup]] = {}
+"""Groups that are open, each with its parts behind it, by name."""
+
+
+@cache
+def _device() -> Any:
+    """Return the Gloo device of all groups of this process: one thread, where each would have its own.
+
+    Messages between threads of one process then take at most half the CPU time.
+    """
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def make_group(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    *,
+    part_of: ProcessGroup | None = None,
+) -> ProcessGroup:
+    """Make a thread's end of a Gloo group; returns once all ranks have called it.
+
+    A part is closed and released with the group that it is part of.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout = [_device()], timedelta(seconds=timeout_s)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
+    group = ProcessGroup(PrefixStore("group", store), rank, world_size)
+    kind = ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    # A mesh finds it by a name of its own.
+    group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
+    _register_process_group(group.group_name, group)
+    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's lets go of a tensor: one
+    # reference too many keeps it to the end, or until `release_group`.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _groups.setdefault((part_of or group).group_name, []).append(group)
+    return group
+
+
+def num_connections(group: ProcessGroup) -> int:
+    """Return how many sockets this end of a group and its parts hold open."""
+    return sum(each.size() - 1 for each in _groups[group.group_name])
+
+
+def close_group(group: ProcessGroup) -> None:
+    """Close the connections of a group and its parts: whoever waits in them fails at once, on all ranks.
+
+    Gloo closes them after a time-out, and in no other way.
+    """
+    for each in list(_groups[group.group_name]):
+        if each.size() > 1:
+            peer = (each.rank() + 1) % each.size()
+            with suppress(RuntimeError):
+                each.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def release_group(group: ProcessGroup) -> None:
+    """Let a group in which nothing is under way, and its parts, end with their other references.
+
+    Their threads and sockets end with them.
+    """
+    for each in _groups.pop(group.group_name):
+        _unregister_process_group(each.group_name)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

@@ -1,0 +1,458 @@
+"""Refuses a model whose code computes something else once its layers are split over ranks.
+
+A layer with a part of its columns returns a plain tensor of fewer features, and code may take it for a
+whole one: `q.view(b, t, num_heads, -1)` then makes as many heads, each with fewer features. No shape is
+wrong, and the result is another one.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from accel_fn.core.batch import map_tensors, tensors_of
+from accel_fn.core.dtensor import is_sharded, whole
+from accel_fn.core.primitives import exchange
+from accel_fn.core.restored import restored_random
+from accel_fn.core.state import DistState
+from accel_fn.core.warn import warn_user
+from accel_fn.errors import PlanError
+from accel_fn.parallel.same_on_all_ranks import fingerprints
+from accel_fn.parallel.tp.patterns import starred
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_NEVER = ("torch.distributed.fsdp", "accel_fn.parallel.fsdp", __name__)
+"""Whose hooks stay out of both runs: parameters are whole here, and nothing is to be recorded."""
+_STYLES = ("torch.distributed.tensor", "accel_fn.parallel.tp", "transformers.distributed")
+"""Whose hooks, and forwards in place of a module's own, split inputs and make plain tensors."""
+_BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
+_BOUND_OF_HALVES = 0.05
+"""How far outputs may differ, as a share of the largest: by the dtype of a run.
+
+Wrong heads may change little: where inputs are small, all look at the tokens almost alike. So blocks
+are compared in float64. There a sum in another order differs by 1e-15, and
+one of the softmax or the norm that code computes in float32 by 1e-7. Code that fails in float64 runs
+in the dtype of the model. There the bounds are those of products of TF32, which has 10 bits, and of
+bfloat16, which has 8. Autocast leaves float64 as it is.
+"""
+_REPAIR = (
+    "take sizes from the tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a "
+    "rowwise one"
+)
+_REPAIR_OF_GRADIENTS = (
+    "split what is used between a colwise layer and the rowwise one after it, give a norm of heads there "
+    "SequenceParallel(use_local_output=True)"
+)
+_Convert = Callable[[Tensor], Tensor]
+_SPREAD = 0.05
+"""By how much vectors are varied; some, as those of variances, must stay positive."""
+
+
+def compare_blocks(
+    model: nn.Module, styled: Collection[str], state: DistState, axis: str = "tp"
+) -> None:
+    """In the first forward, compare each kind of block whose layers are split with itself unsplit.
+
+    A block is the smallest module around a split layer whose inputs are the same on all ranks along the
+    axis, and whose output has the shape that it has with whole layers. Of blocks of one class with
+    parameters of the same shapes, the first one is compared, in evaluation mode: by the first
+    floating-point tensor that it returns, and by the gradients of a sum of its elements. A block that
+    draws random numbers in evaluation mode, or that cannot run a second time, is not compared, and the
+    main rank warns of it.
+
+    Args:
+        model: its layers are split; compiled modules inside it have not run yet.
+        styled: the names of the modules that have a parallel style.
+        state: of all ranks.
+        axis: the axis that the layers are split over.
+
+    Raises:
+        PlanError: from the forward, on all ranks along the axis, if a block returns something else
+            than it would with whole layers, or has other gradients.
+
+    Cost: for each kind of block, once, two forwards and backwards, and the memory and the gather of
+    the block's parameters in float64, twice. Layers that no smaller block holds are compared in the
+    whole model. A steady step costs nothing.
+    """
+    if styled and state.along(axis).world_size > 1:
+        _Comparison(model, styled, state, axis)
+
+
+class _Comparison:
+    """The split layers that are not compared yet, and the hooks that compare them."""
+
+    def __init__(
+        self, model: nn.Module, styled: Collection[str], state: DistState, axis: str
+    ) -> None:
+        self._model, self._open = model, set(styled)
+        self._state, self._axis, self._along = state, axis, state.along(axis)
+        self._kinds: dict[object, bool] = {}
+        """Is a module of this kind a block? Unknown until the first one has run."""
+        self._handles: list[RemovableHandle] = []
+        for name in dict.fromkeys(outer for each in styled for outer in _outward(each)):
+            self._watch(name, model.get_submodule(name))
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        calls: list[Any] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # A copy of what holds tensors: attention puts its keys in a cache, for example.
+            is_due = self._layers(name) and _kind(name, module) not in self._kinds
+            calls[:] = [_copied((args, kwargs), _detached)] if is_due else []
+
+        def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            kind = _kind(name, module)
+            for call in calls:
+                # A layer with a part of the features is known by its output, without a second run.
+                seen = (call, output if name in self._open else ())
+                is_new = bool(self._layers(name)) and self._are_whole(module, tensors_of(seen))
+                self._kinds[kind] = is_new and self._is_block(name, module, call)
+            if self._kinds.get(kind):
+                self._open -= self._layers(name)
+            # A block that differs keeps its hooks: the forward of a program that goes on fails again.
+            for handle in handles if self._open else self._handles:
+                handle.remove()
+            calls.clear()
+
+        handles = (
+            # The hooks of styles, which change the input, come after it.
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        )
+        self._handles += handles
+
+    def _layers(self, name: str) -> set[str]:
+        """The split layers inside that no block holds so far."""
+        return {each for each in self._open if name in _outward(each)}
+
+    def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
+        """Are the tensors the same on all ranks, and such that a part of the features would not be?"""
+        values = [whole(each) for each in tensors]
+        is_constant = module is not self._model and _is_constant(values)
+        own = fingerprints(values) if values else [], is_constant
+        return _are_equal(exchange(own, self._along, "wrap_tp")) and not is_constant
+
+    def _is_block(self, name: str, module: nn.Module, call: Any) -> bool:
+        """Is the output whole? If so, raise unless the module returns the same unsplit."""
+        found = self._compared(module, call, torch.float64)
+        if any(each.failure for each in found):
+            found = self._compared(module, call, None)
+        failures = [each.failure for each in found if each.failure]
+        if failures:
+            self._warn(name, module, failures[0])
+            return True
+        if module is not self._model and not all(each.is_of_size for each in found):
+            return False
+        worst = max(found, key=lambda each: each.difference / each.bound)
+        if worst.difference > worst.bound:
+            self._refuse(name, module, worst)
+        return True
+
+    def _compared(self, module: nn.Module, call: Any, dtype: torch.dtype | None) -> list[_Outcome]:
+        """Return what every rank along the axis found."""
+        try:
+            own = _compare(module, call, dtype, self._axis, self._state.device)
+        except Exception as error:  # whatever the user's code raises
+            own = _Outcome(failure=f"{type(error).__name__}: {error}")
+        return exchange(own, self._along, "wrap_tp")
+
+    def _warn(self, name: str, module: nn.Module, failure: str) -> None:
+        if self._state.is_main:
+            warn_user(
+                f"wrap_tp: {_called(name, module)} should run a second time in evaluation mode, to be "
+                f"compared with its layers unsplit, got {failure[:300]}; train a few steps with and "
+                "without wrap_tp and compare the losses"
+            )
+
+    def _refuse(self, name: str, module: nn.Module, worst: _Outcome) -> None:
+        layers = sorted(self._layers(name))
+        names = ", ".join(layers[:4]) + (", ..." if len(layers) > 4 else "")
+        rule, repair = (
+            ("have the same gradients", _REPAIR_OF_GRADIENTS)
+            if worst.is_gradient
+            else ("return the same", _REPAIR)
+        )
+        raise PlanError(
+            f"wrap_tp: {_called(name, module)} must {rule} with its layers split over "
+            f"{self._along.world_size} ranks as with whole ones, got {worst.text}; {repair}, or "
+            f"leave out the styles of {names}"
+        )
+
+
+class _Outcome(NamedTuple):
+    """What one rank found in one comparison."""
+
+    is_of_size: bool = True
+    """Has the output of the split block the shape of the unsplit one's?"""
+    difference: float = 0.0
+    bound: float = 1.0
+    text: str = ""
+    failure: str = ""
+    is_gradient: bool = False
+    """Is the output the same, and a gradient not?"""
+
+
+def _compare(
+    module: nn.Module, call: Any, dtype: torch.dtype | None, axis: str, device: torch.device
+) -> _Outcome:
+    """Run a block split and unsplit, with parameters and inputs of this dtype, or of their own."""
+
+    def converted(tensor: Tensor) -> Tensor:
+        is_moved = dtype is not None and tensor.is_floating_point()
+        return tensor.detach().to(dtype if is_moved else tensor.dtype, copy=True)
+
+    def run(
+        values: Mapping[str, Tensor], packages: tuple[str, ...], take: _Convert
+    ) -> list[Tensor]:
+        leaves = [each for each in values.values() if each.requires_grad]
+
+        def given(tensor: Tensor) -> Tensor:
+            leaf = take(converted(tensor)).requires_grad_(tensor.requires_grad)
+            if leaf.requires_grad:
+                leaves.append(leaf)
+            # Code may write to its input.
+            return leaf.clone()
+
+        with torch.enable_grad(), _without_hooks(module, packages):
+            named = {f"block.{name}": each for name, each in values.items()}
+            found: list[Tensor] = functional_call(
+                _Block(module, leaves), named, _copied(call, given)
+            )
+        return [whole(each) for each in found]
+
+    def unsplit_run() -> list[Tensor]:
+        values = {name: each.requires_grad_(is_trained[name]) for name, each in parameters.items()}
+        values |= {name: whole(converted(each)) for name, each in buffers.items()}
+        return run(values, _NEVER + _STYLES, whole)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(restored_random(device))
+        stack.enter_context(_evaluated(module))
+        buffers = dict(module.named_buffers())
+        own = dict(module.named_parameters())
+        is_trained = {name: each.requires_grad for name, each in own.items()}
+        drawn = torch.Generator(device).manual_seed(0)
+        parameters = {n: _varied(whole(converted(each)), drawn) for n, each in own.items()}
+        cut = {n: _cut_like(each, own[n], axis) for n, each in parameters.items()}
+        cut = {n: each.detach().requires_grad_(is_trained[n]) for n, each in cut.items()}
+        cut |= {name: converted(each) for name, each in buffers.items()}
+        split, unsplit = run(cut, _NEVER, lambda each: each), unsplit_run()
+        bound = _bound([split[0], unsplit[0], *parameters.values()], dtype, device)
+        if split[0].shape != unsplit[0].shape:
+            text = f"the shape {[*split[0].shape]} instead of {[*unsplit[0].shape]}"
+            return _Outcome(False, float("inf"), bound, text)
+        found = _differences(split, unsplit)
+        if max(found) > bound and max(_differences(unsplit_run(), unsplit)) > bound:
+            return _Outcome(failure="another output each time")
+    trained = [name for name in parameters if is_trained[name]]
+    return _worst(found, bound, trained)
+
+
+def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
+    """Return the difference of the output, or else the largest of gradients: of these, then of the inputs."""
+    if found[0] > bound or len(found) == 1:
+        text = f"outputs that differ by {found[0]:.2g} of the largest"
+        return _Outcome(True, found[0], bound, text)
+    worst = max(found[1:])
+    of = [*trained, *["its input"] * len(found)][found.index(worst, 1) - 1]
+    text = f"gradients of {of} that differ by {worst:.2g} of the largest"
+    return _Outcome(True, worst, bound, text, is_gradient=True)
+
+
+def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.device) -> float:
+    dtypes = {dtype} if dtype else {each.dtype for each in tensors if each.is_floating_point()}
+    if dtype is None and torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    return max(_BOUNDS.get(each, _BOUND_OF_HALVES) for each in dtypes)
+
+
+def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Return the largest difference of outputs, and of each gradient, as a share of the largest number."""
+    # Some gradients are zero but for rounding, as that of a key's bias: one scale serves all.
+    scales = [_largest(expected[:1])] + [_largest(expected[1:])] * (len(expected) - 1)
+    return [
+        _difference(each, other, scale)
+        for each, other, scale in zip(found, expected, scales, strict=True)
+    ]
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """Return the largest finite number."""
+    largest = [float(each.nan_to_num(0, 0, 0).abs().max()) for each in tensors if each.numel()]
+    return max([torch.finfo(torch.float64).tiny, *largest])
+
+
+def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
+    found, expected = found.double(), expected.double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    apart = (found - expected).abs().masked_fill(same, 0).nan_to_num(nan=float("inf"))
+    return float(apart.max() / scale) if apart.numel() else 0.0
+
+
+def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw values near those of a parameter, the same on every rank; at a scale that keeps a signal's."""
+    # A block hides what is wrong in it where its last layer starts at zero, where all weights are
+    # one, or where they are so small that every head looks at all tokens alike.
+    if not tensor.is_floating_point():
+        return tensor
+    drawn: Tensor = torch.empty_like(tensor).normal_(generator=generator)
+    if tensor.ndim > 1:
+        return tensor + drawn / math.sqrt(tensor.size(-1))
+    return torch.where(tensor == 0, _SPREAD * drawn, tensor * (1 + _SPREAD * drawn))
+
+
+def _is_constant(tensors: Iterable[Tensor]) -> bool:
+    """Are the first numbers all one, as a part of the features is then too, not numbers, or none?"""
+    first = next((each for each in tensors if each.is_floating_point()), None)
+    if first is None:
+        return False
+    return not first.numel() or bool(((first == first.flatten()[0]) | first.isnan()).all())
+
+
+def _are_equal(every: Sequence[object]) -> bool:
+    return all(each == every[0] for each in every)
+
+
+def _cut_like(tensor: Tensor, like: Tensor, axis: str) -> Tensor:
+    """Cut a whole tensor along one axis of a mesh; other axes, as those of FSDP, leave it whole."""
+    names = like.device_mesh.mesh_dim_names or () if is_sharded(like) else ()
+    if not is_sharded(like) or axis not in names:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    along = like.device_mesh if len(names) == 1 else like.device_mesh[axis]
+    placement = like.placements[names.index(axis)]
+    return distribute_tensor(tensor, along, [placement], src_data_rank=None)
+
+
+class _Block(nn.Module):
+    """Returns the first floating-point tensor of a block's output, and gradients of a sum of its elements.
+
+    The backward is inside, since checkpoints run a forward again in it, with the same parameters.
+    """
+
+    def __init__(self, block: nn.Module, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.block, self.leaves = block, leaves
+
+    def forward(self, args: Any, kwargs: Any) -> list[Tensor]:
+        output = _first(tensors_of(self.block(*args, **kwargs)))
+        if is_sharded(output):
+            output = output.full_tensor()
+        if not output.requires_grad:
+            return [output]
+        drawn = torch.Generator(output.device).manual_seed(0)
+        weights = torch.empty_like(output).normal_(generator=drawn)
+        found = torch.autograd.grad(output, self.leaves, weights, allow_unused=True)
+        pairs = zip(found, self.leaves, strict=True)
+        return [output, *(torch.zeros_like(leaf) if each is None else each for each, leaf in pairs)]
+
+
+def _first(tensors: Iterable[Tensor]) -> Tensor:
+    return next((each for each in tensors if each.is_floating_point()), torch.zeros(()))
+
+
+def _outward(name: str) -> list[str]:
+    """Return the name of a module and of those around it, outwards."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:size]) for size in range(len(parts), -1, -1)]
+
+
+def _kind(name: str, module: nn.Module) -> object:
+    """What layers of one class in the same place of several blocks have in common."""
+    shapes = tuple((path, each.shape) for path, each in module.named_parameters())
+    return starred(name), type(module), shapes
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """Put the modules inside in evaluation mode; what a forward leaves on them goes at the end."""
+    before = {each: dict(vars(each)) for each in module.modules()}
+    try:
+        for each in before:
+            each.training = False  # its own `train` may do something else too
+        yield
+    finally:
+        for each, attributes in before.items():
+            vars(each).clear()
+            vars(each).update(attributes)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, packages: tuple[str, ...]) -> Iterator[None]:
+    """Take the forward hooks of some packages off the modules inside, and forwards that they have set."""
+    before = [(vars(each), dict(vars(each))) for each in module.modules()]
+    try:
+        for home, _ in before:
+            for name in _HOOKS:
+                kept = {key: hook for key, hook in home[name].items() if not _is_of(hook, packages)}
+                home[name] = OrderedDict(kept)
+            if "forward" in home and _is_of(home["forward"], packages):
+                del home["forward"]
+        yield
+    finally:
+        for home, attributes in before:
+            home |= {name: attributes[name] for name in (*_HOOKS, "forward") if name in attributes}
+
+
+def _is_of(hook: Callable[..., Any], packages: tuple[str, ...]) -> bool:
+    inner = hook.func if isinstance(hook, partial) else hook
+    name = str(getattr(inner, "__module__", ""))
+    return any(name == each or name.startswith(f"{each}.") for each in packages)
+
+
+def _copied(tree: Any, convert: _Convert) -> Any:
+    """Copy what is in a tree; tensors are converted, and modules stay."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(tree)
+        kept = [convert(each) if isinstance(each, Tensor) else each for each in pickler.kept]
+        return _Unpickler(io.BytesIO(file.getvalue()), kept).load()
+    except (pickle.PicklingError, TypeError, AttributeError):
+        # Closures and objects of local classes have no copy.
+        return map_tensors(convert, tree)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class _Pickler(pickle.Pickler):
+    """Copies everything but tensors and modules."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.kept: list[Any] = []
+
+    def persistent_id(self, item: Any) -> int | None:
+        if not isinstance(item, Tensor | nn.Module):
+            return None
+        self.kept.append(item)
+        return len(self.kept) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, place: int) -> Any:
+        return self._kept[place]

@@ -1,0 +1,162 @@
+"""Split a model over one axis of a mesh: layers by their styles, everything else as replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_map_only
+
+from accel_fn.core import primitives
+from accel_fn.core.batch import tensors_of
+from accel_fn.core.dtensor import is_sharded, local, place_of
+from accel_fn.core.state import DistState
+from accel_fn.errors import LossError
+from accel_fn.parallel.mesh import device_mesh
+from accel_fn.parallel.tp.draws import draw_by_shard
+from accel_fn.parallel.tp.model_plan import PARAMETER_LISTS, READS_WEIGHTS
+from accel_fn.parallel.tp.same_blocks import compare_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def split_model(
+    state: DistState, model: nn.Module, styles: Mapping[str, ParallelStyle], axis: str
+) -> None:
+    """Split the layers that have a style over an axis, in place, from the values of rank 0.
+
+    All other parameters are whole on every rank, and DTensors of the same axis too: so an optimizer, an
+    average and a norm meet tensors of one kind.
+    """
+    _send_values(state, model)
+    mesh = device_mesh(state)[axis]
+    ties = _ties(model)
+    for name, style in styles.items():
+        # Without a source each rank cuts its own copy, which is rank 0's by now.
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    for module in model.modules():
+        _replicate(module, mesh)
+    for (holder, its), *others in ties:
+        for module, name in others:
+            module._parameters[name] = holder._parameters[its]
+    layers = {model.get_submodule(name): style for name, style in styles.items()}
+    draw_by_shard(model, layers, state.along(axis).rank)
+    names = [name for name, module in model.named_modules() if _holds_parts(module)]
+    # Of a model that was split before, no layer has a style.
+    for name in {*styles, *names}:
+        model.get_submodule(name).register_forward_hook(_watch_backward)
+    compare_blocks(model, names, state, axis)
+
+
+def _send_values(state: DistState, model: nn.Module) -> None:
+    """Overwrite parameters and buffers with those of rank 0; of parts, with those of rank 0 along `dp`."""
+    data = state.along("dp")
+    for tensor in (*model.parameters(), *model.buffers()):
+        ranks = data if is_sharded(tensor) else state
+        if ranks.world_size > 1:
+            primitives.broadcast(local(tensor.detach()), ranks, 0, "build")
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Find the parameters that several modules hold, or one under several names."""
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module, name))
+    return [each for each in holders.values() if len(each) > 1]
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
+    lists = [each for each in module.children() if isinstance(each, PARAMETER_LISTS)]
+    readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module, *lists]
+    read = [
+        (each, name)
+        for each in readers
+        for name, parameter in each._parameters.items()
+        if _is_plain(parameter)
+    ]
+    if read:
+        vars(module)["forward"] = _PlainForward(module, read, mesh)
+    for name, plain in module._parameters.items():
+        if _is_plain(plain):
+            whole = _whole(plain.detach(), mesh)
+            module._parameters[name] = nn.Parameter(whole, requires_grad=plain.requires_grad)
+
+
+def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that is the same on all ranks, on the mesh."""
+    if is_sharded(tensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def _holds_parts(module: nn.Module) -> bool:
+    return any(place_of(each) for each in module._parameters.values() if each is not None)
+
+
+def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+    return parameter is not None and not is_sharded(parameter)
+
+
+class _PlainForward:
+    """The forward of a module, which sees the replicated parameters that it reads as plain tensors.
+
+    So its operations are those of one rank: they cost no dispatch of DTensors, and none of them is unknown
+    to it. The gradient of each replica is whole, since its input is the same on all ranks.
+    """
+
+    # No hooks, since what recomputes a forward may call it without them.
+
+    def __init__(
+        self, module: nn.Module, read: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh
+    ) -> None:
+        update_wrapper(self, module.forward)
+        self._forward, self._read, self._mesh = module.forward, read, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # The compiler does not follow what is put in place of a parameter.
+            args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
+            output = self._forward(*args, **kwargs)
+            return tree_map_only(DTensor, DTensor.to_local, output)
+        homes: list[tuple[dict[str, Any], str]] = [(m._parameters, name) for m, name in self._read]
+        replicas = [home[name] for home, name in homes]
+        for (home, name), replica in zip(homes, replicas, strict=True):
+            if is_sharded(replica):
+                home[name] = _plain(replica)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for (home, name), replica in zip(homes, replicas, strict=True):
+                home[name] = replica
+
+
+def _plain(replica: DTensor) -> Tensor:
+    return replica.to_local(grad_placements=replica.placements)
+
+
+def _watch_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
+    """Refuse gradients of gradients: a backward of DTensors has no graph, so they would be wrong."""
+    if torch.compiler.is_compiling():
+        return  # a compiled graph refuses them itself
+    for each in tensors_of(output):
+        if each.requires_grad:
+            each.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+
+
+def _refuse_graph(gradient: Tensor) -> None:
+    # A backward runs with gradients enabled only if it is to make a graph.
+    if torch.is_grad_enabled():
+        raise LossError(
+            "step: wrap_tp must have a loss_fn without gradients of gradients, got one that calls "
+            "torch.autograd.grad with create_graph=True; use wrap_ddp alone"
+        )

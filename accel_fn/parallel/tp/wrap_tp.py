@@ -1,0 +1,219 @@
+"""wrap_tp: a model whose layers are split over an axis of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from accel_fn.core.dtensor import is_sharded
+from accel_fn.core.loss import sparse_tables
+from accel_fn.core.mesh_axes import AXES, mesh_name
+from accel_fn.core.plan import Plan, SlotFunction, describe
+from accel_fn.core.state import DistState, mesh_of
+from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.parallel.blocks import repeated
+from accel_fn.parallel.sharded_optimizers import check_updates_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    Styles = str | Mapping[str, str | ParallelStyle]
+
+
+@transform
+def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
+    """Split layers over the ranks of an axis: each holds a part of their weights and of their activations.
+
+    The ranks along the axis are given the same batch. A column-wise layer computes some of its outputs
+    on each rank, and the row-wise layer after it adds up what they make of them. `wrap_ddp` or
+    `wrap_fsdp` beside it share batches over `dp`; a mesh whose `dp` is one rank needs neither.
+
+    The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
+    optimizer holds, become `DTensor`s on the axis in `build`. Those of layers without a style are whole on
+    every rank. All start from rank 0's values.
+
+    After `seed_all`, ranks along the axis draw one dropout mask of activations that all of them hold. Between
+    a column-wise layer and the row-wise one after it, each rank draws a mask of its own for its part.
+    A model has dropout if a module or its `config` has a number > 0 by a name with "drop" in `build`.
+
+    Law: any mesh gives the result of one rank, for uneven parts, any weights, an empty rank.
+
+    Args:
+        styles: by name of a module, with `*` for one part of a name, `"colwise"` or `"rowwise"` for a linear
+            layer or an embedding, `"sequence"` for a norm, which then computes a part of the sequence on each
+            rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model brings along, as those
+            of transformers do. A model that was split before, by `parallelize_module` on
+            `device_mesh(state)[axis]`, or by `from_pretrained(tp_plan="auto")` of transformers where the
+            axis is the whole world, is taken as it is.
+        axis: "tp", or another axis of the mesh than `dp`.
+
+    Returns:
+        A transform.
+
+    Raises:
+        ValueError: `styles` or `axis` are none of these. In `build`, on all ranks: the mesh has no such axis;
+            a style fits no module, or one that cannot be split so; the axis does not divide a number of
+            heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
+            shards; a model on the meta device, split over other ranks, or sharded by FSDP; dropout in
+            graphs of `compiled(fullgraph=True)`, which would have to break.
+            In the first forward, on the ranks along the axis: a block that returns something else than
+            with whole layers. In a step: gradients of gradients, or, in the first one, a loss or a
+            metric of a part of a layer's features.
+        TypeError: `styles` is of another type.
+
+    Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
+        column-wise layers in the backward, over the axis; with `wrap_ddp`, one all-reduce of the gradients
+        over `dp`, after the last backward. Weights, gradients and optimizer state of split layers take
+        the memory of one part. Ranks wait for one small exchange before the first forward, so that all
+        know of a failure. In the first forward, each kind of block that holds split layers runs twice more
+        in float64, with a backward each: split, and with its whole weights.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053.
+
+    >>> import accel_fn as af
+    >>> styles = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    >>> af.wrap_tp(styles)
+    wrap_tp({'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})
+    """
+    if not (isinstance(styles, str | Mapping) and all(isinstance(name, str) for name in styles)):
+        rule = 'be "auto" or map names of modules to styles'
+        raise ArgumentTypeError(message("wrap_tp", "styles", rule, styles))
+    if isinstance(styles, str) and styles != "auto":
+        rule = 'be "auto" or a dict'
+        repair = 'such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+        raise ArgumentError(message("wrap_tp", "styles", rule, styles, repair))
+    others = [name for name in AXES if name != "dp"]
+    if axis not in others:
+        raise ArgumentError(message("wrap_tp", "axis", f"be one of {', '.join(others)}", axis))
+    return fill(shard_model=TPSlot(split_over_axis, styles=styles, axis=axis))
+
+
+class TPSlot(SlotFunction):
+    """`split_over_axis` with its settings."""
+
+    traits = frozenset({"shards"})
+
+    def validate(self, state: DistState, plan: Plan) -> None:
+        """Refuse what cannot be split, before anything is moved."""
+        _check_not_sharded(plan.model)
+        size = _size(state, self.keywords["axis"])
+        if size == 1:
+            return
+        for name in sparse_tables(plan.model):
+            rule, repair = "have dense gradients", "use sparse=False, or wrap_ddp alone"
+            raise PlanError(message("build", "wrap_tp's model", rule, name, repair))
+        if plan.having("retries"):
+            raise PlanError(
+                'build: accumulate("auto") must not be used with wrap_tp, since a rank that is out of '
+                "memory cannot join the collectives of the others; give a number of micro-batches"
+            )
+        for compiled in (*plan.compile_step, *plan.having("compiles_loss")):
+            raise PlanError(
+                f"build: wrap_tp must not be used with {describe(compiled)}, whose graph cannot hold what "
+                'splits layers; use compiled(scope="blocks")'
+            )
+        _check_graphs(plan)
+        _check_compiled_blocks(plan)
+        for optimizer in plan.optimizers.values():
+            check_updates_shards(optimizer, "wrap_tp")
+        _check_values(plan.model, state)
+        _check_mesh(plan.model, state, self.keywords["axis"])
+        _styles(plan.model, self.keywords["styles"], size)
+
+
+def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis: str) -> nn.Module:
+    """Split a model over an axis; a `shard_model` function with its settings."""
+    from accel_fn.parallel.tp.split import split_model
+
+    size = _size(state, axis)
+    if size > 1:
+        model.to(state.device)
+        split_model(state, model, _styles(model, styles, size), axis)
+    return model
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Refuse a model that FSDP has sharded, in a former step for example."""
+    hooks = [each for module in model.modules() for each in module._forward_pre_hooks.values()]
+    is_of_fsdp = any(str(each.__module__).startswith("torch.distributed.fsdp") for each in hooks)
+    for name, each in model.named_parameters() if is_of_fsdp else ():
+        if is_sharded(each):
+            rule = "not be sharded by FSDP before"
+            repair = "build once, with one loss_fn that chooses by the batch"
+            raise PlanError(message("build", "wrap_tp's model", rule, name, repair))
+
+
+def _check_values(model: nn.Module, state: DistState) -> None:
+    """Refuse a model without values, which build would have to send."""
+    for name, each in model.named_parameters():
+        if each.is_meta and state.device.type != "meta":
+            raise PlanError(
+                f"build: wrap_tp's model must hold values, got a tensor on the meta device for {name!r}; "
+                f"call model.to_empty(device={state.device.type!r}) and load_model before build"
+            )
+
+
+def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
+    """Refuse a model that is split over other ranks than those along the axis."""
+    from accel_fn.parallel.mesh import device_mesh
+
+    wanted = device_mesh(state)[axis].mesh.tolist()
+    for name, each in model.named_parameters():
+        if is_sharded(each) and (ranks := each.device_mesh.mesh.tolist()) != wanted:
+            raise PlanError(
+                f"build: wrap_tp's model must be split over the ranks along {axis}, {wanted}, got {name} "
+                f"over {ranks}; give it whole, from from_pretrained without tp_plan for example: wrap_tp() "
+                "splits it by the same plan"
+            )
+
+
+def _check_graphs(plan: Plan) -> None:
+    """Refuse whole graphs where a seed of the generator has to break them."""
+    from accel_fn.parallel.tp.draws import may_draw
+
+    if (whole := plan.having("full_graph")) and may_draw(plan.model):
+        raise PlanError(
+            f"build: {describe(whole[0])} must not be used with wrap_tp and dropout, whose draws break "
+            "graphs; leave fullgraph out"
+        )
+
+
+def _check_compiled_blocks(plan: Plan) -> None:
+    """Refuse graphs in which a module's own parameters, as DTensors, meet plain outputs of its layers."""
+    from accel_fn.parallel.tp.model_plan import PARAMETER_LISTS, READS_WEIGHTS
+
+    for compiled in plan.having("torch_compile"):
+        blocks = repeated(plan.model).items()
+        modules = [each for outer, block in blocks for each in block.named_modules(prefix=outer)]
+        for name, module in modules:
+            layers = [each for each in module.children() if not isinstance(each, PARAMETER_LISTS)]
+            of_layers = {parameter for layer in layers for parameter in layer.parameters()}
+            own = [its for its, each in module.named_parameters() if each not in of_layers]
+            if own and of_layers and not isinstance(module, READS_WEIGHTS):
+                raise PlanError(
+                    f"build: {describe(compiled)} must not be used with wrap_tp and a block that uses "
+                    "parameters of its own beside layers, which no graph takes as plain tensors, got "
+                    f"{name}.{own[0]}; put it into a module that the block calls, or leave compiled out"
+                )
+
+
+def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, ParallelStyle]:
+    """Return the style of each module that has one; none for a model that is split already."""
+    from accel_fn.parallel.tp.styles import styles_of
+
+    is_split = any(map(is_sharded, model.parameters()))
+    return {} if is_split else styles_of(model, styles, size)
+
+
+def _size(state: DistState, axis: str) -> int:
+    """Return the number of ranks along the axis, which the mesh must name."""
+    mesh = mesh_of(state)
+    if axis in mesh or state.world_size == 1:
+        return mesh.get(axis, 1)
+    repair = f'init(mesh={{"dp": -1, {axis!r}: 2}}), or --mesh dp=-1,{axis}=2'.replace("'", '"')
+    raise PlanError(
+        message("build", "wrap_tp's mesh", f"have an axis {axis!r}", mesh_name(mesh), repair)
+    )

@@ -1,0 +1,331 @@
+"""The watchdog: records which step and collective a rank is in, and aborts the world if ranks hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn
+
+from accel_fn.errors import WorldError
+from accel_fn.parallel.watchdog.hang_report import (
+    Collective,
+    Place,
+    Ranks,
+    Stack,
+    is_compiling,
+    place_of,
+    shapes_of,
+)
+from accel_fn.parallel.watchdog.store_log import Entry, StoreLog
+
+EXIT_CODE = 124
+"""Exit code of a process whose world timed out, as of `timeout` in coreutils."""
+
+_OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
+_ABORTED = "another rank has waited for too long"
+_STDERR = 2
+_LONGEST_PERIOD_S, _READS_PER_S = 0.5, 2000
+"""One process serves the store to all ranks: the larger the world, the less often each rank reads it."""
+
+_SLACK_S, _LINGER_S, _POLL_S = 1.0, 0.3, 0.05
+
+
+class StoreWatchdog:
+    """The flight recorder and the watchdog of one rank. Mutable; one per group.
+
+    A thread checks a few times per timeout. If this rank has waited for longer, it requests an
+    abort in the store log, and every rank prints a report and ends its process. A rank that entered
+    a collective within half the timeout does not read the store, so a healthy run costs no traffic.
+    """
+
+    def __init__(
+        self,
+        log: StoreLog,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        libraries: Sequence[str],
+        times_steps: bool = False,
+        mesh: Mapping[str, int] | None = None,
+    ) -> None:
+        self._log = log
+        self._rank = rank
+        self._ranks = Ranks(world_size, mesh or {})
+        self._timeout_s = timeout_s
+        self._libraries = tuple(libraries)
+        self._period_s = max(min(_LONGEST_PERIOD_S, timeout_s / 8), world_size / _READS_PER_S)
+        self._abort = Abort(log, rank, self._ranks, self._period_s)
+        self._progress_at = time.monotonic()
+        self._numbers: dict[str, int] = {}
+        self._last: Collective | None = None
+        self._step: tuple[str, Place | None] | None = None
+        self._waits: dict[int, tuple[float, Collective]] = {}
+        # The host does not wait for a device's collectives: there, a step that lasts is the only sign.
+        self._times_steps = times_steps
+        self._step_began: float | None = None
+        self._stopped = threading.Event()
+        self._diagnosing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="accel_fn watchdog", daemon=True)
+        self._shows_crashes = False
+        self.has_lost_rank = False
+        """Has a collective failed because a rank is gone?"""
+
+    def start(self) -> None:
+        """Start the thread."""
+        # Backends end a process by abort(), of which Python prints nothing by itself.
+        if not faulthandler.is_enabled():
+            faulthandler.enable(_STDERR)
+            self._shows_crashes = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and add a last entry for the peers. Does nothing the second time."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            # A peer that still waits for this rank reads here why its connection was closed.
+            self._log.add(Entry(self._rank, f"has left{_reason()}{self._history()}", left=True))
+            if self._shows_crashes:
+                faulthandler.disable()
+        self._thread.join()
+
+    def enter(
+        self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
+    ) -> Waiting:
+        """Record that a collective of these leaves begins; enter the result to wait for it."""
+        place = place_of(sys._getframe(1), self._libraries)
+        # Ranks send each other different numbers of messages: only collectives have one number on all.
+        if not counts:
+            return Waiting(self, Collective(0, function, axis, shapes_of(leaves), place))
+        self._progress_at = time.monotonic()
+        # Ranks along one axis need not have been in as many collectives along another.
+        number = self._numbers.get(axis, 0) + 1
+        self._numbers[axis] = number
+        self._last = Collective(number, function, axis, shapes_of(leaves), place)
+        return Waiting(self, self._last)
+
+    def begin_wait(self, collective: Collective) -> None:
+        """Record that this thread waits from now on."""
+        self._waits[threading.get_ident()] = time.monotonic(), collective
+
+    def end_wait(self) -> None:
+        """Record that the collective is complete."""
+        _, collective = self._waits.pop(threading.get_ident())
+        if collective.number:
+            self._progress_at = time.monotonic()
+
+    def begin_step(self, name: str) -> None:
+        """Record that a step begins."""
+        self._progress_at = time.monotonic()
+        self._step = name, place_of(sys._getframe(1), self._libraries)
+        self._step_began = self._progress_at if self._times_steps else None
+
+    def end_step(self) -> None:
+        """Record that the step has returned or raised."""
+        self._step_began = None
+
+    def diagnose(self, error: BaseException, function: str, axis: str = "") -> None:
+        """Abort if a Gloo error is a time-out; raise a WorldError if it means that a rank is gone."""
+        text = str(error)
+        if _OF_GLOO not in text:
+            return
+        peers = self._ranks.along(axis, self._rank)
+        # Else the thread would report where this is, and not where the error was.
+        with self._diagnosing:
+            if _TIMED_OUT in text:
+                self._request_abort(function, axis, error)
+            entries = self._abort.wait_for_entries(partial(self._explains, peers), 0)
+            # Ranks that abort close their connections, which is an error here, too.
+            if self._log.is_abort_requested():
+                self._end(_ABORTED, error)
+        self.has_lost_rank = True
+        entries[self._rank] = self._entry(Stack.of_error(error))
+        # A rank that is not along the axis has no part in this, and may be well without an entry.
+        ranks = self._ranks.list_work(entries, peers) + self._log.missing_server()
+        along = f" along {axis}" if axis else ""
+        rule = f"every rank{along} must stay until all have finished, got one that is gone"
+        raise WorldError(f"{function}: {rule}\n{ranks.rstrip()}") from error
+
+    def _explains(self, peers: Sequence[int], entries: Mapping[int, Entry]) -> bool:
+        """Do these entries explain why a connection to one of these ranks was closed?"""
+        has_left = any(entry.left for rank, entry in entries.items() if rank in peers)
+        return has_left or self._log.is_abort_requested()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period_s):
+            with self._diagnosing:
+                self._check(time.monotonic())
+
+    def _check(self, now: float) -> None:
+        # A period more than the timeout: Gloo's own error comes first, with the stack of its thread.
+        longest = self._timeout_s + self._period_s
+        for since, collective in list(self._waits.values()):
+            if now - since > longest:
+                self._request_abort(collective.function, collective.axis)
+        began = self._step_began
+        # A compiler may take longer than any collective.
+        if began and now - began > longest and not is_compiling():
+            self._request_abort("step")
+        if now - self._progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
+            self._end(_ABORTED)
+
+    def _request_abort(
+        self, function: str, axis: str = "", error: BaseException | None = None
+    ) -> NoReturn:
+        self._log.request_abort()
+        peers = self._ranks.along(axis, self._rank)
+        along = f" along {axis} on {self._ranks.name(peers)}" if axis else ""
+        self._end(
+            f"{function}{along} has waited for longer than timeout_s={self._timeout_s:g}", error
+        )
+
+    def _end(self, reason: str, error: BaseException | None = None) -> NoReturn:
+        main, here = threading.main_thread(), threading.current_thread()
+        stacks = {}
+        if error is not None:
+            stacks[here.name] = Stack.of_error(error)
+        if error is None or here is not main:
+            stacks[main.name] = Stack.of_thread(sys._current_frames().get(main.ident or 0))
+        entry = self._entry(next(iter(stacks.values())))
+        shown = {name: stack.under(self._libraries) for name, stack in stacks.items()}
+        self._abort.run(reason, shown, entry)
+
+    def _entry(self, stack: Stack) -> Entry:
+        """Return what this rank is doing, with such a stack."""
+        for _, collective in list(self._waits.values()):
+            return Entry(self._rank, f"in {collective}{self._history(stack, last=False)}")
+        place = stack.place(self._libraries)
+        return Entry(self._rank, f"at {place}{self._history(stack)}")
+
+    def _history(self, stack: Stack | None = None, *, last: bool = True) -> str:
+        """Return its step, and the last collective that it entered."""
+        shown = []
+        if self._step is not None:
+            name, place = self._step
+            phase = stack.phase() if stack else ""
+            shown.append(f"in step {name}, {phase}" if phase else f"last step {name}, at {place}")
+        if last:
+            shown.append(f"last {self._last}" if self._last else "no collective")
+        return "".join(f"; {each}" for each in shown)
+
+
+class Waiting:
+    """A context: the time that a rank waits for a collective."""
+
+    __slots__ = ("_collective", "_watchdog")
+
+    def __init__(self, watchdog: StoreWatchdog, collective: Collective) -> None:
+        self._watchdog = watchdog
+        self._collective = collective
+
+    def __enter__(self) -> None:
+        self._watchdog.begin_wait(self._collective)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                self._watchdog.diagnose(error, self._collective.function, self._collective.axis)
+        finally:
+            self._watchdog.end_wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The end of all ranks together, each with a report."""
+
+    log: StoreLog
+    rank: int
+    ranks: Ranks
+    notice_s: float
+    """Time until every rank that can has seen the request to abort."""
+    begun: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, reason: str, stacks: Mapping[str, Stack], entry: Entry) -> NoReturn:
+        """Write a report to stderr, wait for those of the peers, and end this process."""
+        # The thread and a collective that timed out may both come here: the first ends the process.
+        while not self.begun.acquire(blocking=False):
+            time.sleep(60)
+        try:
+            self.log.add(entry)
+            entries = self.wait_for_entries(
+                lambda found: len(found) == self.ranks.world_size, self.notice_s
+            )
+            _write(self._report(reason, {**entries, self.rank: entry}, stacks))
+            # A launcher stops all ranks when the first one ends, which would cut reports short.
+            self.wait_for_reports(sum(not each.left for each in entries.values()))
+        finally:
+            # Not an exception: the main thread may wait in native code, which none interrupts.
+            os._exit(EXIT_CODE)
+
+    def wait_for_entries(
+        self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
+    ) -> dict[int, Entry]:
+        """Return the entries of the log as soon as they are enough, or time is up."""
+        deadline = time.monotonic() + notice_s + _SLACK_S
+        while True:
+            entries = self.log.entries()
+            if is_enough(entries) or time.monotonic() > deadline or not self.log.is_served():
+                return entries
+            time.sleep(_POLL_S)
+
+    def _report(
+        self, reason: str, entries: Mapping[int, Entry], stacks: Mapping[str, Stack]
+    ) -> str:
+        world_size, process = self.ranks.world_size, f"{socket.gethostname()}, pid {os.getpid()}"
+        rank = f"{self.ranks.name([self.rank])} of {world_size} ({process})"
+        shown = [f"{name}, innermost call last:\n{stack}" for name, stack in stacks.items()]
+        head = f"accel_fn: {rank} ends with exit code {EXIT_CODE}: {reason}\n"
+        ranks = self.ranks.list_work(entries, range(world_size))
+        return "".join([head, ranks, self.log.missing_server(), *shown])
+
+    def wait_for_reports(self, num_ranks: int) -> None:
+        """Return when so many ranks have reported, this one included, or time is up."""
+        deadline = time.monotonic() + self.notice_s + _SLACK_S
+        num_reports = self.log.count_reports(1)
+        while num_reports < num_ranks and time.monotonic() < deadline and self.log.is_served():
+            time.sleep(_POLL_S)
+            num_reports = self.log.count_reports()
+        # Rank 0 may serve the store, from which its peers read that all have reported.
+        if self.rank == 0:
+            time.sleep(_LINGER_S)
+
+
+def _write(report: str) -> None:
+    """Flush what was printed so far, if possible, and write the report at once."""
+    # In threads, since a thread that hangs may hold the lock of a stream.
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent closed it
+        flushing = threading.Thread(target=stream.flush, daemon=True)
+        flushing.start()
+        flushing.join(_SLACK_S)
+    data = report.encode(errors="backslashreplace")
+    with suppress(OSError):  # the parent may have closed it
+        while data:
+            data = data[os.write(_STDERR, data) :]
+
+
+def ending_error() -> BaseException | None:
+    """Return the error that this process ends with, if any."""
+    # `last_value` is set by then, as exit handlers run after the traceback was printed.
+    return sys.exc_info()[1] or getattr(sys, "last_value", None)
+
+
+def _reason() -> str:
+    error = ending_error()
+    if error is None:
+        return ""
+    first_line = str(error).partition("\n")[0][:200]
+    return f" by {type(error).__name__}" + (f": {first_line}" if first_line else "")

@@ -1,1 +1,0 @@
-"""One training step: the plan, the gradients, the update."""
