@@ -57,7 +57,10 @@ for name in gave:
 """
 
 
-@pytest.mark.parametrize("name", GAVE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "runs" else pytest.mark.slow) for name in GAVE],
+)
 def test_all_else_works_and_what_it_gave_names_the_extra(name, tmp_path):
     contrib = str(PACKAGE / "contrib")
     shutil.copytree(
