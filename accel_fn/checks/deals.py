@@ -95,7 +95,7 @@ class Deals:
         mine = parts[ranks.rank]
         (weight,) = weigh(plan.weight_fn, [mine])
         total = total_weight(primitives.exchange(weight, ranks, "step"))
-        share = (1.0 if weight else 0.0) if self._is_sum else shares(weight, total)
+        share = ((1.0,) if weight else ()) if self._is_sum else shares(weight, total)
         seed = times(share, factor)
         ran = trial.run(mine, weight, seed if self._strategy.leaves_gradients else None)
         if trial.draws.has_any:

@@ -69,7 +69,7 @@ class _Measure:
     def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
         """Run all rows; with `adds`, add their gradient."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
-        weight = weight or (1,) * len(self._plan.terms) or 1
+        weight = weight or ones_of(self._plan)
         # A forward alone may leave shards gathered.
         factor = self.nothing(weight) if not adds else shares(weight, weight)
         factor = factor if self._has_gradients else None
@@ -108,7 +108,7 @@ class _Measure:
         if not self._has_gradients:
             return None
         if self._plan.reduction == "sum" or self._trial.is_counted:
-            return -1.0
+            return (-1.0,)
         return shares(weight, total, -1)
 
     def gradients(self, run: Callable[[], None]) -> Gradients | None:
@@ -192,7 +192,7 @@ class _Looks:
             rows.collate(range(2)) if rows.collate else split_rows(rows.batch, [2, rows.num - 2])[0]
         )
         (weight,) = weigh(self._plan.weight_fn, [two])
-        weight = weight or (1,) * len(self._plan.terms) or 1
+        weight = weight or ones_of(self._plan)
         trial.forget()
         trial.run(two, weight, self._measure.taken(weight, weight))
         return trial.norms()
@@ -205,7 +205,7 @@ class _Looks:
         """The numbers that a collate_fn makes, with which of all samples a part has another loss."""
         if self._rows.collate is None:
             return []
-        part, weight = (self._weighing() or [(self._cuts[0].parts[0], 1)])[0]
+        part, weight = (self._weighing() or [(self._cuts[0].parts[0], ones_of(self._plan))])[0]
         whole = _numbers_in(self._rows.batch)
         own = _numbers_in(part)
         # Ranks that meet in each forward run as many.
@@ -229,7 +229,7 @@ class _Looks:
         trial = self._trial
         trial.draws.record(whole=False)
         part = self._cuts[0].parts[0]
-        ones: Weight = (1,) * len(self._plan.terms) or 1
+        ones = ones_of(self._plan)
         trial.run(part, ones, self._measure.taken(ones, ones))
         trial.draws.check_alike()
         trial.forget()
@@ -329,7 +329,7 @@ class _Looks:
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
         """Does a part give something else after another part: than alone, and than after the batch?"""
         first, *_, last = self._weighing()
-        ones: Weight = (1,) * len(self._plan.terms) or 1
+        ones = ones_of(self._plan)
         return Reads(
             parts=self._differ(last, first, None, tolerance),
             rows=self._differ(last, first, (self._rows.batch, ones), tolerance),
@@ -433,7 +433,12 @@ def _cut_of(
 
 
 def of_term(weight: Weight, place: int) -> float:
-    return weight[place] if isinstance(weight, tuple) else weight
+    return weight[place] if weight else 0.0
+
+
+def ones_of(plan: Plan) -> Weight:
+    """A weight of one item, for each term of the loss."""
+    return (1.0,) * (len(plan.terms) or 1)
 
 
 def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
@@ -460,12 +465,10 @@ def metrics_of(
         if len(value) == 2:
             sums = [sum(each) for each in zip(*of_parts, strict=True)]
             pair = _divided(*value), _divided(*sums)
-        elif any(isinstance(each, tuple) for each in weights):
-            continue  # beside terms, metrics are pairs
-        else:
-            total = sum(weights)  # type: ignore[arg-type]
+        else:  # a mean, which stands beside one term
+            total = sum(weight for (weight,) in weights)
             parts = zip(of_parts, weights, strict=True)
-            pair = value[0], sum(each * w for (each,), w in parts) / total  # type: ignore[operator, misc]
+            pair = value[0], sum(each * weight for (each,), (weight,) in parts) / total
         if all(map(isfinite, pair)):
             found[name] = pair
     return found
@@ -476,6 +479,4 @@ def _divided(total: float, count: float) -> float:
 
 
 def times(share: Weight, factor: float) -> Weight:
-    if isinstance(share, tuple):
-        return tuple([each * factor for each in share])
-    return share * factor
+    return tuple([each * factor for each in share])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel_fn.checks.findings import agree, loss_tolerance
-from accel_fn.checks.look import metrics_of
+from accel_fn.checks.look import metrics_of, ones_of
 from accel_fn.checks.parts import halves_of
 from accel_fn.checks.trial import Outputs, Trial, couples
 from accel_fn.checks.verdicts import wrong_metrics
@@ -54,14 +54,15 @@ class MetricsLook:
     def _compare(self, rows: Any, parts: Any, weights: Any) -> dict[str, tuple[float, float]]:
         """The metrics that differ between rows and their halves; none where they cannot be compared."""
         trial = Trial(self._plan, self._strategy, self._state, self._outputs)
+        ones = ones_of(self._plan)
         try:
             trial.draws.record(whole=True)
-            whole = trial.run(rows, 1, None)
+            whole = trial.run(rows, ones, None)
             if trial.draws.has_any:
                 trial.draws.record(whole=False)
-                trial.run(parts[0], 1, None)
+                trial.run(parts[0], ones, None)
                 trial.draws.check_alike()
-                whole = trial.run(rows, 1, None)
+                whole = trial.run(rows, ones, None)
             ran = [
                 trial.run(part, weight, None) for part, weight in zip(parts, weights, strict=True)
             ]

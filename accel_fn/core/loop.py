@@ -66,7 +66,7 @@ def microbatches(
     if with_weightless:
         # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
-        counted = [*((part, 0) for part in weightless if _has_samples(part)), *counted]
+        counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
     return [part for part, _ in counted], [weight for _, weight in counted], rows
 
 
@@ -341,7 +341,7 @@ class Strategy:
         parts, weights = self.pad(state, mean, parts, weights)
         if not (any(weights) or (parts and self.pads)):
             # A rank without items still joins every collective, with one micro-batch of weight 0.
-            parts, weights = (*parts, None), (*weights, 0)
+            parts, weights = (*parts, None), (*weights, ())
         return mean, parts, weights
 
     def run(
@@ -391,7 +391,7 @@ class Strategy:
         if any(failures):
             raise PeerOutOfMemoryError(failures)
 
-    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
         """Loss and metrics of one micro-batch, not added up; without gradients no rank waits for others."""
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
@@ -656,7 +656,7 @@ class PaddingStrategy(Strategy):
             # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
             parts, weights = parts[: most - 1], weights[: most - 1]
         lacking = most - len(parts)
-        return [*parts, *[spare] * lacking], [*weights, *[0] * lacking]
+        return [*parts, *[spare] * lacking], [*weights, *[()] * lacking]
 
 
 def _nothing(with_gradients: bool, num_microbatches: int) -> None:

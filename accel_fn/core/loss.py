@@ -435,21 +435,18 @@ def loss_module_of(module: nn.Module) -> LossModule:
 def run_terms(
     state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight
 ) -> Outcome:
-    """Loss and metrics of one micro-batch, where the loss has several terms.
-
-    With a weight for each term the loss is their means, [terms]; else it is their sum, [].
-    """
-    weights = weight if isinstance(weight, tuple) else (weight,) * len(plan.terms)
+    """Means, [terms], and metrics of one micro-batch, where the loss has several terms."""
+    weights = weight or (0,) * len(plan.terms)
     left_out = [name for name, each in zip(plan.terms, weights, strict=True) if not each]
     part, contexts = placed(state, plan, part), plan.forward_contexts
     if left_out and torch.is_grad_enabled():
         # A compiled graph has one backward for all terms, which none can be left out of.
         with uncompiled():
             call = partial(module, left_out=left_out)
-            loss, metrics = in_contexts(state, contexts, call, part)
+            outcome: Outcome = in_contexts(state, contexts, call, part)
     else:
-        loss, metrics = in_contexts(state, contexts, module, part)
-    return loss if isinstance(weight, tuple) else loss.sum(), metrics
+        outcome = in_contexts(state, contexts, module, part)
+    return outcome
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:

@@ -67,7 +67,7 @@ class Layout:
     ) -> Report:
         """A report of the mean loss, or of the means of its terms."""
         if not (metrics or self.terms or self.finish):  # faster, for most steps
-            return Report(loss=mean, weight=total, metrics=metrics, **others)  # type: ignore[arg-type]
+            return Report(loss=mean, weight=total[0] if total else 0, metrics=metrics, **others)
         report = self._report(mean, total, metrics, **others)
         return finished("step", self.finish, report) if self.finish else report
 
@@ -75,6 +75,7 @@ class Layout:
         self, mean: Tensor, total: Weight, metrics: Mapping[str, Tensor], **others: Any
     ) -> Report:
         others["metrics"] = metrics
+        weights = total or (0,) * (len(self.terms) or 1)
         pairs = counted_in(metrics)
         if pairs:
             others["metrics"] = {n: each for n, each in metrics.items() if n not in pairs}
@@ -83,10 +84,9 @@ class Layout:
             loss = torch.stack([*means.values()]).sum()
             counts = {name: pair[1] for name, pair in every.items()}
             terms = means if len(means) > 1 else {}
-            return Report(loss=loss, weight=total, counts=counts, terms=terms, **others)  # type: ignore[arg-type]
+            return Report(loss=loss, weight=weights[0], counts=counts, terms=terms, **others)
         if not self.terms:
-            return Report(loss=mean, weight=total, **others)  # type: ignore[arg-type]
-        weights = total if isinstance(total, tuple) else (0,) * len(self.terms)
+            return Report(loss=mean, weight=weights[0], **others)
         weight = dict(zip(self.terms, weights, strict=True))
         terms = dict(zip(self.terms, mean.unbind(), strict=True))
         return Report(loss=mean.sum(), weight=weight, terms=terms, **others)
@@ -204,10 +204,11 @@ class MetricSums:
     wrong: str = ""
     """Why these metrics cannot be added up; empty if they can."""
 
-    def add(self, metrics: Metrics, factor: Weight | Tensor, like: Tensor) -> None:
-        """Count a micro-batch, in the dtype and on the device of `like`."""
-        # Metrics beside several terms are no means: `LossModule` marks those that are.
-        factor = 1.0 if isinstance(factor, tuple) else factor
+    def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
+        """Count a micro-batch, in the dtype and on the device of `like`.
+
+        The factor is that of means, of which there are none beside several terms: `LossModule` marks them.
+        """
         sums = {}
         for name, value in metrics.items():
             if isinstance(value, str):
@@ -291,7 +292,10 @@ class GlobalMean:
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.pending_error
         self.own_weight = total_weight(weights)
-        weight = float("nan") if failure else self.own_weight
+        self._num_terms = len(layout.terms) or 1
+        nothing = math.nan if failure else 0
+        numbers = () if failure else self.own_weight
+        numbers = numbers or (nothing,) * self._num_terms
         self._state = state
         self.layout = layout
         self._num_ranks = 1
@@ -312,10 +316,8 @@ class GlobalMean:
         """Once the total is known: the number of rows of the global batch."""
         if state.world_size == 1:
             self._mean = layout.zero(state)
-            self._total = checked_total(weight, failure)
+            self._total = checked_total(numbers, failure)
         else:
-            numbers = weight if isinstance(weight, tuple) else (weight,) * (len(layout.terms) or 1)
-            self._num_terms = len(numbers)
             self._sums = torch.zeros(len(numbers) + 2, dtype=layout.dtype, device=state.device)
             """Sum of the loss (or of each term), number of ranks with other metrics, 0 in place of the
             rows, sums of metrics."""
@@ -358,8 +360,7 @@ class GlobalMean:
             own = every[data_places(self._state)]
             if self._state.axes and not any(map(math.isnan, numbers)):
                 numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
-            whole = numbers if self.layout.terms else numbers[0]
-            self._total = checked_total(whole, self._failure)
+            self._total = checked_total(numbers, self._failure)
             self.samples = int(sum(each[num + 1] for each in own))
             ranks = [(any(each[:num]), int(each[num])) for each in every]
             check_same_place([count // _PACK for _, count in ranks])
@@ -374,14 +375,15 @@ class GlobalMean:
 
     def share(self, weight: Weight) -> Weight:
         """Return the factor that the backward of a micro-batch of this weight starts from."""
-        total = self.total()
+        total = self.total() if self._total is None else self._total
         if self.layout.is_sum:
-            return float(self._num_ranks) if weight else 0.0
+            return (float(self._num_ranks),) if weight else ()
         return shares(weight, total, self._num_ranks)
 
     def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
         """Count the mean loss and the metrics of a micro-batch."""
-        self.add_scaled(loss, metrics, shares(weight, self.total()))
+        total = self.total() if self._total is None else self._total
+        self.add_scaled(loss, metrics, shares(weight, total))
 
     def add_scaled(self, loss: Tensor, metrics: Metrics, factor: Weight) -> None:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
@@ -389,12 +391,12 @@ class GlobalMean:
             return
         if metrics and counted_in(metrics):
             pass  # the loss is a sum, which the metrics have beside its count
-        elif isinstance(factor, tuple):
+        elif self.layout.terms:
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
-        else:
-            self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor)
+        else:  # faster, for most losses
+            self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor[0])
         if metrics or self._metrics.found:
-            self._metrics.add(metrics, factor, self._mean)
+            self._metrics.add(metrics, factor[0], self._mean)
         elif self._metrics.found is None:
             self._metrics.found = {}
 
@@ -423,7 +425,7 @@ class GlobalMean:
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
         """Means (of terms, if any) and weight of the global batch, and metrics; waits for the sums."""
-        total = self.total()
+        total = self.total() if self._total is None else self._total
         if self._state.world_size > 1:
             self._wait()
             if self._sums.is_cpu and self._sums[self._num_terms]:
@@ -481,10 +483,8 @@ def checked_total(total: Weight, failure: Exception | None) -> Weight:
     """A total as an int if it counts exactly; raises if any rank's part of it could not be counted."""
     if failure is not None:
         raise failure
-    if isinstance(total, tuple):
-        counts = tuple([_checked(each) for each in total])
-        return counts if any(counts) else 0
-    return _checked(total)
+    counts = tuple(map(_checked, total))
+    return counts if any(counts) else ()
 
 
 def _checked(total: float) -> float:
@@ -499,21 +499,20 @@ def _checked(total: float) -> float:
 
 def weighed(loss: Tensor, factor: Weight) -> Tensor:
     """The loss times a factor, or each of its terms; terms of factor 0 may be anything, and are 0."""
-    if not isinstance(factor, tuple):
-        return loss * factor
+    if not loss.ndim:
+        return loss * factor[0]
     pairs = zip(loss.unbind(), factor, strict=True)
     return torch.stack([each * part if part else loss.new_zeros(()) for each, part in pairs])
 
 
 def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | None:
     """Return the seed of a backward: the share times the loss scale; None is one."""
-    if scaler is not None:
-        scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
-        if isinstance(share, tuple):
-            return torch.stack([scale * each for each in share]).to(loss.dtype)
-        return (scale * share).to(loss.dtype)
-    if share == 1.0:
+    if scaler is None and share == (1.0,):
         return None
-    if isinstance(share, tuple):
-        return torch.stack([loss.new_full((), each) for each in share])
-    return loss.new_full(loss.shape, share)
+    numbers = share or (0.0,) * (len(loss) if loss.ndim else 1)
+    if scaler is None:
+        seeds = [loss.new_full((), each) for each in numbers]
+    else:
+        scale = scaler.scale.double() if loss.dtype == torch.float64 else scaler.scale
+        seeds = [(scale * each).to(loss.dtype) for each in numbers]
+    return torch.stack(seeds) if loss.ndim else seeds[0]

@@ -47,8 +47,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 Key = str | int
 WeightFn = Callable[[Any], "int | float | Tensor"]
-Weight = float | tuple[float, ...]
-"""The number of items that a mean loss is over: for several terms one each, or 0 where all are 0."""
+Weight = tuple[float, ...]
+"""The number of items that the mean of each term of a loss is over; () where all are 0."""
 _EXACT = 2**53
 """Up to here sums of integers over ranks are exact."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -217,34 +217,25 @@ def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) 
 
 
 def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
-    found = tuple([_weight(fn, batch, f"weight_fn[{name!r}]") for name, fn in weight_fns.items()])
-    return found if any(found) else 0
+    each = [_weight(fn, batch, f"weight_fn[{name!r}]") for name, fn in weight_fns.items()]
+    return tuple([sum(found) for found in each]) if any(each) else ()
 
 
 def total_weight(weights: Sequence[Weight]) -> Weight:
     """Add up weights, term by term."""
-    if tuple not in map(type, weights):
-        return sum(weights)  # type: ignore[arg-type]
-    plain = [each for each in weights if not isinstance(each, tuple)]
-    terms = [each for each in weights if isinstance(each, tuple)]
-    # A plain one is 0, or the NaN of a rank that cannot count its batch.
-    return tuple([sum([*each, *plain]) for each in zip(*terms, strict=True)])
+    return tuple(map(sum, zip(*filter(None, weights), strict=True)))
 
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
     """Return `factor * weight / total`, term by term; 0 where nothing counts."""
-    if isinstance(weight, tuple):
-        assert isinstance(total, tuple)
-        pairs = zip(weight, total, strict=True)
-        return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
-    # Where the weight is one number, the total is one.
-    return weight * factor / total if weight else 0.0  # type: ignore[operator]
+    pairs = zip(weight, total, strict=False)  # nothing counts of what weighs nothing
+    return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
 
 
-def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> float:
+def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> Weight:
     weight = weight_fn(batch)
     if type(weight) is int and 0 <= weight <= _EXACT:
-        return weight
+        return (weight,) if weight else ()
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         rule = "return a number or a 0-dim tensor"
@@ -255,4 +246,4 @@ def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> float:
     if plain and not _SMALLEST <= plain <= _LARGEST:
         rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as losses in float32 go times it"
         raise BatchError(message("Plan", name, rule, value))
-    return plain
+    return (plain,) if plain else ()

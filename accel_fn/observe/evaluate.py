@@ -272,21 +272,20 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
     sums: dict[str, Metric]
     if counted_in(metrics):
         sums = {}
-    elif isinstance(weight, tuple):
+    elif plan.terms:
         terms = zip(plan.terms, loss, weight, strict=True)
         sums = {name: _sum_of(mean, each) for name, mean, each in terms}
     elif plan.reduction == "sum":
-        sums = {"loss": (loss, weight)}
+        sums = {"loss": (loss, weight[0])}
     else:
-        sums = {"loss": _sum_of(loss, weight)}
+        sums = {"loss": _sum_of(loss, weight[0])}
     for name, value in metrics.items():
         if isinstance(value, str):
             raise LossError(f"evaluate: {function} must {value}")
         if isinstance(value, tuple):
             sums[name.removeprefix(COUNTED)] = value
         else:
-            assert not isinstance(weight, tuple)  # beside terms, metrics are pairs
-            sums[name] = _sum_of(value, weight)
+            sums[name] = _sum_of(value, weight[0])  # of one term: beside several, metrics are pairs
     return sums
 
 

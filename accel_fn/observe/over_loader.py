@@ -191,7 +191,7 @@ def over_parts(
 ) -> None:
     """Call `use` on every micro-batch and on what `fn(model, micro-batch)` returned for it."""
     plan, strategy = step.plan, step.strategy
-    padded, weights = strategy.pad(state, None, parts, [1] * len(parts))
+    padded, weights = strategy.pad(state, None, parts, [(1,)] * len(parts))
     with settled(strategy, state):
         for part, weight in zip(padded, weights, strict=True):
             found = run_placed(state, plan, lambda placed: fn(strategy.model, placed), part)

@@ -19,11 +19,11 @@ from accel_fn.errors import PlanError
 from accel_fn.parallel.batch_norm import SyncedBatchNorm, batch_norms, has_own_forward
 
 
-class _Spare(int):
+class _Spare(tuple[float, ...]):
     """A weight of 0, of a micro-batch whose rows are another rank's and count there."""
 
 
-_SPARE: Final = _Spare(0)
+_SPARE: Final = _Spare()
 
 
 def check_synced(function: str, state: DistState, plan: Plan) -> None:
@@ -88,7 +88,7 @@ class SyncedStrategy(PaddingStrategy):
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[_SPARE] * lacking]
 
-    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight = 1) -> Outcome:
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
         """Loss and metrics of one micro-batch."""
         layers = self._layers
         layers.counts = weight is not _SPARE

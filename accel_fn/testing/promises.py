@@ -250,7 +250,7 @@ def _training(
     # Reports are in single precision.
     bound = 1e-5 if dtype is None else 2e-2
     is_right = abs(float(reports[0].loss) - loss) <= bound * (1 + abs(loss)) and all(
-        report.weight == weigh(plan.weight_fn, [batch])[0]
+        report.weight == sum(weigh(plan.weight_fn, [batch])[0])
         for report, batch in zip(reports, batches, strict=True)
     )
     found = _flat(model).cpu()

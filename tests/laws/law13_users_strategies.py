@@ -84,7 +84,7 @@ class Shards(af.extend.Strategy):
         source = af.reduce_min(state.rank if len(parts) == most else state.world_size, state)
         spare = af.broadcast(parts[-1] if parts else None, state, source=source)
         lacking = most - len(parts)
-        return [*[spare] * lacking, *parts], [*[0] * lacking, *weights]
+        return [*[spare] * lacking, *parts], [*[()] * lacking, *weights]
 
     @contextmanager
     def no_sync(self):

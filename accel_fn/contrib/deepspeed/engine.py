@@ -35,7 +35,7 @@ from accel_fn.extend import (
     exchange_number,
 )
 
-_Weight = float | tuple[float, ...]
+_Weight = tuple[float, ...]
 _Outcome = tuple[Tensor, Any]
 
 _RULE = "step: wrap_deepspeed must have a loss_fn that reaches the same parameters on every rank"
@@ -143,7 +143,7 @@ class ZeRO(Strategy):
         finally:
             del os.environ["LOCAL_RANK"]
 
-    def outputs(self, plan: Plan, state: DistState, part: Any, weight: _Weight = 1) -> _Outcome:
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: _Weight) -> _Outcome:
         """Loss and metrics of one micro-batch."""
         with self._local_rank():
             try:
@@ -206,7 +206,7 @@ class ZeRO(Strategy):
             if min(counts) < max(counts):
                 mine = counted[-1][0] if counted else None
                 spare = broadcast(mine, state, source=counts.index(max(counts)))
-                counted = [*[(spare, 0)] * (max(counts) - len(counted)), *counted]
+                counted = [*[(spare, ())] * (max(counts) - len(counted)), *counted]
         return [part for part, _ in counted], [weight for _, weight in counted]
 
     def run(

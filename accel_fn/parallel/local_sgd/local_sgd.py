@@ -150,14 +150,13 @@ class OwnMean(GlobalMean):
         mean, metrics, total = super().close()
         if not total:
             return mean, metrics, total
-        assert not isinstance(total, tuple)
         sizes = self.layout.sizes or {}
-        metrics = {n: each if sizes[n] == 2 else each / total for n, each in metrics.items()}
-        return mean / total, metrics, total
+        metrics = {n: each if sizes[n] == 2 else each / total[0] for n, each in metrics.items()}
+        return mean / total[0], metrics, total
 
     def extras(self, plan: Plan) -> dict[str, Any]:
         """Return the entries that it adds to the report of a step."""
-        return {**super().extras(plan), "own_weight": self.own_weight}
+        return {**super().extras(plan), "own_weight": sum(self.own_weight)}
 
 
 class LocalGradients(Strategy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import sep
@@ -179,7 +180,7 @@ class VirtualRanks(Strategy):
                     "step: loss_fn must return one (sum, count) under reproducible with virtual ranks, got "
                     f"{len(counted)} terms; give weight_fn a mapping, and return means"
                 )
-            share = 1.0 if self.layout.is_sum or counted else part_of_all
+            share = (1.0,) if self.layout.is_sum or counted else part_of_all
             backward(loss, seed_of(loss, share, state.scaler))
             if not weight:
                 self.zero_gradients()
@@ -187,7 +188,7 @@ class VirtualRanks(Strategy):
             self._check_dense(plan)
             term = weighed(loss.detach().to(self.layout.dtype), share)
             mean = term if mean is None else mean + term
-            metrics.add(found, part_of_all, term)
+            metrics.add(found, part_of_all[0], term)
         tensors = [mean, *[parameter.grad for parameter in self.trained]]
         for parameter in self.reachable:
             parameter.grad = None
@@ -204,7 +205,9 @@ class VirtualRanks(Strategy):
             rows, slices = self._slice(plan, state, batch)
         except Exception as error:
             failure = error
-        weights = [float("nan")] if failure else [total_weight(each) for _, each in slices]
+        weights = [total_weight(each) for _, each in slices]
+        if failure:
+            weights = [(math.nan,) * (len(plan.terms) or 1)]
         name = step_name(state.step + 1, state.call)
         place = number_of(place_of(batch))
         ranks = primitives.exchange((rows, weights, stop, name, place), state, "step")

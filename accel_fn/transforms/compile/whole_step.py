@@ -59,7 +59,7 @@ class CompiledStep:
             0 < len(each.state) < len(trained_by(each)) for each in optimizers
         )
         """Does the next update make the state of parameters that were added after others?"""
-        self._shares_before: tuple[tuple[Weight, ...], Tensor] = ((), self._always)
+        self._shares_before: tuple[tuple[float, ...], Tensor] = ((), self._always)
         """The shares of the micro-batches of the newest step, as numbers and on the device."""
         self._is_new = True
         """Is there no graph yet?"""
@@ -73,7 +73,7 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        if 0 in weights:  # its gradients are zeros, whatever they are
+        if () in weights:  # its gradients are zeros, whatever they are
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
@@ -100,7 +100,7 @@ class CompiledStep:
     def _shares(self, state: DistState, weights: Weights) -> Tensor:
         """Return the share of each micro-batch in the global mean; zero without one."""
         total = total_weight(weights)
-        every = tuple([shares(weight, total) for weight in weights]) or (0.0,)
+        every = tuple([shares(weight, total)[0] for weight in weights]) or (0.0,)
         if every != self._shares_before[0]:  # a new tensor on a device waits for the step before
             dtype = torch.float32 if state.device.type == "mps" else torch.float64
             self._shares_before = every, torch.tensor(every, dtype=dtype, device=state.device)

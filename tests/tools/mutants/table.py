@@ -241,8 +241,8 @@ MUTANTS = [
     Mutant(
         "micro-batches that only keep shards together count",
         "core/loop.py",
-        "[*weights, *[0] * lacking]",
-        "[*weights, *[1] * lacking]",
+        "[*weights, *[()] * lacking]",
+        "[*weights, *[(1,)] * lacking]",
         f"{LAWS}03_fsdp.py",
     ),
     Mutant(
