@@ -47,207 +47,30 @@ from accel_fn.errors import (
 
 Parts = Sequence[Any]
 Weights = Sequence[Weight]
-
-
-def microbatches(
-    plan: Plan, batch: Any, *, with_weightless: bool = False
-) -> tuple[Parts, Weights, int]:
-    """The micro-batches of positive weight, their weights, and the number of rows of the batch.
-
-    If wanted, first others with samples.
-    """
-    # Split and weighed before placement: weights are counted on the host, without waiting for
-    # an accelerator, and only one micro-batch at a time is on the device.
-    split, rows = cut(plan, batch)
-    weights = weigh(plan.weight_fn, split)
-    if all(weights):
-        return split, weights, rows
-    counted = [each for each in zip(split, weights, strict=True) if each[1]]
-    if with_weightless:
-        # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
-        weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
-        counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
-    return [part for part, _ in counted], [weight for _, weight in counted], rows
-
-
-def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
-    """The micro-batches of a batch, and their number of rows.
-
-    Those without rows, of which nothing is left to weigh, are left out.
-    """
-    if batch is None:
-        return (), 0
-    if type(batch) is FailedBatch:
-        raise batch.error
-    split = plan.split[0](batch) if plan.split else (batch,)
-    if not isinstance(split, list | tuple):
-        _check_split(split)
-    counts = [*map(rows_of, split)]
-    if None in counts:
-        split = [part for part, rows in zip(split, counts, strict=True) if rows is not None]
-    return split, sum(filter(None, counts))
-
-
-def splits_of(plan: Plan) -> list[Any]:
-    """Return the plan's `split`, unless it gives the whole batch as one part."""
-    return [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
-
-
-def in_microbatches(plan: Plan) -> bool:
-    """Does a rank compute its part of a batch in several forwards?"""
-    return bool(splits_of(plan) or plan.having("virtual_ranks"))
-
-
-def _has_samples(part: Any) -> bool:
-    return any(tensor.numel() for tensor in tensors_of(part))
-
-
-def _check_split(split: object) -> None:
-    """Refuse what has no items, or whose items would be keys, letters or rows."""
-    if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
-        rule = "return a sequence of micro-batches"
-        raise BatchError(message("step", "split", rule, type(split).__name__))
-
-
-def microbatches_or_failure(
-    plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
-) -> tuple[Parts, Weights, int, Exception | None]:
-    """`microbatches`, or nothing and the error: all ranks must learn of it before one raises.
-
-    Those of a step, which `check`s its parameters, are with those of weight 0.
-    """
-    try:
-        if check is not None:
-            check()
-        return *microbatches(plan, batch, with_weightless=check is not None), None
-    except Exception as error:
-        return (), (), 0, _not_retried(error) if retries else error
-
-
-def _not_retried(failure: Exception) -> Exception:
-    """Make an OOM error final: the other ranks raise theirs without a vote."""
-    if not is_memory(failure):
-        return failure
-    error = OutOfMemoryError(
-        f"step: batch must be split and weighed within memory, got {failure!r}; use a smaller batch"
-    )
-    error.__cause__ = failure
-    return error
-
-
-class CountedLoss:
-    """Seeds of the backwards of one step.
-
-    The gradient of one sum may wait for its count as an open factor, up to the end of the step. Several
-    sums have several factors, and in float16 a sum may overflow: these need their counts before the first
-    backward. They are added up over the ranks after the first forward, for which the other micro-batches
-    run once more without gradients.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        plan: Plan,
-        state: DistState,
-        mean: GlobalMean,
-        every: Sequence[tuple[Any, Weight]],
-    ) -> None:
-        self._strategy, self._plan, self._state, self._mean = strategy, plan, state, mean
-        self._every = every
-        """Micro-batches and their weights."""
-        self._is_first = True
-        """Has no micro-batch of this step been run?"""
-        self._seeds: Tensor | None = None
-        """The factor of each sum, [terms], once counts are known."""
-
-    def __call__(self, outcome: Outcome, weight: Weight) -> tuple[Tensor, Metrics, Tensor | None]:
-        """The outcome of the next micro-batch, and the seed of its backward; None for that of a mean."""
-        loss, metrics = outcome
-        layout, pairs = self._strategy.layout, counted_in(metrics)
-        if layout.counts is None and self._is_first:
-            self._know(metrics, weight)
-        if not layout.counts:
-            return loss, metrics, None
-        scaler, comes_first = self._state.scaler, self._strategy.counts_first
-        first = len(layout.counts) > 1 or scaler is not None or comes_first
-        if first and self._strategy.retries:
-            # On all ranks: marked as wrong metrics are, since one that raised here would raise alone.
-            rule = (
-                'return means, by weight_fn, where accumulate("auto") may compute several terms, or '
-                "gradients in float16, again, got (sum, count); give accumulate a number"
-            )
-            return loss, {**pairs, "": rule}, torch.zeros_like(loss)
-        is_alone = self._state.world_size == 1 and len(self._every) == 1
-        self._mean.is_open = not (first or is_alone)
-        if self._mean.is_open:
-            return loss, metrics, torch.ones_like(loss) if weight else torch.zeros_like(loss)
-        if self._seeds is None:
-            self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
-        if not weight or not pairs:
-            # Other metrics than in the first batch are refused once losses are added up.
-            return loss, metrics, torch.zeros_like(loss)
-        seed = self._seeds if scaler is None else self._seeds * scaler.scale
-        return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
-
-    def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """In the first batch, let all ranks know whether the loss is sums and counts."""
-        self._is_first = False
-        layout, pairs = self._strategy.layout, counted_in(metrics)
-        names = tuple([name.removeprefix(COUNTED) for name in pairs])
-        found = names if weight and "" not in metrics else None
-        if self._state.world_size > 1 and not self._strategy.retries:
-            self._mean.total()
-            self._mean.agree_on_counts(found)
-        else:
-            layout.counts = found
-            self._mean.is_open = (
-                self._strategy.retries
-            )  # also on a rank without rows, which knows nothing
-        if layout.counts is None:  # nothing is known yet, and so nothing is counted
-            layout.counts = names or None
-
-    def _others(self) -> list[Mapping[str, Any]]:
-        """Sums and counts of the other micro-batches; buffers and generators are put back."""
-        rest = self._every[1:]
-        if not rest:
-            return []
-        with (
-            torch.no_grad(),
-            restored_random(self._state.device),
-            spare_buffers(self._plan.model),
-        ):
-            outputs = [
-                self._strategy.outputs(self._plan, self._state, part, weight)
-                for part, weight in rest
-            ]
-        return [
-            counted_in(metrics) if weight else {}
-            for (_, weight), (_, metrics) in zip(rest, outputs, strict=True)
-        ]
-
-
 _NOTHING = nullcontext()
 
 
 class Strategy:
-    """Defines how the ranks share one step. Callers use its methods and never test its type.
+    """Define how the ranks share one step. The class itself is one rank; subclasses override methods.
 
-    A slot function `(state, module, plan) -> Strategy` in `plan.strategy` makes it. A
-    subclass wraps the loss module, then calls `super().__init__`.
+    A slot function `(state, module, plan) -> Strategy` in `plan.strategy` makes it. A subclass wraps the
+    loss module, then calls `super().__init__`. Callers use its methods and never test its type.
+
+    `gradients` is the loop: it weighs the batch, runs its micro-batches and takes the mean gradient.
     """
 
     finds_unused: bool = True
-    """May a loss leave parameters without a gradient?"""
+    """Whether a loss may leave parameters without a gradient."""
     pads: bool = False
-    """Does a rank with fewer micro-batches than others run some of theirs?"""
+    """Whether every rank runs as many micro-batches: a rank that has fewer runs one of another rank."""
     settles: bool = False
-    """Do ranks compare what they have run, before they add up losses?"""
+    """Whether the ranks compare which shards they have gathered before they add up losses."""
     leaves_gradients: bool = True
-    """Does its backward leave gradients in `.grad`? Else it has them itself, and updates by them."""
+    """Whether the backward leaves gradients in `.grad`. An engine, such as DeepSpeed's, keeps its own."""
     hooks_parameters: bool = False
-    """Does it register hooks on parameters, beside which those of the user's are not found?"""
+    """Whether the strategy registers hooks on parameters. Hooks of the user are not looked for then."""
     counts_first: bool = False
-    """Must the count of a loss be known before its backward, as where gradients are in float16?"""
+    """Whether the backward of a loss `(sum, count)` needs the count, because float16 cannot hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
 
     def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
@@ -258,15 +81,15 @@ class Strategy:
         self.model = loss_module_of(module).model
         """The user's model, as it is placed."""
         self._is_alone = False
-        """Do forwards and backwards stay on this rank, as far as it holds all parameters?"""
+        """Whether forwards and backwards are trials of the checks, which no other rank averages."""
         self.retries = state.world_size > 1 and bool(plan.having("retries"))
-        """May a rank fail before gradients are averaged, and all do the batch again?"""
+        """Whether a rank may run out of memory, so that all ranks run the batch again."""
         self.reachable = self.trainable()
         """The parameters that a backward may reach."""
         self.halves = half_of(self.reachable)
-        """Those in half precision, whose gradients are added up over micro-batches in float32."""
+        """The parameters in half precision. Their gradients are added up over micro-batches in float32."""
         self._is_split = any(map(is_sharded, self.reachable))
-        """Does a rank hold parts of parameters, which it computes with?"""
+        """Whether this rank computes with shards of parameters."""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self.trained = plan.trained()
         """The optimizers' parameters that require a gradient, in their order."""
@@ -287,21 +110,21 @@ class Strategy:
         self.counts_first |= any(each.dtype == torch.float16 for each in self.reachable)
         self.parameters = TrainedParameters(plan)
         self.awaits_total = False
-        """Does a forward wait for the weights of all ranks, and so for their errors?"""
+        """Whether a forward waits for the weights of all ranks, and so for their errors."""
         self.reached = Reached(
             plan, self.reachable, finds_unused=self.finds_unused, is_main=state.is_main
         )
         self.observers = Observers(())
-        """They see what the loss returns for each micro-batch, where they watch the step."""
+        """The observers of the step. Those that are due see the outcome of each micro-batch."""
 
     def trainable(self) -> Sequence[nn.Parameter]:
-        """The parameters that a backward may reach."""
+        """Return the parameters that a backward may reach."""
         return [each for each in self.module.parameters() if each.requires_grad]
 
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Forward and backward of every micro-batch, to the exact mean over the global batch."""
+        """Compute the gradient of the exact mean over the global batch, and the report of its loss."""
         try:
             with self.sharing(state):
                 mean, parts, weights = self._begin(plan, state, batch)
@@ -347,7 +170,7 @@ class Strategy:
     def run(
         self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
     ) -> None:
-        """Run one micro-batch after the other; the backward of the last averages the gradients of all."""
+        """Run forward and backward of each micro-batch; the last backward averages over the ranks."""
         every = [*zip(parts, weights, strict=True)]
         # If a rank may run out of memory, gradients stay on the ranks until all have voted.
         num_local = len(every) if self.retries else len(every) - 1
@@ -392,7 +215,7 @@ class Strategy:
             raise PeerOutOfMemoryError(failures)
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Loss and metrics of one micro-batch, not added up; without gradients no rank waits for others."""
+        """Return loss and metrics of one micro-batch. Without gradients, no rank waits for another."""
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
         outcome: Outcome
@@ -405,7 +228,7 @@ class Strategy:
         return outcome
 
     def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
-        """The mean loss over the global batch, [], without gradients or metrics."""
+        """Return the mean loss over the global batch, [], without gradients or metrics."""
         if plan.model.training:
             return self._forward(plan, state, batch)
         with self.evaluating(plan, state, "step.forward"):
@@ -414,7 +237,7 @@ class Strategy:
     def evaluating(
         self, plan: Plan, state: DistState, function: str
     ) -> AbstractContextManager[None]:
-        """A context in which the model of every rank is the one that rank 0 would save."""
+        """Return a context in which the model of every rank has the buffers of rank 0."""
         return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
 
     def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
@@ -444,7 +267,7 @@ class Strategy:
         *,
         is_forward: bool = False,
     ) -> GlobalMean:
-        """Start the mean over the global batch; that of a forward alone has no metrics."""
+        """Start the mean over the global batch. A forward alone has no metrics."""
         layout = self.layout.without_metrics() if is_forward else self.layout
         return self.mean_type(
             state,
@@ -458,25 +281,25 @@ class Strategy:
         )
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
-        """A context around the forwards and backwards of a batch, with gradients or without."""
+        """Return a context around the forwards and backwards of a batch, with gradients or without."""
         return _NOTHING
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
-        """The micro-batches that this rank runs: more than its own if every rank must run as many."""
+        """Return the micro-batches that this rank runs: more than its own if every rank must run as many."""
         return parts, weights
 
     def settle(self, state: DistState) -> None:
-        """Return once all ranks have run the same since `pad`, or raise on all."""
+        """Compare what the ranks have run since `pad`; raise on all ranks if it differs."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """A context whose backward leaves gradients on this rank: for all micro-batches but the last."""
+        """Return a context for all micro-batches but the last: a backward leaves gradients on this rank."""
         return _NOTHING
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A context for looks at a few rows: their gradients are not averaged over replicas."""
+        """Enter a context for trials of the checks: gradients are not averaged over replicas."""
         self._is_alone = True
         try:
             yield
@@ -490,48 +313,48 @@ class Strategy:
         run_backward(loss, seed, self.reachable)
 
     def zero_gradients(self) -> None:
-        """Keep zeros of what micro-batches of weight 0 have reached, whatever 0 times theirs is."""
+        """Write zeros over gradients of micro-batches of weight 0: their loss may be 0 / 0."""
         for parameter in self.reachable:
             if parameter.grad is not None:
                 grad = parameter.grad
                 (grad._values() if grad.is_sparse else grad).zero_()
 
     def average(self, state: DistState) -> None:
-        """Average the gradients over the ranks, if the last backward has not done so."""
+        """Average the gradients over the ranks, unless the last backward has done so."""
         if self._is_split:
             place_gradients(self.reachable)
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Global L2 norm of gradients, each element counted once over all ranks that hold a part."""
+        """Return the global L2 norm of gradients; an element that several ranks hold counts once."""
         return global_norm(tensors)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Stage one of an update: every collective, and all that may raise. Changes nothing."""
+        """Decide about the update and transform the gradients: every collective, and all that may raise."""
         return prepare(plan, state, grads, report)
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
-        """Stage two of an update: optimizers and loss scale. Local writes alone."""
+        """Run the optimizers and adjust the loss scale: local writes alone."""
         return apply(plan, state, prepared, self._optimizers, self._always)
 
     def placements(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
-        """Which part this rank holds of each tensor, by name: its indices, () or no entry if all of it.
+        """Return which part of each tensor this rank holds, by name: its indices; () or no entry if all.
 
         The tensors are those of the model, or gradients by the names of their parameters.
         """
         return {name: place_of(each) for name, each in tensors.items() if each is not None}
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """The ranks, this one among them, whose tensors must equal its own if they hold the same part.
+        """Return the ranks whose tensors must equal those of this rank if they hold the same part.
 
-        The first update compares gradients so, and `check_replicas` parameters. Every rank has others to
-        be compared with, or none has.
+        This rank is one of them. The first update compares gradients over them, and `check_replicas`
+        parameters. Either every rank is compared with another one, or none is.
         """
         return range(state.world_size)
 
     def whole(self, *, writes: bool) -> AbstractContextManager[None]:
-        """A context in which model and optimizers hold whole tensors, or shards that know their place.
+        """Return a context in which model and optimizers hold whole tensors, or DTensors.
 
-        With `writes`, what is in them at its end stays. `save` and `load` run in it.
+        With `writes`, the strategy takes over what they hold at its end. `save` and `load` run in it.
         """
         return _NOTHING
 
@@ -543,11 +366,11 @@ class Strategy:
         return {}
 
     def reset(self) -> None:
-        """Forget what a step that failed has left behind."""
+        """Drop what a step that failed has left behind."""
 
 
 def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grads:
-    """The gradients, off the parameters, with the factor that undoes the loss scale."""
+    """Take the gradients off the parameters, with the factor that undoes the loss scale."""
     if not strategy.leaves_gradients:
         return Grads((None,) * len(strategy.trained))
     tensors = tuple([parameter.grad for parameter in strategy.trained])
@@ -562,57 +385,15 @@ def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grad
     return Grads(tensors, factor, norm_fn=strategy.norm, owners=strategy.owners)
 
 
-def _counts_refused(state: DistState, plan: Plan) -> str:
-    """Why a loss may return no sum and count in this plan; empty if it may."""
-    what = "return the mean over the items that weight_fn counts, got (sum, count)"
-    if plan.weight_fn is not count_samples:
-        return f"{what} beside a weight_fn; leave weight_fn out"
-    if plan.reduction == "sum":
-        return f'{what} beside reduction="sum"; leave reduction out'
-    if plan.having("local_gradients") and state.world_size > 1:
-        return f"{what} under local_sgd, which averages ranks by their items; use wrap_ddp"
-    if plan.compile_step:
-        return f'{what} under compiled(scope="step"); use scope="loss"'
-    return ""
-
-
-def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
-    """The dtype in which losses and metrics are added up: float64 if a trained parameter is."""
-    wide = any(each.dtype in (torch.float64, torch.complex128) for each in trained)
-    return torch.float64 if wide else torch.float32
-
-
-def check_strategy(strategy: object) -> None:
-    """Refuse what a slot function returned in place of a strategy."""
-    if not isinstance(strategy, Strategy):
-        rule = "return a Strategy"
-        raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
-
-
-def describe_backward(state: DistState, plan: Plan) -> str:
-    """Over what the backward of a plan averages, and how; nothing is built."""
-    calls = " and ".join(map(describe_with_source, plan.strategy))
-    if plan.having("local_gradients") and state.world_size > 1:
-        return f"the {plan.reduction} over the rank's own items, by {calls}"
-    terms = f"sum of {len(plan.terms)} means" if plan.terms else plan.reduction
-    mean = f"the {terms} over the global batch"
-    if state.world_size > 1 or plan.having("acts_alone"):
-        return f"{mean}, by {calls or 'nothing: build will refuse this'}"
-    if not calls:
-        return mean
-    comma = "," if any(getattr(each, "source", "") for each in plan.strategy) else ""
-    return f"{mean}; {calls}{comma} has nothing to do"
-
-
 class PaddingStrategy(Strategy):
-    """A strategy in which a rank with fewer micro-batches than another runs one of its, of weight 0."""
+    """A strategy in which every rank runs as many micro-batches."""
 
     pads = True
 
     def __init__(self, state: DistState, *args: Any, **options: Any) -> None:
         super().__init__(state, *args, **options)
         self.ranks = over(state)
-        """The ranks that run as many."""
+        """The ranks that run as many micro-batches."""
         self.begin_pass: Callable[[bool, int], None] = _nothing
         """Called with whether gradients are wanted, and the number of micro-batches that every rank runs."""
 
@@ -651,7 +432,7 @@ class PaddingStrategy(Strategy):
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Return so many micro-batches: those of this rank, then the spare one."""
+        """Return `most` micro-batches: those of this rank, then the spare one, of weight 0."""
         if not any(weights):
             # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
             parts, weights = parts[: most - 1], weights[: most - 1]
@@ -661,3 +442,219 @@ class PaddingStrategy(Strategy):
 
 def _nothing(with_gradients: bool, num_microbatches: int) -> None:
     """Begin a pass of a strategy that counts none."""
+
+
+def microbatches(
+    plan: Plan, batch: Any, *, with_weightless: bool = False
+) -> tuple[Parts, Weights, int]:
+    """Return the micro-batches of positive weight, their weights, and the number of rows of the batch.
+
+    With `with_weightless`, micro-batches of weight 0 that have samples come first.
+    """
+    # Split and weighed before placement: weights are counted on the host, without waiting for
+    # an accelerator, and only one micro-batch at a time is on the device.
+    split, rows = cut(plan, batch)
+    weights = weigh(plan.weight_fn, split)
+    if all(weights):
+        return split, weights, rows
+    counted = [each for each in zip(split, weights, strict=True) if each[1]]
+    if with_weightless:
+        # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
+        weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
+        counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
+    return [part for part, _ in counted], [weight for _, weight in counted], rows
+
+
+def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
+    """Return the micro-batches of a batch that have rows, and the number of their rows."""
+    if batch is None:
+        return (), 0
+    if type(batch) is FailedBatch:
+        raise batch.error
+    split = plan.split[0](batch) if plan.split else (batch,)
+    if not isinstance(split, list | tuple):
+        _check_split(split)
+    counts = [*map(rows_of, split)]
+    if None in counts:
+        split = [part for part, rows in zip(split, counts, strict=True) if rows is not None]
+    return split, sum(filter(None, counts))
+
+
+def splits_of(plan: Plan) -> list[Any]:
+    """Return the plan's `split`, unless it gives the whole batch as one part."""
+    return [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
+
+
+def in_microbatches(plan: Plan) -> bool:
+    """Return whether a rank computes its part of a batch in several forwards."""
+    return bool(splits_of(plan) or plan.having("virtual_ranks"))
+
+
+def _has_samples(part: Any) -> bool:
+    return any(tensor.numel() for tensor in tensors_of(part))
+
+
+def _check_split(split: object) -> None:
+    """Refuse what has no items, or whose items would be keys, letters or rows."""
+    if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
+        rule = "return a sequence of micro-batches"
+        raise BatchError(message("step", "split", rule, type(split).__name__))
+
+
+def microbatches_or_failure(
+    plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
+) -> tuple[Parts, Weights, int, Exception | None]:
+    """Return what `microbatches` returns, or nothing and its error: one rank must not raise alone.
+
+    A step checks its parameters by `check`, and needs micro-batches of weight 0, too.
+    """
+    try:
+        if check is not None:
+            check()
+        return *microbatches(plan, batch, with_weightless=check is not None), None
+    except Exception as error:
+        return (), (), 0, _not_retried(error) if retries else error
+
+
+def _not_retried(failure: Exception) -> Exception:
+    """Make an OOM error final: the other ranks raise theirs without a vote."""
+    if not is_memory(failure):
+        return failure
+    error = OutOfMemoryError(
+        f"step: batch must be split and weighed within memory, got {failure!r}; use a smaller batch"
+    )
+    error.__cause__ = failure
+    return error
+
+
+class CountedLoss:
+    """Compute the seeds of the backwards of a loss that is `(sum, count)`.
+
+    With one sum, the gradient of the sum is computed, and divided by the count at the end of the step (an
+    open factor of `Grads`). Several sums have several counts, and in float16 a sum may overflow: then the
+    counts must be known before the first backward. For that, the other micro-batches run once more after
+    the first forward, without gradients, and the counts are summed over the ranks.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        plan: Plan,
+        state: DistState,
+        mean: GlobalMean,
+        every: Sequence[tuple[Any, Weight]],
+    ) -> None:
+        self._strategy, self._plan, self._state, self._mean = strategy, plan, state, mean
+        self._every = every
+        """Micro-batches and their weights."""
+        self._is_first = True
+        """Has no micro-batch of this step been run?"""
+        self._seeds: Tensor | None = None
+        """The factor of each sum, [terms], once counts are known."""
+
+    def __call__(self, outcome: Outcome, weight: Weight) -> tuple[Tensor, Metrics, Tensor | None]:
+        """Return loss and metrics of the next micro-batch and the seed of its backward; None for a mean."""
+        loss, metrics = outcome
+        layout, pairs = self._strategy.layout, counted_in(metrics)
+        if layout.counts is None and self._is_first:
+            self._know(metrics, weight)
+        if not layout.counts:
+            return loss, metrics, None
+        scaler, comes_first = self._state.scaler, self._strategy.counts_first
+        first = len(layout.counts) > 1 or scaler is not None or comes_first
+        if first and self._strategy.retries:
+            # On all ranks: marked as wrong metrics are, since one that raised here would raise alone.
+            rule = (
+                'return means, by weight_fn, where accumulate("auto") may compute several terms, or '
+                "gradients in float16, again, got (sum, count); give accumulate a number"
+            )
+            return loss, {**pairs, "": rule}, torch.zeros_like(loss)
+        is_alone = self._state.world_size == 1 and len(self._every) == 1
+        self._mean.is_open = not (first or is_alone)
+        if self._mean.is_open:
+            return loss, metrics, torch.ones_like(loss) if weight else torch.zeros_like(loss)
+        if self._seeds is None:
+            self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
+        if not weight or not pairs:
+            # Other metrics than in the first batch are refused once losses are added up.
+            return loss, metrics, torch.zeros_like(loss)
+        seed = self._seeds if scaler is None else self._seeds * scaler.scale
+        return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
+
+    def _know(self, metrics: Metrics, weight: Weight) -> None:
+        """In the first batch, exchange whether the loss is `(sum, count)`."""
+        self._is_first = False
+        layout, pairs = self._strategy.layout, counted_in(metrics)
+        names = tuple([name.removeprefix(COUNTED) for name in pairs])
+        found = names if weight and "" not in metrics else None
+        if self._state.world_size > 1 and not self._strategy.retries:
+            self._mean.total()
+            self._mean.agree_on_counts(found)
+        else:
+            layout.counts = found
+            self._mean.is_open = (
+                self._strategy.retries
+            )  # also on a rank without rows, which knows nothing
+        if layout.counts is None:  # nothing is known yet, and so nothing is counted
+            layout.counts = names or None
+
+    def _others(self) -> list[Mapping[str, Any]]:
+        """Sums and counts of the other micro-batches; buffers and generators are put back."""
+        rest = self._every[1:]
+        if not rest:
+            return []
+        with (
+            torch.no_grad(),
+            restored_random(self._state.device),
+            spare_buffers(self._plan.model),
+        ):
+            outputs = [
+                self._strategy.outputs(self._plan, self._state, part, weight)
+                for part, weight in rest
+            ]
+        return [
+            counted_in(metrics) if weight else {}
+            for (_, weight), (_, metrics) in zip(rest, outputs, strict=True)
+        ]
+
+
+def _counts_refused(state: DistState, plan: Plan) -> str:
+    """Return why a loss may not return `(sum, count)` in this plan; empty if it may."""
+    what = "return the mean over the items that weight_fn counts, got (sum, count)"
+    if plan.weight_fn is not count_samples:
+        return f"{what} beside a weight_fn; leave weight_fn out"
+    if plan.reduction == "sum":
+        return f'{what} beside reduction="sum"; leave reduction out'
+    if plan.having("local_gradients") and state.world_size > 1:
+        return f"{what} under local_sgd, which averages ranks by their items; use wrap_ddp"
+    if plan.compile_step:
+        return f'{what} under compiled(scope="step"); use scope="loss"'
+    return ""
+
+
+def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
+    """Return the dtype in which losses and metrics are added up: float64 if a trained parameter is."""
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in trained)
+    return torch.float64 if wide else torch.float32
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what a slot function returned in place of a strategy."""
+    if not isinstance(strategy, Strategy):
+        rule = "return a Strategy"
+        raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
+
+
+def describe_backward(state: DistState, plan: Plan) -> str:
+    """Over what the backward of a plan averages, and how; nothing is built."""
+    calls = " and ".join(map(describe_with_source, plan.strategy))
+    if plan.having("local_gradients") and state.world_size > 1:
+        return f"the {plan.reduction} over the rank's own items, by {calls}"
+    terms = f"sum of {len(plan.terms)} means" if plan.terms else plan.reduction
+    mean = f"the {terms} over the global batch"
+    if state.world_size > 1 or plan.having("acts_alone"):
+        return f"{mean}, by {calls or 'nothing: build will refuse this'}"
+    if not calls:
+        return mean
+    comma = "," if any(getattr(each, "source", "") for each in plan.strategy) else ""
+    return f"{mean}; {calls}{comma} has nothing to do"
