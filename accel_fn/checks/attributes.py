@@ -42,7 +42,7 @@ class OptimizerAttributes:
 
 
 def _saves_the_usual(optimizer: Optimizer) -> bool:
-    """Is its class outside of torch, with torch's own `state_dict`?"""
+    """Return whether its class is outside of torch and keeps torch's `state_dict`."""
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim.")
     # One that is overridden, or has hooks, may hold an attribute under another name.

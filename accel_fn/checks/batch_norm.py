@@ -30,7 +30,7 @@ class BatchNormCheck:
         self._before: dict[str, int | None] = {}
         """Of the layers that use statistics of their rows: the number of batches that they have seen."""
         self.is_due = False
-        """Is a look under way?"""
+        """Whether a step is being watched."""
 
     def begin(self) -> None:
         """Note which layers use statistics of their rows, before a step."""
@@ -99,7 +99,7 @@ class OneRowCheck:
 
 
 def _trains(layer: Any) -> bool:
-    """Does it use statistics of its rows?"""
+    """Return whether a layer uses statistics of its rows."""
     trains: bool = layer.training or layer.running_mean is None
     return trains
 

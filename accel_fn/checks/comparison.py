@@ -57,7 +57,7 @@ class Comparison:
         self._is_on = check_loss and is_cut(state, plan)
         self._num_failures = self._num_looks = 0
         self.is_due = False
-        """Is the next batch looked at, since this one could not be compared?"""
+        """Whether the next batch is compared, because this one could not be."""
         self.has_one_value_a_row = False
         """Has one row no variance in a BatchNorm that trains? The same on all ranks."""
         self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
@@ -155,7 +155,7 @@ class Comparison:
 
 
 def is_cut(state: DistState, plan: Plan) -> bool:
-    """Is a batch computed in parts, over ranks or one after another?"""
+    """Return whether a batch is computed in parts, over ranks or one after another."""
     return state.world_size > 1 or in_microbatches(plan)
 
 

@@ -108,7 +108,7 @@ class Deals:
 
     @property
     def _averages(self) -> bool:
-        """Does a backward average gradients over the ranks by itself?"""
+        """Return whether the backward averages gradients over the ranks."""
         return bool(self._plan.having("shards"))
 
     def _sum_gradients(self, mean_over: int = 1) -> None:

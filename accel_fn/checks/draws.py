@@ -94,7 +94,7 @@ class Draws:
 
     @property
     def has_any(self) -> bool:
-        """Has the whole batch drawn anything?"""
+        """Return whether the whole batch has drawn random numbers."""
         return bool(self._whole)
 
     def record(self, *, whole: bool) -> None:
@@ -117,7 +117,7 @@ class Draws:
             raise CannotReplayError("its parts draw random numbers another number of times")
 
     def are_by_row(self, num_rows: int, num_in_part: int) -> bool:
-        """Has each request one entry a row in the dimensions that differ, or none such?"""
+        """Return whether dimensions that differ between requests have one entry a row."""
         return self._is_alike() and all(
             (whole.shape[dim], part.shape[dim]) == (num_rows, num_in_part)
             for whole, part in zip(self._whole, self._part, strict=True)
@@ -248,7 +248,7 @@ def _dims_of_rows(whole: Request, part: Request) -> list[int]:
 
 @cache
 def draws_inside(op: Any) -> bool:
-    """Does an operation of torch draw random numbers?"""
+    """Return whether an operation of torch draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -260,7 +260,7 @@ def _place_of_rate(op: Any) -> tuple[int, str] | None:
 
 
 def has_rate(op: Any) -> bool:
-    """Does it take a rate of dropout?"""
+    """Return whether an operation takes a rate of dropout."""
     return _place_of_rate(op) is not None
 
 

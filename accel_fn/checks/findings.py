@@ -60,12 +60,12 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Does a forward read what another one has written?"""
+    """Whether a forward reads what an earlier forward has written."""
 
     parts: bool
-    """Does it give something else after another part than alone?"""
+    """Whether a part gives another result after another part than alone."""
     rows: bool
-    """Does it give something else after a part than after the batch?"""
+    """Whether a part gives another result after a part than after the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,16 @@ class Write:
 
     kind: str
     of_parts: bool
-    """Is it another value after all parts, one after the other, than after the batch?"""
+    """Whether the value after all parts, one after the other, differs from that after the batch."""
     of_rows: bool
-    """Is it another value after a part than after the batch?"""
+    """Whether the value after a part differs from that after the batch."""
     reads: Reads
     bits: int | None = None
     """Of a loss that calls collectives, a checksum after the batch: ranks may write the same by all rows."""
 
     @property
     def is_sum(self) -> bool:
-        """Is it a sum over rows that no forward reads, which the loop may add up over ranks?"""
+        """Return whether it is a sum over rows that no forward reads: the loop may add it up over ranks."""
         return self.kind == "buffer" and not (self.of_parts or self.reads.rows)
 
 
@@ -111,9 +111,9 @@ class Found:
     denominators: Sequence[str] = ()
     """Numbers that a collate_fn computes over its samples, and by which the loss differs."""
     has_one_value_a_row: bool = False
-    """Does a BatchNorm that trains get one value a feature of each row, so that one row has no variance?"""
+    """Whether a training BatchNorm gets one value a feature of each row: one row has no variance."""
     is_counted: bool = False
-    """Is the loss a sum and its count?"""
+    """Whether the loss is `(sum, count)`."""
     unseen: str = ""
     """What could not be compared, though the losses were."""
 
@@ -136,7 +136,7 @@ def loss_tolerance(dtype: torch.dtype, precisions: Sequence[torch.dtype]) -> tup
 
 
 def agree(pair: tuple[float, float], tolerance: tuple[float, float]) -> bool:
-    """Are two numbers the same, but for rounding?"""
+    """Return whether two numbers are equal up to rounding."""
     relative, least = tolerance
     return abs(pair[0] - pair[1]) <= relative * max(map(abs, pair)) + least
 

@@ -59,14 +59,14 @@ class FirstBatches(Observer):
         self._num_none, self._is_none = 0, False
         """The number of batches that were None on this rank, and whether this one is."""
         self._looks = False
-        """Is the current batch looked at?"""
+        """Whether the current batch is looked at."""
         self._has_warned = False
-        """Has it warned of a model in evaluation mode?"""
+        """Whether it has warned of a model in evaluation mode."""
         self._compares = state.world_size > 1
         """Are the gradients of the next update compared over the ranks? Those of the first are."""
         self._repeated = RepeatedState()
         self._is_loaded = False
-        """Has the run been loaded since the last step?"""
+        """Whether the run has been loaded since the last step."""
         self._rows, self._has_warned_of_rows = RowsJudge(), False
 
     def wants(self, state: DistState) -> bool:

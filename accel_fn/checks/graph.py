@@ -31,7 +31,7 @@ class GraphCheck:
         self._known = {*map(id, self._reachable), *map(id, plan.model.parameters())}
         self._is_main = state.is_main
         self._is_first = True
-        """Has no micro-batch of this step had its backward yet?"""
+        """Whether the next micro-batch is the first one of the step."""
         self._outside: list[ref[Tensor]] = []
         """Leaves of the graphs so far that were in no model of a plan, and in no batch."""
         self._warned: list[ref[Tensor]] = []
@@ -112,7 +112,7 @@ def nodes_of(loss: Tensor) -> list[Node]:
 
 
 def hides_parameters(loss: Tensor) -> bool:
-    """Does a reentrant checkpoint hide parameters from a backward into given ones?"""
+    """Return whether a reentrant checkpoint hides parameters from a backward with given inputs."""
     return any(each.name().endswith("CheckpointFunctionBackward") for each in nodes_of(loss))
 
 

@@ -327,7 +327,7 @@ class _Looks:
         self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
 
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
-        """Does a part give something else after another part: than alone, and than after the batch?"""
+        """Compare a part after another part with the part alone, and with the part after the batch."""
         first, *_, last = self._weighing()
         ones = ones_of(self._plan)
         return Reads(
@@ -342,7 +342,7 @@ class _Looks:
         other: tuple[Any, Weight] | None,
         tolerance: tuple[float, float],
     ) -> bool:
-        """Do rows give something else after one forward than after another, or after none?"""
+        """Return whether rows give another result after one forward than after another, or after none."""
         trial, measure = self._trial, self._measure
         taken = measure.taken(rows[1], rows[1])
         trial.forget()
@@ -366,7 +366,7 @@ class _Looks:
 def _are_off(
     some: Sequence[float], others: Sequence[float], tolerance: tuple[float, float]
 ) -> bool:
-    """Do losses of the same terms differ by more than rounding?"""
+    """Return whether losses of the same terms differ by more than rounding."""
     relative, least = tolerance
     off = max(abs(a - b) for a, b in zip(some, others, strict=True))
     return off > relative * max(map(abs, some)) + least
@@ -406,7 +406,7 @@ def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:
 
 
 def _same(name: str, one: Mapping[str, Written], other: Mapping[str, Written]) -> bool:
-    """Is what was written under a name the same?"""
+    """Return whether the values written under a name are equal."""
     if name not in one or name not in other:
         return name not in one and name not in other
     return are_close(one[name].value, other[name].value)

@@ -43,7 +43,7 @@ _LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
 def couples(plan: Plan, strategy: Strategy) -> bool:
-    """Do ranks meet in each forward, so that all must run as many, and each costs collectives?"""
+    """Return whether each forward has collectives, so that all ranks must run as many."""
     return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
 
 
@@ -106,7 +106,7 @@ class Trial:
 
     @property
     def calls_collectives(self) -> bool:
-        """Has the loss called collectives?"""
+        """Return whether the loss has called collectives."""
         raw = _num_collectives(self._state, self._plan) != self._collectives
         return self._joining.calls_collectives or raw
 
@@ -127,7 +127,7 @@ class Trial:
         ]
 
     def is_half(self) -> bool:
-        """Is anything computed in half precision or less?"""
+        """Return whether anything is computed in half precision or less."""
         return not self._dtypes.isdisjoint(_LOW)
 
     def norms(self) -> list[float]:
@@ -288,7 +288,7 @@ class _BatchStatistics(TorchFunctionMode):
 
     @property
     def has_any(self) -> bool:
-        """Has the first run used statistics of the batch?"""
+        """Return whether the first run has used statistics of the batch."""
         return bool(self._of_calls)
 
     def begin(self) -> None:

@@ -40,9 +40,9 @@ class Verdicts:
         self.sums: list[str] = []
         """Buffers that add up what each rank has, which the loop is to add up over ranks."""
         self._is_counted = False
-        """Is the loss a sum and its count?"""
+        """Whether the loss is `(sum, count)`."""
         self.is_open = True
-        """Is there anything left to judge?"""
+        """Return whether a verdict is still open."""
         self.text = "is not compared with those of its parts"
         """The result of the comparison, for `explain`."""
         if is_on:
@@ -122,7 +122,7 @@ class Verdicts:
         )
 
     def _agrees(self, every: Sequence[Found]) -> bool:
-        """Are losses and gradients of parts those of the batch?"""
+        """Return whether losses and gradients of the parts add up to those of the batch."""
         if any(each.calls_collectives for each in every):
             return True
         fits = all(self._declared in each.fitting(each.cuts) for each in every)
@@ -367,7 +367,7 @@ class Verdicts:
         )
 
     def _bears(self, write: Write) -> bool:
-        """Does this write depend on how the plan cuts a batch, and does it count?"""
+        """Return whether this write depends on how the plan cuts a batch, and matters."""
         is_reproducible = bool(self._plan.having("virtual_ranks"))
         by_parts = write.of_parts and (is_reproducible or self._is_in_microbatches)
         by_rows = write.of_rows and (is_reproducible or self._is_over_ranks)
@@ -424,7 +424,7 @@ def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
 
 
 def _cuts_rows(split: Any) -> bool:
-    """Does a function of `split` cut rows, or take micro-batches whose rows can be cut?"""
+    """Return whether a function of `split` cuts rows, or takes micro-batches whose rows can be cut."""
     is_window = "takes_windows" in getattr(split, "traits", ())
     return is_window or hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
 

@@ -137,7 +137,7 @@ class Snapshot:
         return known is not None and _close(known[1], buffer.detach(), exact=True)
 
     def _is_same(self, before: Any, now: Any) -> bool:
-        """Is an attribute what it was?"""
+        """Return whether an attribute is unchanged."""
         if before is _Unknown:
             return True
         if isinstance(before, Tensor):
@@ -223,7 +223,7 @@ class _Random:
         return *states, torch.get_device_module(self._device).get_rng_state(self._device)
 
     def ends_alike(self) -> bool:
-        """Has this run moved them as the first one has?"""
+        """Return whether this run has moved them as the first run has."""
         now = self._now()
         self._ends = self._ends or now
         return _are_same(now, self._ends)
@@ -309,7 +309,7 @@ def _joined(name: str, key: str) -> str:
 
 
 def are_close(value: Any, other: Any) -> bool:
-    """Are two values that were written the same, but for rounding?"""
+    """Return whether two written values are equal up to rounding."""
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         both = isinstance(value, Tensor) and isinstance(other, Tensor)
         return both and _close(value, other)

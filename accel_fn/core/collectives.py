@@ -131,7 +131,7 @@ class _Hole(TensorPlace):
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_graph: bool = False
-    """Does a gradient go through it?"""
+    """Return whether a gradient goes through it."""
 
     @property
     def ndim(self) -> int:

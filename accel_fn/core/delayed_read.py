@@ -91,7 +91,7 @@ class UpdateCount:
 
     def __init__(self, *, always: bool) -> None:
         self._always = always
-        """Is every update made?"""
+        """Whether every update is made."""
         self._delayed = DelayedRead()
         self.value = 0
         """Number of updates made, as far as the host has read it."""

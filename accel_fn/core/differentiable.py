@@ -44,11 +44,11 @@ class Running(Protocol):
 
     num_microbatches: int
     is_evenly_split: bool
-    """Has every rank as many micro-batches?"""
+    """Whether every rank has as many micro-batches."""
     is_exact_over_ranks: bool
-    """Are gradients averaged over all ranks?"""
+    """Whether gradients are averaged over all ranks."""
     calls_collectives: bool
-    """Has the loss called one?"""
+    """Whether the loss has called one."""
 
 
 class _Training(threading.local):
@@ -65,12 +65,12 @@ def _running() -> Running | None:
 
 
 def is_training() -> bool:
-    """Does this thread compute the loss of a step?"""
+    """Return whether this thread computes the loss of a step."""
     return _running() is not None
 
 
 def in_graph(tensor: object) -> bool:
-    """Does a gradient go through this tensor from here on?"""
+    """Return whether a gradient goes through this tensor from here on."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 

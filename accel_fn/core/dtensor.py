@@ -27,7 +27,7 @@ _WHOLE = (Tensor, nn.Parameter)
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """Does a rank hold only a shard of this tensor?"""
+    """Return whether a rank holds only a shard of this tensor."""
     return type(value) not in _WHOLE and hasattr(value, "to_local")
 
 
@@ -160,7 +160,7 @@ _FOLDERS = ("/torch/distributed/tensor/", "/torch/distributed/_functional_collec
 
 
 def is_of_shards(error: BaseException) -> bool:
-    """Was an error raised by torch for an operation on shards?"""
+    """Return whether torch raised this error for an operation on shards."""
     if any(word in str(error) for word in _WORDS):
         return True
     frames = traceback.extract_tb(error.__traceback__)[-12:]

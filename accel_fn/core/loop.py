@@ -548,7 +548,7 @@ class CountedLoss:
         self._every = every
         """Micro-batches and their weights."""
         self._is_first = True
-        """Has no micro-batch of this step been run?"""
+        """Whether the next micro-batch is the first one of the step."""
         self._seeds: Tensor | None = None
         """The factor of each sum, [terms], once counts are known."""
 

@@ -39,7 +39,7 @@ def broken_rule(found: Any, names: Collection[str]) -> str:
 
 
 def is_mean(value: object) -> bool:
-    """Can it be a loss?"""
+    """Return whether a value can be a mean loss: 0-dim and floating-point."""
     return isinstance(value, Tensor) and not value.ndim and value.is_floating_point()
 
 
@@ -55,7 +55,7 @@ COUNTED = "(sum, count) of "
 
 
 def is_pair(value: object) -> bool:
-    """Is it a sum and a count?"""
+    """Return whether a value is a pair `(sum, count)`."""
     if type(value) is not tuple or len(value) != 2:
         return False
     total, count = value
@@ -156,7 +156,7 @@ _NAME = "frozen"
 
 
 def takes_frozen(fn: Callable[..., Any]) -> bool:
-    """Has a function a parameter named `frozen`, which it can be given by name?"""
+    """Return whether a function has a parameter `frozen` that can be given by name."""
     called = fn.forward if isinstance(fn, nn.Module) else fn
     try:
         found = inspect.signature(called).parameters.get(_NAME)

@@ -226,7 +226,7 @@ class MetricSums:
             self.found = {name: each + sums[name] for name, each in self.found.items()}
 
     def differ_from(self, layout: Layout) -> bool:
-        """Do these metrics differ from those of the first batch?"""
+        """Return whether these metrics differ from those of the first batch."""
         known = self.found is not None and layout.sizes is not None
         return known and sizes_of(self.found or {}) != layout.sizes
 
@@ -272,7 +272,7 @@ class GlobalMean:
     """
 
     is_exact_over_ranks = True
-    """May a loss hold a collective that a gradient goes through?"""
+    """Whether a gradient may go through a collective in the loss."""
     is_evenly_split = False
     calls_collectives = False
 

@@ -107,7 +107,7 @@ class TrainedParameters:
                 raise replaced(name) from error
 
     def _is_split_by_features(self) -> bool:
-        """Do layers return parts of their features on each rank?"""
+        """Return whether layers return a part of their features on each rank."""
         features = {*AXES} - {"dp"}
         meshes = [each.device_mesh for each in self._plan.model.parameters() if is_sharded(each)]
         return any(features & {*(mesh.mesh_dim_names or ())} for mesh in meshes)
@@ -175,7 +175,7 @@ class Reached:
         self._trained = plan.trained()
         self._known = {*map(id, reachable), *map(id, plan.model.parameters())}
         self._finds_unused = finds_unused
-        """May a loss miss parameters?"""
+        """Whether a loss may miss parameters."""
         self._is_main = is_main
         self.unused: list[str] = []
         """Parameters that a loss on one process has missed, and that several ranks would wait for."""

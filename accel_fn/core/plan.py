@@ -279,7 +279,7 @@ class Plan(Generic[Batch]):
         return [each for each in self.entries() if trait in getattr(each, "traits", ())]
 
     def always_applies(self, state: DistState) -> bool:
-        """Is every update applied, whatever the gradients are?"""
+        """Return whether every update is applied, whatever the gradients are."""
         return state.scaler is None and not self.accept and not self.having("may_skip")
 
     def __repr__(self) -> str:
@@ -343,7 +343,7 @@ class SlotFunction(partial[Any]):
         return plan
 
     def allows(self, size: int) -> bool:
-        """Does it work in a world of this size?"""
+        """Return whether it works in a world of this size."""
         return True
 
     def with_source(self, source: str) -> Self:

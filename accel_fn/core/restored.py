@@ -40,7 +40,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def is_same_random(state: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Are these two states of all generators the same?"""
+    """Return whether two states of all generators are equal."""
     pairs = zip(tree_leaves(state), tree_leaves(other), strict=True)
     return all(
         torch.equal(each, its) if isinstance(each, torch.Tensor) else each == its
@@ -200,7 +200,7 @@ def with_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Has an optimizer methods `train` and `eval`?"""
+    """Return whether an optimizer has methods `train` and `eval`."""
     methods = (getattr(optimizer, name, None) for name in ("train", "eval"))
     return all(map(callable, methods))
 

@@ -155,7 +155,7 @@ class Watchdog(Protocol):
 
     @property
     def has_lost_rank(self) -> bool:
-        """Has a collective failed because another rank is gone?"""
+        """Whether a collective has failed because another rank is gone."""
 
     def enter(
         self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""

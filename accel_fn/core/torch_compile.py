@@ -130,7 +130,7 @@ _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPL
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
 """The start of a guard on a global that is not of the user's module."""
 _is_uncompiled = ContextVar("_is_uncompiled", default=False)
-"""Does this thread run compiled modules as they are?"""
+"""Whether this thread runs compiled modules uncompiled."""
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:

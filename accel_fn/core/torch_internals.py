@@ -43,7 +43,7 @@ def free_memory(state: DistState) -> None:
 _TORCH = torch.__path__[0]
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Does a profiler of torch record what this thread runs?"""
+"""Whether a profiler of torch records this thread."""
 
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
@@ -81,7 +81,7 @@ def run_optimizer(optimizer: Optimizer) -> None:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Is anything called before or after its step?"""
+    """Return whether hooks run before or after its step."""
     own = vars(optimizer)  # some optimizers never called Optimizer's __init__
     return bool(
         own.get("_optimizer_step_pre_hooks")
@@ -92,7 +92,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def has_loading_hooks(optimizer: Optimizer) -> bool:
-    """Is anything called before or after `load_state_dict`?"""
+    """Return whether hooks run before or after `load_state_dict`."""
     own = vars(optimizer)
     return bool(
         own.get("_optimizer_load_state_dict_pre_hooks")
@@ -101,7 +101,7 @@ def has_loading_hooks(optimizer: Optimizer) -> bool:
 
 
 def is_listened_to(optimizer: Optimizer) -> bool:
-    """Does code that is not torch's see gradients in its step: hooks, or a step of the class or instance?"""
+    """Return whether other code than torch's sees gradients in its step: hooks, or a step of its own."""
     step: Any = optimizer.step
     while step is not None:
         code = getattr(step, "__code__", None)  # not all that can be called are functions

@@ -144,7 +144,7 @@ def _open_factor(grads: Grads) -> Tensor | None:
 
 
 def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Does the optimizer read the verdict in a kernel of the device?"""
+    """Return whether a kernel of the device reads the verdict."""
     return takes_factor(optimizer) and not any(each.is_cpu for each in parameters)
 
 
@@ -157,7 +157,7 @@ def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | 
 
 
 def takes_factor(optimizer: Optimizer) -> bool:
-    """Does every kernel take `grad_scale` and `found_inf`, and does nothing else look at the gradients?"""
+    """Return whether every kernel takes `grad_scale` and `found_inf`, and no hook reads gradients."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused", True) for group in optimizer.param_groups)

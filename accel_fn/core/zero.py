@@ -15,22 +15,22 @@ from accel_fn.core.state import DistState
 
 
 def is_partitioned(model: object) -> bool:
-    """Does each rank hold only shards of a model's parameters, as at ZeRO's stage 3?"""
+    """Return whether each rank holds only shards of the parameters, as at ZeRO's stage 3."""
     return isinstance(model, nn.Module) and any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def is_copied(model: object) -> bool:
-    """Does ZeRO write a model's parameters from a copy of its own in every update?"""
+    """Return whether ZeRO overwrites the parameters by its own copy in every update."""
     return isinstance(model, nn.Module) and any(map(_is_held, model.parameters()))
 
 
 def is_born_sharded(model: nn.Module) -> bool:
-    """Was a model made under `deepspeed.zero.Init`, and given to no engine?"""
+    """Return whether the model was made under `deepspeed.zero.Init` and has no engine."""
     return any(hasattr(p, "ds_id") and not hasattr(p, "_z3_optimizer") for p in model.parameters())
 
 
 def _is_held(parameter: Tensor) -> bool:
-    """Does an engine of stage 1 to 3 hold this parameter?"""
+    """Return whether an engine of stage 1 to 3 holds this parameter."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
