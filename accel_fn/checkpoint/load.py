@@ -148,7 +148,6 @@ def load(
         check_flag("load", "strict", strict)
         check_choice("load", schedule)
         for each in steps.values():
-            each.strategy.check_offers("load")
             checks.check_plan(each.plan, "check_loaded")
 
     options = {"at": at, "strict": strict, "schedule": schedule, "match": match}

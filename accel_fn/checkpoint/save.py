@@ -157,7 +157,6 @@ def save(
         check_flag("save", "wait", wait)
         absolute(check_folder("save", folder))
         for each in steps.values():
-            each.strategy.check_offers("save")
             checks.check_plan(each.plan, "check_saved")
 
     given: dict[str, object] = {

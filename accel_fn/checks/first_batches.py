@@ -165,7 +165,7 @@ class FirstBatches(Observer):
 
     def _check_rows_and_hooks(self, state: DistState, batch: Any) -> RowsFound | None:
         """Refuse hooks of parameters; return what is found in the rows."""
-        if shares_gradients(state, self._plan) and not self._strategy.hooks_parameters:
+        if shares_gradients(state, self._plan) and self._strategy.leaves_gradients:
             check_hooks("step", self._plan)
         return check_rows(state, self._plan, batch)
 

@@ -14,7 +14,7 @@ from accel_fn.core import primitives
 from accel_fn.core.batch import count_samples, rows_of, tensors_of
 from accel_fn.core.collectives import broadcast, exchange_failures
 from accel_fn.core.dtensor import is_sharded, place_gradients, place_of
-from accel_fn.core.given_batches import PLACES, Place
+from accel_fn.core.given_batches import PLACES
 from accel_fn.core.given_batches import place_of as place_of_batch
 from accel_fn.core.grads import Grads, global_norm, half_of, wide_backward
 from accel_fn.core.loss import (
@@ -63,12 +63,8 @@ class Strategy:
     """Whether a loss may leave parameters without a gradient."""
     pads: bool = False
     """Whether every rank runs as many micro-batches: a rank that has fewer runs one of another rank."""
-    settles: bool = False
-    """Whether the ranks compare which shards they have gathered before they add up losses."""
     leaves_gradients: bool = True
     """Whether the backward leaves gradients in `.grad`. An engine, such as DeepSpeed's, keeps its own."""
-    hooks_parameters: bool = False
-    """Whether the strategy registers hooks on parameters. Hooks of the user are not looked for then."""
     counts_first: bool = False
     """Whether the backward of a loss `(sum, count)` needs the count, because float16 cannot hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
@@ -109,6 +105,7 @@ class Strategy:
             self.layout.counts = ()
         self.counts_first |= any(each.dtype == torch.float16 for each in self.reachable)
         self.parameters = TrainedParameters(plan)
+        self._settles = type(self).settle is not Strategy.settle
         self.awaits_total = False
         """Whether a forward waits for the weights of all ranks, and so for their errors."""
         self.reached = Reached(
@@ -158,7 +155,15 @@ class Strategy:
         place = (
             place_of_batch(batch) if PLACES.data else None
         )  # of few batches, so most steps call nothing
-        mean = self.global_mean(state, weights, failed or failure, stop, place, rows)
+        mean = self.mean_type(
+            state,
+            weights,
+            failed or failure,
+            stop=stop,
+            place=place,
+            rows=rows,
+            layout=self.layout,
+        )
         if self.awaits_total:
             mean.total()  # else a forward would run on the ranks without an error, and move statistics
         parts, weights = self.pad(state, mean, parts, weights)
@@ -201,8 +206,8 @@ class Strategy:
         if self.retries:
             self._vote(state, has_rows=parts[0] is not None)
         for part, weight in every[num_local:]:
-            run_one(part, weight, sends=not self.settles)  # losses travel beside the last backward
-        if self.retries or self.settles:
+            run_one(part, weight, sends=not self._settles)  # losses travel beside the last backward
+        if self.retries or self._settles:
             self.settle(state)
             mean.send()
 
@@ -227,58 +232,11 @@ class Strategy:
             outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
         return outcome
 
-    def forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
-        """Return the mean loss over the global batch, [], without gradients or metrics."""
-        if plan.model.training:
-            return self._forward(plan, state, batch)
-        with self.evaluating(plan, state, "step.forward"):
-            return self._forward(plan, state, batch)
-
     def evaluating(
         self, plan: Plan, state: DistState, function: str
     ) -> AbstractContextManager[None]:
         """Return a context in which the model of every rank has the buffers of rank 0."""
         return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
-
-    def _forward(self, plan: Plan, state: DistState, batch: Any) -> Tensor:
-        parts, weights, _, failure = microbatches_or_failure(plan, batch)
-        try:
-            with torch.no_grad(), self.sharing(state):
-                mean = self.global_mean(state, weights, failure, is_forward=True)
-                parts, weights = self.pad(state, mean, parts, weights)
-                for part, weight in zip(parts, weights, strict=True):
-                    loss, metrics = self.outputs(plan, state, part, weight)
-                    mean.add(loss, counted_in(metrics), weight)
-                self.settle(state)
-        except BaseException:
-            self.reset()
-            raise
-        mean.send()
-        return mean.loss()
-
-    def global_mean(
-        self,
-        state: DistState,
-        weights: Weights,
-        failure: Exception | None,
-        stop: bool = False,
-        place: Place | None = None,
-        rows: int = 0,
-        *,
-        is_forward: bool = False,
-    ) -> GlobalMean:
-        """Start the mean over the global batch. A forward alone has no metrics."""
-        layout = self.layout.without_metrics() if is_forward else self.layout
-        return self.mean_type(
-            state,
-            weights,
-            failure,
-            stop=stop,
-            place=place,
-            rows=rows,
-            layout=layout,
-            is_forward=is_forward,
-        )
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
         """Return a context around the forwards and backwards of a batch, with gradients or without."""
@@ -358,15 +316,31 @@ class Strategy:
         """
         return _NOTHING
 
-    def check_offers(self, function: str) -> None:
-        """Raise, on every rank, if a function of a step cannot be used: `step.grads`, `save`, ..."""
-
     def signature(self) -> Mapping[str, Any]:
         """Return the settings that decide the bits: a checkpoint refuses a step with others."""
         return {}
 
     def reset(self) -> None:
         """Drop what a step that failed has left behind."""
+
+
+def forward(strategy: Strategy, plan: Plan, state: DistState, batch: Any) -> Tensor:
+    """Return the mean loss over the global batch, [], without gradients or metrics."""
+    parts, weights, _, failure = microbatches_or_failure(plan, batch)
+    layout = strategy.layout.without_metrics()
+    try:
+        with torch.no_grad(), strategy.sharing(state):
+            mean = strategy.mean_type(state, weights, failure, layout=layout, is_forward=True)
+            parts, weights = strategy.pad(state, mean, parts, weights)
+            for part, weight in zip(parts, weights, strict=True):
+                loss, metrics = strategy.outputs(plan, state, part, weight)
+                mean.add(loss, counted_in(metrics), weight)
+            strategy.settle(state)
+    except BaseException:
+        strategy.reset()
+        raise
+    mean.send()
+    return mean.loss()
 
 
 def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grads:

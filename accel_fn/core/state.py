@@ -151,7 +151,7 @@ class Axis(NamedTuple):
 
 
 class Watchdog(Protocol):
-    """The watchdog of `comm.watchdog`, as a state needs it: it prints a report if ranks hang."""
+    """The watchdog of `parallel.watchdog`, as a state needs it: it prints a report if ranks hang."""
 
     @property
     def has_lost_rank(self) -> bool:

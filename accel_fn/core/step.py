@@ -13,17 +13,33 @@ from torch import Tensor, nn
 from accel_fn.core import primitives
 from accel_fn.core.collectives import all_or_none
 from accel_fn.core.grads import Grads
-from accel_fn.core.loop import Strategy, check_strategy
+from accel_fn.core.loop import Strategy, check_strategy, forward
 from accel_fn.core.loss import LossModule, freeze_models, share_frozen
 from accel_fn.core.observers import Observer, ObserverFn, Observers, WatchedSteps
-from accel_fn.core.plan import Batch, GradFn, Plan, SlotFunction, Stateful, StepFn, slot_names
+from accel_fn.core.plan import (
+    Batch,
+    GradFn,
+    Plan,
+    SlotFunction,
+    Stateful,
+    StepFn,
+    describe,
+    slot_names,
+)
 from accel_fn.core.plan_checks import check_parameters, check_plan, check_precision, check_same_plan
 from accel_fn.core.primitives import check_joined, current_world
 from accel_fn.core.report import Report
 from accel_fn.core.restored import random_state, restore_random
 from accel_fn.core.state import DistState, check_state, check_world
 from accel_fn.core.update import follow_parameters, follow_shards
-from accel_fn.errors import ArgumentError, ArgumentTypeError, StateError, check_flag, message
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    PlanError,
+    StateError,
+    check_flag,
+    message,
+)
 
 
 class Stages:
@@ -161,7 +177,11 @@ class Step(Generic[Batch]):
         mode with buffers in the `state_dict`, a copy of these, two more and one broadcast.
         """
         self._check_state(state)
-        return self.strategy.forward(self.plan, state, batch)
+        plan, strategy = self.plan, self.strategy
+        if plan.model.training:
+            return forward(strategy, plan, state, batch)
+        with strategy.evaluating(plan, state, "step.forward"):
+            return forward(strategy, plan, state, batch)
 
     def grads(self, state: DistState, batch: Batch) -> tuple[DistState, Grads, Report]:
         """Compute the gradients of the global batch, equal on all ranks, without an update.
@@ -178,7 +198,7 @@ class Step(Generic[Batch]):
         one copy of the gradients, since the next backward reuses the memory of these.
         """
         self._check_state(state)
-        self.strategy.check_offers("step.grads")
+        self._check_gradients_are_left("step.grads")
         before = state
         given = self.observers.before(state, batch)
         try:
@@ -215,7 +235,7 @@ class Step(Generic[Batch]):
         self._check_state(state)
         if advance is not True:
             check_flag("step.update", "advance", advance)
-        self.strategy.check_offers("step.update")
+        self._check_gradients_are_left("step.update")
         self._check_outcome(grads, report)
         before = state
         for before_step in self._before:
@@ -264,6 +284,15 @@ class Step(Generic[Batch]):
             raise StateError(
                 "build: state must be the one that the last step returned, got an earlier one, of step "
                 f"{state.step}; write state, step = build(plan, state, after=step)"
+            )
+
+    def _check_gradients_are_left(self, function: str) -> None:
+        """Refuse the strategy of an engine that keeps gradients."""
+        if not self.strategy.leaves_gradients:
+            name = describe(self.plan.strategy[0]).partition("(")[0]
+            raise PlanError(
+                f"{function}: step must be of a plan without {name}, whose engine keeps gradients and "
+                "parameters, got one with it; call the step, or use wrap_fsdp"
             )
 
     def _check_outcome(self, grads: Grads, report: Report) -> None:

@@ -26,6 +26,7 @@ from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointError,
+    PlanError,
     StateError,
     check_equal,
     check_folder,
@@ -109,8 +110,11 @@ def load_accelerate(
             f"load_accelerate: state must be of all ranks, got one along {state.axis!r}; give the state that "
             "along was called on"
         )
-    if isinstance(step, Step):
-        step.strategy.check_offers("load_accelerate")
+    if isinstance(step, Step) and not step.strategy.leaves_gradients:
+        raise PlanError(
+            "load_accelerate: step must be of a plan without wrap_deepspeed, whose engine keeps gradients "
+            "and parameters, got one with it; load it by wrap_ddp, save that, and load this checkpoint"
+        )
     saved = all_or_none(lambda: _read(folder, step, state, schedulers), state, "load_accelerate")
     given = {"folder": str(saved.path), "schedulers": len(schedulers)}
     ranks = exchange(given, state, "load_accelerate")

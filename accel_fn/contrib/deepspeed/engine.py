@@ -26,7 +26,7 @@ from accel_fn.contrib.deepspeed.settings import (
     signature_of,
 )
 from accel_fn.contrib.deepspeed.whole_state import gather_state, write_state
-from accel_fn.errors import BatchError, LossError, PlanError, StateError, check_equal
+from accel_fn.errors import BatchError, LossError, StateError, check_equal
 from accel_fn.extend import (
     GlobalMean,
     Prepared,
@@ -75,7 +75,6 @@ class OneRank(Strategy):
 class ZeRO(Strategy):
     """ZeRO's stages 0 to 3 by DeepSpeed's engine, which owns gradients and update."""
 
-    hooks_parameters = True
     leaves_gradients = False
     counts_first = True
 
@@ -312,17 +311,6 @@ class ZeRO(Strategy):
         if self._stage or self._max_norm is None:
             return None
         return self.norm([each.grad for each in self.trained if each.grad is not None])
-
-    def check_offers(self, function: str) -> None:
-        """Refuse what needs the engine's gradients, or would write beside its copy of the parameters."""
-        repairs = dict.fromkeys(("step.grads", "step.update"), "call the step, or use wrap_fsdp")
-        if self._stage:
-            repairs["load_accelerate"] = "load it by wrap_ddp, save that, and load this checkpoint"
-        if function in repairs:
-            raise PlanError(
-                f"{function}: step must be of a plan without wrap_deepspeed, whose engine keeps gradients "
-                f"and parameters, got one with it; {repairs[function]}"
-            )
 
     def signature(self) -> Mapping[str, Any]:
         """Return the slot that the strategy has taken over, as other strategies leave it."""

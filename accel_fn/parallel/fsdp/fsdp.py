@@ -225,8 +225,6 @@ class FSDP(PaddingStrategy):
     # To gather the whole model, in place of a forward of a micro-batch of weight 0, would take the
     # memory that sharding saves.
 
-    settles = True
-
     def __init__(
         self,
         state: DistState,
