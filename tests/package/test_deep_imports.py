@@ -40,7 +40,6 @@ DEEP = {
     "data/test_fetch.py": {"data.indexed.fetch"},
     "data/test_order.py": {"data.order"},
     "data/test_random_generators.py": {"data.random_generators"},
-    "data/test_streams.py": {"data.streams.pack"},
     "contrib/deepspeed/engine/cases.py": {"core.dtensor"},
     "contrib/transformers/test_tp_styles.py": {"parallel.tp.styles"},
     "launcher/test_cpus.py": {"launcher.machines.cpus"},
@@ -59,7 +58,6 @@ DEEP = {
     },
     "launcher/test_traceback_lines.py": {"launcher.processes.traceback_lines"},
     "launcher/test_worker.py": {"launcher.processes"},
-    "laws/law08_streams.py": {"data.streams.rebalance"},
     "laws/law09_hashing.py": {"checkpoint.format.hashing"},
     "observe/test_log_files.py": {
         "contrib.runs.charts",

@@ -278,7 +278,7 @@ MUTANTS = [
     ),
     Mutant(
         "items that each rank draws by itself are passed over",
-        "data/streams/round_robin.py",
+        "data/streams.py",
         "if known and any(each != every[0] for each in every)",
         "if False and any(each != every[0] for each in every)",
         "tests/data/test_streams.py",
