@@ -27,7 +27,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from accel_fn.core.batch import ATOMS, map_tensors, opened
 from accel_fn.core.split_batch import part_bounds, part_sizes
-from accel_fn.data.empty_part import EmptyPart
+from accel_fn.data.collate import EmptyPart
 from accel_fn.data.order import Cut, mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.data.random_generators import Generators

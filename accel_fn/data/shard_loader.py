@@ -12,11 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_fn.core.state import DistState, check_state, over
 from accel_fn.data.collate import stacks_plainly
 from accel_fn.data.compare_loaders import same_on_all_ranks
-from accel_fn.data.indexed.indexed_source import IndexedSource
+from accel_fn.data.indexed import IndexedSource, SamplerSource, read_order, refuse_read_ahead
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import Cut, Order
-from accel_fn.data.samplers.read_loader import read_order, refuse_read_ahead
-from accel_fn.data.samplers.sampler_source import SamplerSource
 from accel_fn.data.streams import StreamSource, read_stream_options
 from accel_fn.errors import ArgumentError, message
 from accel_fn.parallel.messages import open_channel

@@ -18,8 +18,7 @@ from accel_fn.core.collectives import all_or_none
 from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState
 from accel_fn.core.warn import warn_user
-from accel_fn.data.collate import Collate, ReadyBatch, WholeBatch
-from accel_fn.data.empty_part import EmptyPart
+from accel_fn.data.collate import Collate, EmptyPart, ReadyBatch, WholeBatch
 from accel_fn.data.loader import Numbered, unnumbered
 from accel_fn.data.order import (
     Cut,

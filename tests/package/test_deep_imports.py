@@ -37,7 +37,7 @@ DEEP = {
     },
     "parallel/test_unpickle.py": {"core.primitives"},
     "parallel/test_world.py": {"core.primitives", "parallel.world"},
-    "data/test_fetch.py": {"data.indexed.fetch"},
+    "data/test_fetch.py": {"data.fetch"},
     "data/test_order.py": {"data.order"},
     "data/test_random_generators.py": {"data.random_generators"},
     "contrib/deepspeed/engine/cases.py": {"core.dtensor"},
