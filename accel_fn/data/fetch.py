@@ -26,7 +26,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data._utils.worker import WorkerInfo
 
-from accel_fn.core.given_batches import Origin, mark
+from accel_fn.core.given_batches import Made, Origin, mark
 from accel_fn.core.split_batch import part_bounds
 from accel_fn.data.collate import (
     Collate,
@@ -54,8 +54,8 @@ from accel_fn.data.workers import (
 _SHOWN = 8  # samples that an error lists
 _KEPT = 8
 """Most samples that are read again for a check."""
-_LOOKS = (0, 1, 9, 99)
-"""The batches of a pass at which a step may look."""
+_NUM_MARKED = 100
+"""The batches of a pass at which a step may look: its 1st, 2nd, 10th and 100th."""
 
 
 class BatchReader:
@@ -69,14 +69,12 @@ class BatchReader:
     ) -> None:
         # All ranks collate the same batch, so its random numbers must be those of one rank.
         self._rank = 0 if collates_whole else rank
-        data, collate_fn = loader.dataset, loader.collate_fn
-        self._fetcher = Fetcher(data, collate_fn)
+        data, collate_fn, place = loader.dataset, loader.collate_fn, (rank, world_size)
+        whole = place if collates_whole else None
         if loader.batch_sampler is None:
-            self._fetcher = ReadyFetcher(
-                data, collate_fn, rank, world_size, collates_whole=collates_whole
-            )
-        elif collates_whole:
-            self._fetcher = WholeFetcher(data, collate_fn, rank, world_size)
+            self._fetcher: Fetcher = ReadyFetcher(data, collate_fn, place, whole)
+        else:
+            self._fetcher = Fetcher(data, collate_fn, whole)
         self._loop_epochs = LoopEpochs(loader.dataset, may_hold_samples)
         self._pins = loader.pin_memory and _can_pin()
         kept = {name: getattr(loader, name) for name in WORKER_OPTIONS}
@@ -102,59 +100,54 @@ class BatchReader:
         batches ready, it may be the key of one, which all ranks read. Workers' random generators are
         seeded at each batch; with a `worker_init_fn`, at each pass only.
         """
+        read = self._with_parts(parts, epoch, first_batch, seed, by_loop=by_loop)
+        return (batch for _, batch in read)
+
+    def numbered(
+        self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
+    ) -> Iterator[Numbered[Any]]:
+        """Yield the same batches, each after the samples in it; None for the key of a ready one."""
+        for part, batch in self._with_parts(parts, epoch, first_batch, seed, by_loop=False):
+            numbers = self._fetcher.own(part)
+            if isinstance(numbers, Tensor):
+                numbers = numbers.tolist()
+            yield numbers if isinstance(numbers, list) else None, batch
+
+    def _with_parts(
+        self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int, *, by_loop: bool
+    ) -> Iterator[tuple[Part, Any]]:
+        """Yield each part and its batch, the first of which are marked with their samples."""
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)
-        of_epoch = (
-            Part(epoch, batch, numbers, keeps=keeps)
-            for batch, numbers in enumerate(parts, first_batch)
-        )
-        looked: dict[int, Part] = {}
-        noted = map(partial(_note_looked, looked, first_batch), of_epoch)
-        return self._marked(self._read(noted, epoch, first_batch, seed), looked, first_batch)
+        # All ranks read a whole ready batch, so its random numbers must be those of one rank.
+        seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
+        # A worker_init_fn may have seeded the workers itself.
+        has_seeds = self._options["num_workers"] and self._options["worker_init_fn"] is None
+        taken: deque[Part] = deque()  # workers take parts long before their batches come
 
-    def _read(
-        self, of_epoch: Iterator[Part], epoch: int, first_batch: int, seed: int
-    ) -> Iterator[Any]:
-        if self._options["num_workers"]:
-            # A worker_init_fn may have seeded them itself.
-            if self._options["worker_init_fn"] is None:
-                # All ranks read a whole ready batch, so its random numbers must be those of one rank.
-                seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
-                of_epoch = (
-                    replace(part, seed=mix(seeds[part.is_split] + part.batch)) for part in of_epoch
-                )
-            return self._by_workers(of_epoch, epoch, first_batch, mix(seed + self._rank))
-        return self._here(of_epoch, epoch, first_batch)
-
-    def _marked(
-        self, batches: Iterator[Any], looked: dict[int, Part], first_batch: int
-    ) -> Iterator[Any]:
-        """Mark the batches that a step looks at with their samples."""
-        for number, batch in enumerate(batches, first_batch):
-            part = looked.pop(number, None)
-            origin = None if part is None else self._fetcher.origin(part)
-            if origin is not None:
-                mark(batch, origin)
-            yield batch
-
-    def numbered(self, parts: Iterable[Any], **settings: Any) -> Iterator[Numbered[Any]]:
-        """Yield the same batches, each after the samples in it; None for the key of a ready one."""
-        # A queue, since workers take parts long before their batches come.
-        taken: deque[Any] = deque()
-
-        def recorded() -> Iterator[Any]:
-            for part in parts:
+        def of_epoch() -> Iterator[Part]:
+            for batch, numbers in enumerate(parts, first_batch):
+                part = Part(epoch, batch, numbers, keeps=keeps)
+                if has_seeds:
+                    part = replace(part, seed=mix(seeds[part.is_split] + batch))
                 taken.append(part)
                 yield part
 
-        for batch in self.batches(recorded(), **settings):
-            numbers = taken.popleft()
-            if isinstance(numbers, Tensor):
-                numbers = numbers.tolist()
-            if isinstance(numbers, EmptyPart):
-                numbers = []
-            yield self._fetcher.own([*numbers]) if isinstance(numbers, list) else None, batch
+        if self._options["num_workers"]:
+            batches = self._by_workers(of_epoch(), epoch, first_batch, mix(seed + self._rank))
+        else:
+            batches = self._here(of_epoch(), epoch, first_batch)
+        return self._marked(taken, batches, first_batch)
+
+    def _marked(
+        self, taken: deque[Part], batches: Iterator[Any], first_batch: int
+    ) -> Iterator[tuple[Part, Any]]:
+        for batch in batches:
+            part = taken.popleft()
+            if part.batch - first_batch < _NUM_MARKED and part.is_split:
+                mark(batch, self._fetcher.made(part))
+            yield part, batch
 
     def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
         batch = first_batch
@@ -186,13 +179,6 @@ class BatchReader:
             raise
         finally:
             self._pools.give_back(pool, failed=failed)
-
-
-def _note_looked(looked: dict[int, Part], first_batch: int, part: Part) -> Part:
-    """Keep the parts of the batches that a step looks at."""
-    if part.batch - first_batch in _LOOKS:
-        looked[part.batch] = part
-    return part
 
 
 def _where(batch: int, epoch: int) -> str:
@@ -319,11 +305,18 @@ class Fetcher(Dataset[Any]):
     Workers record the number of the batch, and the place of the sample in it.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], whole: tuple[int, int] | None = None
+    ) -> None:
+        """With `whole`, rank and world size, read and collate the samples of all ranks, and take its rows."""
         self.dataset = dataset
+        self._whole = whole
         self.collate_fn = collate_fn
         self.progress: WorkerProgress | None = None
-        self._collate: Collate | WholeBatch = Collate(collate_fn)
+        collate = Collate(collate_fn)
+        self._collate: Collate | WholeBatch = (
+            collate if whole is None else WholeBatch(collate, *whole)
+        )
         self._reads_rows = stacks_plainly(collate_fn) and has_rows(dataset)
         self._reads_many = _gives_many(dataset)
         self._inside: InEpoch | None = None
@@ -363,16 +356,21 @@ class Fetcher(Dataset[Any]):
         with reading(part.epoch), self._inside:
             return self._empty(part.numbers) if is_empty else self.fetch(part.numbers)
 
-    def origin(self, part: Part) -> Origin | None:
-        """Return what makes the batch of a part of a few of its samples; None where rows are samples."""
-        is_empty = isinstance(part.numbers, EmptyPart) or not part.is_split
-        if is_empty or stacks_plainly(self.collate_fn):
-            return None
-        return Origin(len(part.numbers), partial(self._some, part), self.collate_fn)
+    def own(self, part: Part) -> Any:
+        """Return this rank's samples of those in a part, or the key of a whole ready batch."""
+        if isinstance(part.numbers, EmptyPart):
+            return []
+        if self._whole is None or not part.is_split:
+            return part.numbers
+        start, stop = part_bounds(len(part.numbers), self._whole[1], self._whole[0])
+        return part.numbers[start:stop]
 
-    def own(self, numbers: list[Any]) -> list[Any]:
-        """Return this rank's samples of those that it reads."""
-        return numbers
+    def made(self, part: Part) -> Made:
+        """Return of how many samples the batch of a part is, and what makes a batch of a few of them."""
+        num_samples = len(self.own(part))
+        if num_samples == 0 or self._whole is not None or stacks_plainly(self.collate_fn):
+            return Made(num_samples)
+        return Origin(num_samples, partial(self._some, part), self.collate_fn)
 
     def _some(self, part: Part) -> list[Any]:
         numbers = part.listed().numbers[:_KEPT]
@@ -428,52 +426,26 @@ class Fetcher(Dataset[Any]):
             return self._collate(samples, len(numbers))
 
 
-class WholeFetcher(Fetcher):
-    """Reads and collates all samples of a batch, and takes this rank's rows."""
-
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], rank: int, world_size: int
-    ) -> None:
-        super().__init__(dataset, collate_fn)
-        self._place = rank, world_size
-        self._collate = WholeBatch(Collate(collate_fn), rank, world_size)
-
-    def origin(self, part: Part) -> Origin | None:
-        """Return None: collate_fn sees the same samples on every rank."""
-        return None
-
-    def own(self, numbers: list[Any]) -> list[Any]:
-        rank, world_size = self._place
-        start, stop = part_bounds(len(numbers), world_size, rank)
-        return numbers[start:stop]
-
-
 class ReadyFetcher(Fetcher):
-    """Reads batches that the data set has ready: one by its key, or the rows of a list of indices.
-
-    With `collates_whole`, a list holds the indices of all ranks.
-    """
+    """Reads batches that the data set has ready: one by its key, or the rows of a list of indices."""
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: Callable[[Any], Any],
-        rank: int,
-        world_size: int,
-        *,
-        collates_whole: bool,
+        place: tuple[int, int],
+        whole: tuple[int, int] | None,
     ) -> None:
-        super().__init__(dataset, collate_fn)
+        super().__init__(dataset, collate_fn, whole)
         self._reads_rows = False
-        self._collates_whole = collates_whole
-        self._ready = ReadyBatch(collate_fn, rank, world_size)
+        self._ready = ReadyBatch(collate_fn, *place)
 
     def _empty(self, numbers: list[Any]) -> Any:
         return without_rows(self.fetch([*numbers]), self.fetch([*numbers] * 2))
 
-    def origin(self, part: Part) -> Origin | None:
-        """Return None: a data set that has batches ready has no samples."""
-        return None
+    def made(self, part: Part) -> Made:
+        """Return the number of rows: a data set that has batches ready has no samples to read again."""
+        return Made(len(self.own(part)))
 
     def fetch(self, numbers: Any) -> Any:
         """Return this rank's rows of the batch; a list holds those of this rank alone, or of all."""
@@ -481,7 +453,7 @@ class ReadyFetcher(Fetcher):
             numbers = numbers.tolist()
         with _noting(f"the data set failed to give batch {listed(numbers)}"):
             item = self.dataset[numbers]
-        is_own = isinstance(numbers, list) and not self._collates_whole
+        is_own = isinstance(numbers, list) and self._whole is None
         return self._ready.collate_fn(item) if is_own else self._ready([item])
 
 

@@ -53,7 +53,6 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check
 from accel_fn.parallel.messages import Channel
 
 _SAMPLES_AT_ONCE = 4096  # so many cost little more than one batch: to compute, or in one message
-_MOST_NOTED = 1000
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
@@ -238,10 +237,6 @@ class IndexedSource:
         if self._is_of_items:
             parts = map(int, parts)
         return load(parts, epoch=epoch, first_batch=first_batch, seed=self.order.seed)
-
-    def num_samples(self, epoch: int, batch: int) -> int | None:
-        start, stop = self.order.part(batch, self.rank)
-        return None if self._is_of_items else stop - start
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return divmod(step, -(-self.num_batches() // window))
@@ -445,8 +440,6 @@ class SamplerSource:
         self._world_size = state.world_size
         self._channel = channel
         self._num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
-        self._sizes: dict[tuple[int, int], int] = {}
-        """Samples of batches that were taken from the sampler and are not given yet."""
         self._loop_epochs = LoopEpochs(sampling.batch_sampler, may_sample)
         self.facts = sampling.facts
 
@@ -465,11 +458,7 @@ class SamplerSource:
     ) -> Iterator[Any]:
         """Yield an epoch's parts from `first_batch` on. All ranks iterate together."""
         keeps = by_loop and self._loop_epochs.are_set()
-
-        def load(parts: Iterator[Any], **settings: Any) -> Iterator[Any]:
-            noted = self._noted(parts, epoch or 0, first_batch)
-            return self._reader.batches(noted, by_loop=by_loop, **settings)
-
+        load = partial(self._reader.batches, by_loop=by_loop)
         return self._read(load, epoch, first_batch, keeps=keeps)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
@@ -489,10 +478,6 @@ class SamplerSource:
         sampled = SampledParts(parts, self._num_ahead, None if channel is None else channel.fail)
         found = load(sampled, epoch=epoch, first_batch=first_batch, seed=seed)
         return SampledBatches(found, sampled)
-
-    def num_samples(self, epoch: int, batch: int) -> int | None:
-        """Return the samples of a batch that `batches` is giving, if it has noted them."""
-        return self._sizes.pop((epoch, batch), None)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position if the sampler has a length, else run it, which all ranks must do."""
@@ -520,17 +505,6 @@ class SamplerSource:
         if found is None:
             raise ArgumentError(message("indices", "batch", f"be one of epoch {epoch}", batch))
         return found
-
-    def _noted(self, parts: Iterator[Any], epoch: int, first_batch: int) -> Iterator[Any]:
-        """Yield parts, and note how many samples they have."""
-        for batch, part in enumerate(parts, first_batch):
-            # Nobody asks for all of them.
-            if isinstance(part, list) and len(self._sizes) < _MOST_NOTED:
-                own = part
-                if self._sampling.collates_whole:
-                    own = _part(part, self._rank, self._world_size)
-                self._sizes[epoch, batch] = 0 if isinstance(own, EmptyPart) else len(own)
-            yield part
 
     def _parts(
         self, channel: Channel | None, epoch: int, first_batch: int, *, keeps: bool

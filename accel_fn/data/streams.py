@@ -238,9 +238,6 @@ class StreamSource:
                 stacklevel=2,
             )
 
-    def num_samples(self, epoch: int, batch: int) -> int | None:
-        """Return nothing: workers read the items, and give batches."""
-
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position, or find it by reading from the start, which all ranks do together."""
         if self._num_items is not None and self.num_batches() > 0:
