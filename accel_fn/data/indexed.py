@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -152,7 +152,10 @@ def _check(loader: Any) -> None:
         raise ArgumentError(
             message("shard_loader", "loader", "be a torch DataLoader", name, repair)
         )
-    for sampler in [*nested_samplers(_outermost(loader)), *_held(_outermost(loader))]:
+    # A sampler may hold another one under any name and at any depth.
+    held = reached_from(_outermost(loader), may_sample)
+    nested = nested_samplers(_outermost(loader))
+    for sampler in [*nested, *(each for each in held if isinstance(each, Sampler))]:
         if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
             rule, name = "not be sharded over ranks already", type(sampler).__name__
             repair = "leave that sampler out, and use shuffle=True if it shuffles"
@@ -168,11 +171,6 @@ def _check(loader: Any) -> None:
 def _outermost(loader: DataLoader[Any]) -> Any:
     """Return the sampler that gives batches; without a batch_sampler it gives keys of ready ones."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def _held(sampler: Any) -> list[Sampler[Any]]:
-    """Collect the samplers that a sampler holds, under any name and at any depth."""
-    return [each for each in reached_from(sampler, may_sample) if isinstance(each, Sampler)]
 
 
 def _is_of(sampler: Any, kind: type) -> bool:
@@ -305,15 +303,28 @@ class SamplerBatches:
         return self.length if self.cut is None else self.cut.num_batches()
 
     def batches(self, epoch: int, *, keeps: bool = False) -> Iterator[Batch]:
-        """Yield the global batches of an epoch, read `at_once`; the loop may have set that of the sampler."""
-        checked = self._checked(self._read(epoch, keeps=keeps), epoch)
-        return checked if self.cut is None else self._counted(checked, epoch)
+        """Yield the global batches of an epoch; with `keeps`, the sampler stays in the epoch that it is in.
 
-    def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Return the epoch and the window after `step` windows: computed, or found by running the sampler."""
-        if self.cut is not None:
-            return divmod(step, -(-self.cut.num_batches() // window))
-        return find_by_counting(step, self.batches, window)
+        Refuse an epoch without a batch, a batch without a sample, and more or fewer batches than the length
+        of the sampler states, since positions are computed from it.
+        """
+        function, number = "shard_loader", 0
+        promised = None if self.cut is None else self.cut.num_batches()
+        for number, batch in enumerate(self._read(epoch, keeps=keeps), start=1):
+            if isinstance(batch, list) and not batch:
+                where = f"none in batch {number - 1} of epoch {epoch}"
+                raise ArgumentError(message(function, "sampler", "give samples", where))
+            if promised is not None and number > promised:
+                break
+            yield batch
+        if number == 0:
+            where = f"none in epoch {epoch}"
+            raise ArgumentError(message(function, "sampler", "give samples", where))
+        if self.cut is not None and number != promised:
+            rule = f"give as many samples as its len, {self.cut.num_samples}, in every epoch"
+            got = f"{'fewer' if number < self.cut.num_batches() else 'more'} in epoch {epoch}"
+            repair = "correct its __len__, or leave it out"
+            raise ArgumentError(f"{function}: sampler must {rule}, got {got}; {repair}")
 
     def _read(self, epoch: int, *, keeps: bool) -> Iterator[Batch]:
         """Yield the batches of the sampler, unchanged."""
@@ -321,7 +332,10 @@ class SamplerBatches:
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         # Entered anew for each read: between two reads the loop uses its own random numbers and epochs.
         readers = reached_from(sampler, may_sample)
-        inside = [_generators(sampler, seed), InEpoch(readers, None if keeps else epoch)]
+        inside: list[AbstractContextManager[Any]] = [InEpoch(readers, None if keeps else epoch)]
+        if foreign := [each for each in nested_samplers(sampler) if type(each) not in _KNOWN]:
+            own = {id(held): held for each in foreign for held in generators_of(each)}
+            inside.insert(0, Generators(seed, list(own.values())))
         batches: Iterator[Batch] | None = None
         while True:
             with ExitStack() as stack:
@@ -346,32 +360,6 @@ class SamplerBatches:
                 break
         return found
 
-    def _checked(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """Refuse an epoch without a batch, and a batch without a sample."""
-        number = -1
-        for number, batch in enumerate(batches):
-            if isinstance(batch, list) and not batch:
-                where = f"none in batch {number} of epoch {epoch}"
-                raise ArgumentError(message("shard_loader", "sampler", "give samples", where))
-            yield batch
-        if number < 0:
-            where = f"none in epoch {epoch}"
-            raise ArgumentError(message("shard_loader", "sampler", "give samples", where))
-
-    def _counted(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        """Refuse more or fewer batches than the length states: positions are computed from it."""
-        assert self.cut is not None
-        promised, number = self.cut.num_batches(), 0
-        for number, batch in enumerate(batches, start=1):
-            if number > promised:
-                break
-            yield batch
-        if number != promised:
-            rule = f"give as many samples as its len, {self.cut.num_samples}, in every epoch"
-            got = f"{'more' if number > promised else 'fewer'} in epoch {epoch}"
-            repair = "correct its __len__, or leave it out"
-            raise ArgumentError(f"shard_loader: sampler must {rule}, got {got}; {repair}")
-
 
 def nested_samplers(sampler: Any) -> list[Any]:
     """List a sampler and those inside it, the outermost first."""
@@ -391,15 +379,6 @@ def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
         sampler = copy.copy(sampler)
         sampler.generator = generator
     return sampler
-
-
-def _generators(sampler: Any, seed: int) -> AbstractContextManager[None]:
-    """Seed the random generators that a user's sampler may draw from, while the context lasts."""
-    foreign = [each for each in nested_samplers(sampler) if type(each) not in _KNOWN]
-    if not foreign:
-        return nullcontext()
-    own = {id(held): held for each in foreign for held in generators_of(each)}
-    return Generators(seed, list(own.values()))
 
 
 def plain(batch: Iterable[Any]) -> list[Any]:
@@ -447,9 +426,8 @@ class SamplerSource:
         """Return the batches of an epoch, if the sampler has a length."""
         num_batches = self._sampling.num_batches()
         if num_batches is None:
-            name = type(self._sampling.batch_sampler).__name__
+            rule, name = "have a length", type(self._sampling.batch_sampler).__name__
             repair = "iterate without it, or give the sampler a __len__"
-            rule = "have a length"
             raise ArgumentTypeError(message("len", "the loader's sampler", rule, name, repair))
         return num_batches
 
@@ -481,11 +459,15 @@ class SamplerSource:
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Compute the position if the sampler has a length, else run it, which all ranks must do."""
-        if self._sampling.cut is not None or self._channel is None:
-            return self._sampling.position(step, window)
-        place: tuple[int, int] = self._channel.another().via_main(
-            None, lambda ranks: [self._sampling.position(step, window)] * len(ranks)
-        )
+        if self._sampling.cut is not None:
+            return divmod(step, -(-self.num_batches() // window))
+
+        def found(ranks: Sequence[Any]) -> list[tuple[int, int]]:
+            return [find_by_counting(step, self._sampling.batches, window)] * len(ranks)
+
+        if self._channel is None:
+            return found([None])[0]
+        place: tuple[int, int] = self._channel.another().via_main(None, found)
         return place
 
     def indices(self, epoch: int, batch: int) -> Tensor:
@@ -509,42 +491,33 @@ class SamplerSource:
     def _parts(
         self, channel: Channel | None, epoch: int, first_batch: int, *, keeps: bool
     ) -> Iterator[Batch]:
-        """Yield this rank's samples, batch by batch."""
+        """Yield this rank's samples of each batch, or the samples of all ranks if it collates them.
+
+        With a channel, rank 0 takes the batches and sends each rank its part.
+        """
         batches = islice(self._sampling.batches(epoch, keeps=keeps), first_batch, None)
         is_whole = self._sampling.collates_whole
         if channel is None:
-            if is_whole:
-                return batches
-            return (_part(batch, self._rank, self._world_size) for batch in batches)
-        take = partial(self._sampling.take, batches)
-        return _received(take, channel, (epoch, first_batch), is_whole=is_whole)
+            place = (0, 1) if is_whole else (self._rank, self._world_size)
+            yield from (_part(batch, *place) for batch in batches)
+            return
+        # Ranks along `dp` share a batch; those along other axes take the same part of it.
+        shape, world_size = mesh_of(channel.state), channel.state.world_size
+        along = [ranks_along(shape, "dp", rank) for rank in range(world_size)]
+        places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]
+        if is_whole:
+            places = [(0, 1)] * world_size
 
+        def parts_of_ranks(starts: list[tuple[int, int]]) -> list[list[Batch]]:
+            check_equal(
+                [f"epoch {epoch} from batch {batch}" for epoch, batch in starts],
+                "shard_loader: ranks must go through the same epochs together",
+            )
+            several = self._sampling.take(batches)
+            return [[_part(batch, *place) for batch in several] for place in places]
 
-def _received(
-    take: Callable[[], list[Batch]],
-    channel: Channel,
-    start: tuple[int, int],
-    *,
-    is_whole: bool,
-) -> Iterator[Batch]:
-    """Yield this rank's parts as rank 0 sends them, or whole batches; only rank 0 takes batches."""
-    # Ranks along `dp` share a batch; those along other axes take the same part of it.
-    shape = mesh_of(channel.state)
-    along = [ranks_along(shape, "dp", rank) for rank in range(channel.state.world_size)]
-    places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]
-    if is_whole:
-        places = [(0, 1)] * len(places)
-
-    def parts_of_ranks(starts: list[tuple[int, int]]) -> list[list[Batch]]:
-        check_equal(
-            [f"epoch {epoch} from batch {batch}" for epoch, batch in starts],
-            "shard_loader: ranks must go through the same epochs together",
-        )
-        several = take()
-        return [[_part(batch, *place) for batch in several] for place in places]
-
-    while parts := channel.via_main(start, parts_of_ranks):
-        yield from parts
+        while parts := channel.via_main((epoch, first_batch), parts_of_ranks):
+            yield from parts
 
 
 def _part(batch: Batch, rank: int, world_size: int) -> Batch:
