@@ -52,7 +52,7 @@ class Collate:
     def _twice(self, samples: Any) -> Any:
         """Return a batch whose rows are counted and not used; None if the collate_fn raises."""
         try:
-            with Generators(0):  # else the user's random numbers would go on from other states
+            with Generators(0):  # else the user's generators would advance
                 return self._collate_fn(samples)
         except Exception:  # such as a collate_fn that takes fields out of its samples
             return None

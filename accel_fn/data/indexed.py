@@ -291,7 +291,7 @@ class SamplerBatches:
 
     @property
     def is_own(self) -> bool:
-        """Is one of the samplers of a class of the user's, which the loop may change as it goes?"""
+        """Is one of the samplers of a user's class, which the loop may change during a pass?"""
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, int | None]:

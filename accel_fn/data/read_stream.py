@@ -56,7 +56,7 @@ _KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
 @contextmanager
 def shown(info: WorkerInfo | None) -> Iterator[None]:
-    """Let `get_worker_info` return this inside the context."""
+    """Make `get_worker_info` return this inside the context."""
     before = _torch_worker._worker_info
     _torch_worker._worker_info = info
     try:
@@ -140,7 +140,7 @@ class Stream:
 
 
 def hash_of(item: Any) -> int:
-    """Hash the tensors, arrays, numbers and texts of an item; others count by their class alone."""
+    """Hash the tensors, arrays, numbers and texts of an item; other values count by their class alone."""
     found = 0
     for leaf in pytree.tree_leaves(opened(item)):
         if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided:
@@ -256,7 +256,7 @@ class Noted:
 
 @dataclass(eq=False)
 class PartStream(IterableDataset[Any]):
-    """The data set of a loader's workers: collated parts of the user's stream `data`, as a pass needs them.
+    """The data set of a loader's workers: this rank's batches of the user's stream `data`, for one pass.
 
     Without a `split`, worker w of n collates this rank's part of every n-th batch from the w-th on, and
     yields an `End` behind the last. Each worker reads the whole stream, and the data set takes itself for
@@ -347,7 +347,7 @@ class PartStream(IterableDataset[Any]):
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)
-            batch = next(batches, self)  # at the end this is `self`, which is no batch
+            batch = next(batches, self)  # `self` marks the end
             self.progress.end()
             if batch is self:
                 return
@@ -407,8 +407,8 @@ class _StreamPool(WorkerPool):
 class Passes:
     """Passes over one of our streams, each from a place: [epoch, first batch, keeps], int64.
 
-    Every pass has workers of its own. Persistent workers serve one pass after the other, and get
-    the place through shared memory. Where the user gave no generator, workers are seeded by seed
+    Every pass has its own workers. Persistent workers serve one pass after the other, and read
+    the place from shared memory. Where the user gave no generator, workers are seeded by seed
     and epoch: torch would draw from the global one at every pass.
     """
 
@@ -422,7 +422,7 @@ class Passes:
         self.pools = IdlePools(make, options["persistent_workers"])
 
     def start(self, epoch: int, first_batch: int, *, keeps: bool = False) -> Iterator[Any]:
-        """Yield what the stream gives from there on. Workers start here, not at the first item."""
+        """Yield the items of the stream from there on. Workers start here, not at the first item."""
         self._own.manual_seed(mix(mix(self._seed) + epoch))
         with _STARTING:
             pool = self.pools.take()

@@ -68,7 +68,7 @@ def shard_loader(
             it draws random numbers, the same ones on every rank. Nothing changes with torch's own
             collate_fn, which stacks samples.
         read_ahead: how many batches a sampler or batch sampler of your own may be read ahead of the loop,
-            which may change it as it goes: sampling weights, say. Default: as few as torch's loader
+            which may change it, such as its sampling weights. Default: as few as torch's loader
             does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
 
     Returns:

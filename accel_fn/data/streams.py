@@ -51,7 +51,7 @@ from accel_fn.errors import (
 from accel_fn.parallel.messages import Channel
 
 _FEWEST = 8
-"""Compared items that must differ from each other: equal ones would show nothing."""
+"""Fewest different items for a comparison: equal items would show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class StreamSource:
         if loader.batch_size is None:
             self._collate = ReadyBatch(loader.collate_fn, rank, options.world_size)
         self._options = options
-        # Of shards, which may be uneven, the length of the data set does not tell the number of batches.
+        # Shards may be uneven, so the number of their batches does not follow from the length.
         self._num_items = options.num_items if options.split is None else None
         self._rank = rank
         self._channel = channel
@@ -307,7 +307,7 @@ def until_all_end(
     example: bytes | None = None
     with closing(items):  # type: ignore[type-var]
         for number in count():
-            item = next(items, items)  # at the end this is `items`, which is no batch
+            item = next(items, items)  # `items` marks the end
             if isinstance(item, Noted):
                 item, example = item.batch, example or item.note
             if number < first_batch:
