@@ -134,55 +134,38 @@ class BatchReader:
                 taken.append(part)
                 yield part
 
-        if self._options["num_workers"]:
-            batches = self._by_workers(of_epoch(), epoch, first_batch, mix(seed + self._rank))
-        else:
-            batches = self._here(of_epoch(), epoch, first_batch)
-        return self._marked(taken, batches, first_batch)
+        return self._read(of_epoch(), taken, epoch, first_batch, mix(seed + self._rank))
 
-    def _marked(
-        self, taken: deque[Part], batches: Iterator[Any], first_batch: int
+    def _read(
+        self, parts: Iterator[Part], taken: deque[Part], epoch: int, first_batch: int, seed: int
     ) -> Iterator[tuple[Part, Any]]:
-        for batch in batches:
-            part = taken.popleft()
-            if part.batch - first_batch < _NUM_MARKED and part.is_split:
-                mark(batch, self._fetcher.made(part))
-            yield part, batch
-
-    def _here(self, parts: Iterable[Any], epoch: int, first_batch: int) -> Iterator[Any]:
-        batch = first_batch
-        fetch, pins = self._fetcher.of_pass().__getitem__, self._pins
+        pool, number, failed = None, first_batch, False
+        if self._options["num_workers"]:
+            pool = self._pools.take()
+            batches = pool.read(parts, seed)
+        else:
+            fetcher = self._fetcher.of_pass()
+            # A generator: in `map`, a StopIteration of the data set would end the epoch.
+            batches = (fetcher[part] for part in parts)
+            if self._pins:
+                batches = map(pin_memory, batches)
         try:
-            for part in parts:
-                found = fetch(part)
-                yield pin_memory(found) if pins else found  # type: ignore[no-untyped-call]
-                batch += 1
-        except Exception as error:
-            error.add_note(f"shard_loader: {_where(batch, epoch)}")
-            raise
-
-    def _by_workers(
-        self, parts: Iterable[Any], epoch: int, first_batch: int, seed: int
-    ) -> Iterator[Any]:
-        batch, failed = first_batch, False
-        pool = self._pools.take()
-        try:
-            for found in pool.read(parts, seed):
-                yield found
-                batch += 1
+            for batch in batches:
+                part = taken.popleft()
+                if number - first_batch < _NUM_MARKED and part.is_split:
+                    mark(batch, self._fetcher.made(part))
+                yield part, batch
+                number += 1
         except Exception as error:
             failed = True
-            if lost := pool.lost(after=error):
-                where = f" while {_where(batch, epoch)} was waited for"
-                raise worker_error(lost, where) from error
-            error.add_note(f"shard_loader: {_where(batch, epoch)}")
+            where = f"batch {number} of epoch {epoch}"
+            if pool is not None and (lost := pool.lost(after=error)):
+                raise worker_error(lost, f" while {where} was waited for") from error
+            error.add_note(f"shard_loader: {where}")
             raise
         finally:
-            self._pools.give_back(pool, failed=failed)
-
-
-def _where(batch: int, epoch: int) -> str:
-    return f"batch {batch} of epoch {epoch}"
+            if pool is not None:
+                self._pools.give_back(pool, failed=failed)
 
 
 def _can_pin() -> bool:
