@@ -17,7 +17,6 @@ Place = tuple[int, int]
 
 # An attribute of the tensor would be pickled, and copied, with it.
 PLACES = WeakTensorKeyDictionary()
-_COUNTS = WeakTensorKeyDictionary()
 _NUM_BATCHES = 1 << 20
 _NUM_PASSES = 1 << 10
 
@@ -36,18 +35,6 @@ def place_of(batch: Any) -> Place | None:
         found: Place | None = PLACES.get(tensor)  # type: ignore[no-untyped-call]
         return found
     return None
-
-
-def note_samples(batch: Any, count: int) -> None:
-    """Note of how many samples a batch was made."""
-    for tensor in tensors_of(batch):
-        _COUNTS[tensor] = count
-
-
-def samples_of(batch: Any) -> int | None:
-    """Return of how many samples a loader made a batch; None if the loop has made some of its tensors."""
-    counts = {_COUNTS.get(tensor) for tensor in tensors_of(batch)}  # type: ignore[no-untyped-call]
-    return counts.pop() if len(counts) == 1 else None
 
 
 def number_of(place: Place | None) -> int:
@@ -77,31 +64,48 @@ _NAME = "_accel_fn_origin"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """The samples of a batch, of which a few can be read again, and what makes a batch of them."""
+class Made:
+    """A batch that a loader made, of so many samples."""
 
     num_samples: int
-    read: Callable[[], list[Any]]
-    collate: Callable[[list[Any]], Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a batch that is copied or pickled leaves its data set behind
 
 
-def mark(batch: Any, origin: Origin) -> None:
-    """Note the origin of a batch at its tensors."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin(Made):
+    """The samples of a batch, of which a few can be read again, and what makes a batch of them."""
+
+    read: Callable[[], list[Any]]
+    collate: Callable[[list[Any]], Any]
+
+
+def mark(batch: Any, made: Made) -> None:
+    """Note at the tensors of a batch how it was made."""
     for tensor in tensors_of(batch):
-        setattr(tensor, _NAME, origin)
+        setattr(tensor, _NAME, made)
 
 
 def carry_mark(moved: Tensor, source: Tensor) -> None:
-    """Note the origin of a tensor at a copy on another device."""
-    origin = getattr(source, _NAME, None)
-    if origin is not None:
-        setattr(moved, _NAME, origin)
+    """Copy the note of a tensor to its copy on another device."""
+    made = getattr(source, _NAME, None)
+    if made is not None:
+        setattr(moved, _NAME, made)
 
 
 def origin_of(batch: Any) -> Origin | None:
     """Return the origin of a batch; None if the loop has made or replaced a tensor in it."""
+    found = _made(batch)
+    return found if isinstance(found, Origin) else None
+
+
+def samples_of(batch: Any) -> int | None:
+    """Return of how many samples a loader made a batch; None if the loop has made some of its tensors."""
+    found = _made(batch)
+    return None if found is None else found.num_samples
+
+
+def _made(batch: Any) -> Made | None:
     found = {id(each): each for each in (getattr(t, _NAME, None) for t in tensors_of(batch))}
     return next(iter(found.values())) if len(found) == 1 else None

@@ -14,8 +14,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSamp
 from accel_fn.core.collectives import all_or_none
 from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState
+from accel_fn.data.indexed import SamplerBatches, nested_samplers
 from accel_fn.data.order import length_of
-from accel_fn.data.samplers.sampler_batches import SamplerBatches, nested_samplers
 from accel_fn.errors import check_equal
 
 _ENDS = 4096  # a list may be a long one in a file, so only this many at each end are compared

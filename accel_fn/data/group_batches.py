@@ -99,9 +99,6 @@ class WindowedSource(Generic[Batch]):
         windows = _lists(self._source.numbered(epoch, first_batch * self._k), self._k)
         return sampled_with(windows, map(_numbered, windows))
 
-    def num_samples(self, epoch: int, batch: int) -> int | None:
-        """Return nothing: each batch of a window is a micro-batch."""
-
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         return self._source.position(step, window * self._k)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
-from accel_fn.core.given_batches import note_place, note_samples
+from accel_fn.core.given_batches import note_place
 from accel_fn.core.state import DistState
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
@@ -20,7 +20,6 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 _LOG = logging.getLogger("accel_fn.checkpoint")  # the logger of resuming
 
 _PLACE = ("epoch", "batch")
-_NUM_COUNTED = 100  # the step looks at the rows of its first batches alone
 _NEW_RUN = "begin a new run with a state at step 0, such as init returns"
 _Value = TypeVar("_Value")
 Batch = TypeVar("Batch", covariant=True, default=Any)
@@ -36,9 +35,6 @@ class Source(Protocol[Batch]):
 
     def num_batches(self) -> int:
         """Number of batches of an epoch, the same on every rank; ArgumentTypeError if it is unknown."""
-
-    def num_samples(self, epoch: int, batch: int) -> int | None:
-        """Number of samples of this rank in a batch that is being given; None if it is unknown."""
 
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
@@ -90,8 +86,6 @@ class Progress:
     num_each: int
     """Batches of the loader in one of the view."""
     num_batches: int | None
-    num_given: int
-    """Batches that the loader and its views have given, in all passes."""
 
     def place(self) -> tuple[int, int]:
         """Return the pass and the next batch of the loader in it; behind the last, the next pass."""
@@ -104,7 +98,7 @@ class Position:
     """The place of the loop in a loader and in all its views: the pass, and the batches received of it."""
 
     def __init__(self) -> None:
-        self._progress = Progress(0, 0, 1, None, 0)
+        self._progress = Progress(0, 0, 1, None)
         self._is_next = True
         """Does the next pass begin at this place?"""
 
@@ -118,13 +112,11 @@ class Position:
 
     def move_to(self, epoch: int, batch: int = 0) -> None:
         """Let the next pass begin there."""
-        num_given = self._progress.num_given
-        self._progress, self._is_next = Progress(epoch, batch, 1, None, num_given), True
+        self._progress, self._is_next = Progress(epoch, batch, 1, None), True
 
     def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
         """Begin a pass, which ends the one before."""
-        num_given = self._progress.num_given
-        self._progress = Progress(epoch, count, num_each, num_batches, num_given)
+        self._progress = Progress(epoch, count, num_each, num_batches)
         self._is_next = False
         return self._progress
 
@@ -132,11 +124,10 @@ class Position:
 class Received(Iterator[Batch]):
     """The batches of a pass, which counts those that the loop receives."""
 
-    def __init__(self, source: Source[Batch], batches: Iterator[Batch], progress: Progress) -> None:
-        self._source = source
+    def __init__(self, batches: Iterator[Batch], progress: Progress) -> None:
         self._batches = batches
         self._progress = progress
-        self._is_first = self._notes = True
+        self._is_first = True
 
     def __next__(self) -> Batch:
         progress = self._progress
@@ -148,21 +139,11 @@ class Received(Iterator[Batch]):
             if isinstance(error, StopIteration):
                 progress.num_batches = progress.count
             raise
-        if self._notes:
-            self._note(batch, progress)
-        progress.count += 1
-        return batch
-
-    def _note(self, batch: object, progress: Progress) -> None:
-        """Note for the step what is known of a batch."""
         if self._is_first:
             note_place(batch, progress.place())
             self._is_first = False
-        progress.num_given += 1
-        self._notes = progress.num_given < _NUM_COUNTED
-        count = self._source.num_samples(progress.epoch, progress.count)
-        if count is not None:
-            note_samples(batch, count)
+        progress.count += 1
+        return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +250,7 @@ class ShardedLoader(Generic[Batch]):
     def _received(self, batches: Iterator[Batch], epoch: int, first_batch: int) -> Iterator[Batch]:
         num_batches = self._num_batches()
         progress = self._position.begin(epoch, first_batch, self._num_each, num_batches)
-        return sampled_with(batches, Received(self._source, batches, progress))
+        return sampled_with(batches, Received(batches, progress))
 
     @property
     def epoch(self) -> int:

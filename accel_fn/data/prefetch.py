@@ -132,7 +132,6 @@ class PrefetchedSource(Generic[Batch]):
         self.num_batches = source.num_batches
         self.facts = source.facts
         self.position = source.position
-        self.num_samples = source.num_samples
         self.indices = source.indices
         self.global_indices = source.global_indices
 

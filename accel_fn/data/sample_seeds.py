@@ -104,7 +104,7 @@ def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
 
 
 class SeededSamples(Dataset[Any]):
-    """The user's `data`, each sample read under generators of its own. Made by `seed_samples`."""
+    """The user's `data`, each sample read with its own random numbers. Made by `seed_samples`."""
 
     def __init__(self, data: Dataset[Any], seed: int) -> None:
         self.data = data

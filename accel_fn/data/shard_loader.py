@@ -12,14 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_fn.core.state import DistState, check_state, over
 from accel_fn.data.collate import stacks_plainly
 from accel_fn.data.compare_loaders import same_on_all_ranks
-from accel_fn.data.indexed.indexed_source import IndexedSource
+from accel_fn.data.indexed import IndexedSource, SamplerSource, read_order, refuse_read_ahead
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.order import Cut, Order
-from accel_fn.data.samplers.read_loader import read_order, refuse_read_ahead
-from accel_fn.data.samplers.sampler_source import SamplerSource
-from accel_fn.data.streams.round_robin import RoundRobinSource
-from accel_fn.data.streams.split import SplitSource
-from accel_fn.data.streams.stream_options import read_stream_options
+from accel_fn.data.streams import StreamSource, read_stream_options
 from accel_fn.errors import ArgumentError, message
 from accel_fn.parallel.messages import open_channel
 
@@ -47,7 +43,7 @@ def shard_loader(
     unpacks; None where rows cannot be cut, such as the tokens of all samples in one row.
 
     Law: the parts of the ranks are the global batch, which is the same for every world size, as is
-    the number of batches.
+    the number of batches. Of a stream that is split, every item comes once an epoch.
 
     Args:
         loader: over any data set; its collate_fn, workers, pinning and so on are
@@ -63,16 +59,16 @@ def shard_loader(
             stream and keeps its part of every batch. "workers": the data set splits itself by
             `get_worker_info`, over the workers of all ranks. "auto": each rank
             reads a shard if the data set has a method `shard(num_shards=, index=)`
-            and a shard for each, else round robin. If shards are uneven, items of the
-            longer ones move to other ranks; which items make a batch then
-            depends on the world size.
+            and a shard for each, else round robin. A rank whose shards have ended gets empty parts until
+            those of all ranks have. So the batches depend on the number of ranks and workers, and the
+            loader has no `len`.
         collate: "rank": collate_fn is called with the samples of a rank's part. "global": every rank reads
             and collates the whole batch, then keeps its rows, for a collate_fn that computes over all
             samples: a denominator, mixed images. It must return as many rows in each tensor, and, where
             it draws random numbers, the same ones on every rank. Nothing changes with torch's own
             collate_fn, which stacks samples.
         read_ahead: how many batches a sampler or batch sampler of your own may be read ahead of the loop,
-            which may change it as it goes: sampling weights, say. Default: as few as torch's loader
+            which may change it, such as its sampling weights. Default: as few as torch's loader
             does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
 
     Returns:
@@ -96,7 +92,7 @@ def shard_loader(
     batches; with one of torch's that is neither in order nor shuffled, per some thousand samples.
     Round robin reads all items of a stream on every rank, with two small messages a rank and batch, and
     hashes the first 16 of a pass.
-    Of a stream that is split, a rank reads its own shards, with small messages every few batches.
+    Of a stream that is split, a rank reads its own shards, with two small messages a rank and batch.
     With `collate="global"`, every rank does the reads and the collation of all ranks, and holds the whole
     batch as long as its rows.
 
@@ -127,7 +123,7 @@ def shard_loader(
 
 def _stream_source(
     loader: DataLoader[Any], state: DistState, given: dict[str, Any]
-) -> RoundRobinSource | SplitSource:
+) -> StreamSource:
     read = partial(read_stream_options, loader, over(state), **given)
     options = same_on_all_ranks(read, loader, state)
     cut = options.cut
@@ -135,11 +131,8 @@ def _stream_source(
         cut = replace(cut, world_size=options.world_size)
     _warn_of_idle_ranks(state, cut, options.num_items)
     state = over(state)
-    if options.split is not None:
-        return SplitSource(loader, options, options.split, open_channel(state))
-    is_alone = state.world_size == 1 or state.group is None
-    channel = None if is_alone else open_channel(state)
-    return RoundRobinSource(loader, options, state.rank, channel)
+    is_alone = options.split is None and (state.world_size == 1 or state.group is None)
+    return StreamSource(loader, options, state.rank, None if is_alone else open_channel(state))
 
 
 def _indexed_source(

@@ -81,7 +81,9 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
     try:
         running: Any = iter(loader)
     except RuntimeError as error:
-        if "DataLoader worker (pid" in str(error):  # torch saw a death while it started others
+        if "DataLoader worker (pid" in str(
+            error
+        ):  # torch saw a death while it started more workers
             raise worker_error(str(error).strip()) from error
         raise
     if getattr(running, "_worker_pids_set", False):
@@ -139,7 +141,7 @@ class _Wait:
 
 
 def _report_waits(running: Any, wait: _Wait) -> None:
-    """Look at the workers each time that torch has waited for some seconds in vain."""
+    """Look at the workers whenever a wait of torch for a batch has timed out."""
     # The class's function with a proxy: a bound method in the object itself would be a cycle.
     try_get = partial(type(running)._try_get_data, weakref.proxy(running))
 

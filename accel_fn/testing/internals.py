@@ -26,6 +26,7 @@ from accel_fn.core import primitives, update
 from accel_fn.core import restored as rng
 from accel_fn.core import step as step_file
 from accel_fn.core.dtensor import axes_of, fill, local, shard_like, whole
+from accel_fn.core.given_batches import samples_of
 from accel_fn.core.grads import global_norm
 from accel_fn.core.primitives import num_calls, start_total, waiting
 from accel_fn.core.signed import signed, verified
@@ -220,9 +221,8 @@ def overlook_stopped_workers() -> None:
 
 def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | None]]:
     """Yield the batches of epoch 0, and of how many samples each was made."""
-    source = loader._source
-    for number, batch in enumerate(source.batches(0, 0)):
-        yield batch, source.num_samples(0, number)
+    for batch in loader._source.batches(0, 0):
+        yield batch, samples_of(batch)
 
 
 # ---- transforms

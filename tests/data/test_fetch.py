@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from accel_fn.data.indexed.fetch import Fetcher, has_rows
+from accel_fn.data.fetch import Fetcher, has_rows
 from tests.support import strategies as ours
 
 SIZE = 12

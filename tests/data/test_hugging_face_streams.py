@@ -54,7 +54,8 @@ def test_shards_of_a_shuffled_stream_are_split_and_every_row_comes_once():
     orders = passes(data, 2, num_epochs=2)
     for ranks in orders:
         assert items_of(ranks) == sorted(items(data))
-        assert {len(batch) for batch in joined(ranks)[:-1]} == {6}
+        for parts in ranks:  # full parts, then empty ones
+            assert sum(len(part) not in (0, 3) for part in parts) <= 1
     assert orders[0] != orders[1]
 
 
@@ -86,7 +87,8 @@ def test_a_position_is_the_same_in_a_later_epoch(sizes, step):
     data = stream(*sizes).shuffle(seed=1, buffer_size=8)
     whole = passes(data, 2, num_epochs=2)
     rest = passes(data, 2, num_epochs=2, step=step)
-    epoch, batch = divmod(step, 5)
+    epoch = int(step >= len(whole[0][0]))
+    batch = step - epoch * len(whole[0][0])
     assert rest[0] == tuple(parts[batch:] for parts in whole[epoch])
     assert rest[1:] == whole[epoch + 1 :]
 

@@ -36,7 +36,7 @@ FROZEN = "core/loss.py"
 DDP = "parallel/ddp.py"
 ADVANCE, AVERAGE = "transforms/schedule/advance.py", "transforms/average.py"
 RESUMED_SCHEDULES = "checkpoint/schedules.py"
-ORDER, SOURCE = "data/order.py", "data/indexed/indexed_source.py"
+ORDER, SOURCE = "data/order.py", "data/indexed.py"
 WORLDS, SCALING = f"{LAWS}03_worlds.py", f"{LAWS}07_scaling.py"
 MESHES = f"{LAWS}13_meshes.py"
 SPLIT = f"{LAWS}13_tensor_parallel.py"
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without samples trains on the example of its part",
-        "data/empty_part.py",
+        "data/collate.py",
         "return one[:0]",
         "return one",
         f"tests/data/test_empty_part.py {LAWS}08_sharding.py",
@@ -278,7 +278,7 @@ MUTANTS = [
     ),
     Mutant(
         "items that each rank draws by itself are passed over",
-        "data/streams/round_robin.py",
+        "data/streams.py",
         "if known and any(each != every[0] for each in every)",
         "if False and any(each != every[0] for each in every)",
         "tests/data/test_streams.py",
@@ -357,7 +357,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sampler of the user's own is read some thousand samples ahead",
-        "data/samplers/read_loader.py",
+        "data/indexed.py",
         "return replace(order, at_once=1 + _num_beyond(loader, read_ahead))",
         "return replace(order, at_once=None)",
         "tests/data/test_samplers_that_change.py",
@@ -373,7 +373,7 @@ MUTANTS = [
     ),
     Mutant(
         "a batch sampler stays in its first epoch",
-        "data/samplers/sampler_batches.py",
+        "data/indexed.py",
         "InEpoch(readers, None if keeps else epoch)",
         "InEpoch(readers, None if keeps else 0)",
         "tests/data/test_sampler_source.py",

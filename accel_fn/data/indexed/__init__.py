@@ -1,1 +1,0 @@
-"""Loaders over data sets that can be indexed."""

@@ -1,1 +1,0 @@
-"""Loaders with a sampler of the user's."""
