@@ -17,8 +17,7 @@ from accel_fn.core.collectives import agreed
 from accel_fn.core.mesh_axes import mesh_shape
 from accel_fn.core.state import Axis, DistState, device_of
 from accel_fn.errors import ArgumentError, WorldError, check_count, check_equal, check_positive
-from accel_fn.parallel.clusters.nodes import azure_local_world_size, check_alone
-from accel_fn.parallel.clusters.tasks import RANKS, read_task
+from accel_fn.parallel.clusters import RANKS, azure_local_world_size, check_alone, read_task
 from accel_fn.parallel.launch_options import launch_options, launched_mesh
 from accel_fn.parallel.mesh_groups import make_axes, make_subgroup
 from accel_fn.parallel.rendezvous import join_world, leave_world
