@@ -292,9 +292,9 @@ def test_a_rank_that_died_and_is_started_again_joins_the_try_that_waits_for_it(c
         come.store.wait(["accel_fn/leader"], timedelta(seconds=10))
         with pytest.raises(Killed):
             come(1, world_size=3, uses=3)  # it has left a note
-        again = threads.submit(come, 1, world_size=3)
         world = come.store.get("accel_fn/leader").decode()
         old = come.store.get(f"{world}/note/1")
+        again = threads.submit(come, 1, world_size=3)
         while come.store.get(f"{world}/note/1") == old:
             time.sleep(0.01)
         third = come(2, world_size=3)
