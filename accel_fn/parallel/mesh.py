@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accel_fn.core.primitives import broadcast, group_of, nccl_of
 from accel_fn.core.state import Axis, DistState, check_state, check_world
 from accel_fn.errors import StateError
-from accel_fn.parallel.thread_groups import make_group
+from accel_fn.parallel.groups import make_group
 
 _TIMEOUT_S = 30.0
 _numbers = itertools.count()  # a store of its own for each mesh that is cut from a group

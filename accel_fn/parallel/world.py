@@ -18,8 +18,8 @@ from accel_fn.core.mesh_axes import mesh_shape
 from accel_fn.core.state import Axis, DistState, device_of
 from accel_fn.errors import ArgumentError, WorldError, check_count, check_equal, check_positive
 from accel_fn.parallel.clusters import RANKS, azure_local_world_size, check_alone, read_task
+from accel_fn.parallel.groups import make_axes, make_subgroup
 from accel_fn.parallel.launch_options import launch_options, launched_mesh
-from accel_fn.parallel.mesh_groups import make_axes, make_subgroup
 from accel_fn.parallel.rendezvous import join_world, leave_world
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
