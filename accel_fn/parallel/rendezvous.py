@@ -47,6 +47,22 @@ _NCCL_AFTER_WATCHDOG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """The variables of a launcher for one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    port: int
+    serves: bool
+    """Does this process serve the store at that address? Else rank 0 does, or torchrun's agent."""
+    store_file: str | None = None
+    """The store of a launch on this machine; None where ranks meet at the address."""
+
+
+@dataclass(frozen=True, slots=True)
 class JoiningRank:
     """A process that joins a world, and how long it waits."""
 
@@ -60,43 +76,34 @@ class JoiningRank:
 
 
 def join_world(
-    *,
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    serves: bool,
-    store_file: str | None,
-    backend: str,
-    timeout_s: float,
-    mesh: Mapping[str, int],
+    launch: Launch, backend: str, timeout_s: float, mesh: Mapping[str, int]
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     """Join the world of all processes that call this; return its group and this rank's watchdog.
 
     They meet in the file, if there is one, else at the address. A process that is in a world already
     gets a second group over it.
     """
-    in_world = current_world()
-    if in_world not in (None, (rank, world_size)):
+    in_world, file = current_world(), launch.store_file
+    if in_world not in (None, (launch.rank, launch.world_size)):
         raise WorldError(
-            f"init: RANK={rank} WORLD_SIZE={world_size} must agree with the world that this process "
-            f"is in, got rank {in_world[0]} of {in_world[1]}"
+            f"init: RANK={launch.rank} WORLD_SIZE={launch.world_size} must agree with the world that this "
+            f"process is in, got rank {in_world[0]} of {in_world[1]}"
         )
     me = JoiningRank(
-        rank=rank,
-        world_size=world_size,
+        rank=launch.rank,
+        world_size=launch.world_size,
         timeout_s=timeout_s,
         deadline=time.monotonic() + timeout_s,
-        task="call it again" if in_world else f"come to {store_file or f'{host}:{port}'}",
+        task="call it again" if in_world else f"come to {file or f'{launch.host}:{launch.port}'}",
     )
     store: Store | None = None
     try:
         if in_world:
             store = _store_of(dist.distributed_c10d._get_default_group())
-        elif store_file is not None:
-            store = _open_store(me, store_file)
+        elif file is not None:
+            store = _open_store(me, file)
         else:
-            store = _reach_store(me, host, port, serves)
+            store = _reach_store(me, launch.host, launch.port, launch.serves)
         num_groups = dist.distributed_c10d._world.group_count
         group, watchdog = meet(store, me, num_groups, partial(_make_group, backend, me, mesh))
     except BaseException as error:
