@@ -65,10 +65,10 @@ class Collective(NamedTuple):
     """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """The same on every rank that takes part; 0 for a message between two ranks."""
+    """Equal on all ranks that take part; 0 for a message between two ranks."""
     function: str
     axis: str
-    """The axis of the mesh that it goes along; empty for all ranks."""
+    """The axis of the mesh over which it runs; empty for all ranks."""
     shapes: tuple[Any, ...]
     place: CodeLine | None
 

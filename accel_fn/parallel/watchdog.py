@@ -201,7 +201,7 @@ class StoreWatchdog:
         if _OF_GLOO not in text:
             return
         peers = self._ranks.along(axis, self._rank)
-        # Else the thread would report where this is, and not where the error was.
+        # Without the lock, the watchdog's thread could report this line in place of the error's.
         with self._diagnosing:
             if _TIMED_OUT in text:
                 self._request_abort(function, axis, error)
@@ -218,7 +218,7 @@ class StoreWatchdog:
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
-        # A rank that is not along the axis has no part in this, and may be well without an entry.
+        # Ranks outside the axis take no part in the collective, so a missing entry means nothing.
         ranks = self._ranks.list_work(entries, peers) + self._log.missing_server()
         along = f" along {axis}" if axis else ""
         rule = f"every rank{along} must stay until all have finished, got one that is gone"
