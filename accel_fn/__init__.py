@@ -29,7 +29,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "load_model",
             "save_model",
         ),
-        "parallel.batch_mean": ("batch_mean",),
         "core.collectives": (
             "any_rank",
             "barrier",
@@ -44,6 +43,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "parallel.mesh": ("device_mesh",),
         "parallel.reduce": (
+            "batch_mean",
             "reduce_max",
             "reduce_mean",
             "reduce_min",

@@ -45,7 +45,6 @@ from accel_fn.observe.log_to import log_values as log_values
 from accel_fn.observe.predict import predict as predict
 from accel_fn.observe.profile import profile as profile
 from accel_fn.observe.progress import progress as progress
-from accel_fn.parallel.batch_mean import batch_mean as batch_mean
 from accel_fn.parallel.ddp import wrap_ddp as wrap_ddp
 from accel_fn.parallel.fsdp.fsdp import wrap_fsdp as wrap_fsdp
 from accel_fn.parallel.gather import gather as gather
@@ -55,6 +54,7 @@ from accel_fn.parallel.main_rank import main_logger as main_logger
 from accel_fn.parallel.main_rank import on_main as on_main
 from accel_fn.parallel.main_rank import print_on_main as print_on_main
 from accel_fn.parallel.mesh import device_mesh as device_mesh
+from accel_fn.parallel.reduce import batch_mean as batch_mean
 from accel_fn.parallel.reduce import reduce_max as reduce_max
 from accel_fn.parallel.reduce import reduce_mean as reduce_mean
 from accel_fn.parallel.reduce import reduce_min as reduce_min

@@ -25,7 +25,7 @@ from accel_fn.cli.output import (
     wrapped,
 )
 from accel_fn.launcher.machines.detect import detect
-from accel_fn.parallel.clusters.tasks import read_task
+from accel_fn.parallel.clusters import read_task
 from accel_fn.testing.outcomes import Outcome, RankReport, merge
 
 _TIMEOUT_S, _POLL_S = 60.0, 0.1

@@ -23,7 +23,7 @@ from accel_fn.core.weights import remember_source
 from accel_fn.data.loader import Batch, Epoch, Numbered, ShardedLoader, Source
 from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
-from accel_fn.parallel.watchdog.hang_report import Stack
+from accel_fn.parallel.hang_report import Stack
 
 _COPIED = ("mps", "meta")  # their memory belongs to no stream
 _REPORT_AFTER_S = 60.0

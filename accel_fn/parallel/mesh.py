@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accel_fn.core.primitives import broadcast, group_of, nccl_of
 from accel_fn.core.state import Axis, DistState, check_state, check_world
 from accel_fn.errors import StateError
-from accel_fn.parallel.thread_groups import make_group
+from accel_fn.parallel.groups import make_group
 
 _TIMEOUT_S = 30.0
-_numbers = itertools.count()  # a store of its own for each mesh that is cut from a group
+_numbers = itertools.count()  # each mesh that is cut from a group has a separate store
 
 
 def device_mesh(state: DistState) -> DeviceMesh:
@@ -84,7 +84,7 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
 
 @cache
 def _alone() -> ProcessGroup:
-    """A group of one rank, for all in this process that are alone: nobody waits in it."""
+    """Return a group of one rank; all states of one rank in this process share it, as none waits in it."""
     return make_group(HashStore(), 0, 1, _TIMEOUT_S)
 
 

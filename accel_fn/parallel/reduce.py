@@ -1,11 +1,11 @@
-"""reduce_sum, reduce_mean, reduce_max and reduce_min: reduce the trees of all ranks to one."""
+"""Reduce the trees of all ranks to one: sums, means, extremes, and the mean of a batch inside a loss."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar, cast
 
 import torch
@@ -78,12 +78,7 @@ def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
     >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
     {'right': 9, 'seen': 10}
     """
-    check_state("reduce_sum", state)
-    state = over(state, axis)
-    if state.world_size == 1:
-        refuse_inexact("reduce_sum", inexact("reduce_sum", tensors_of(tree), state))
-        return cast("T", detached_in_no_grad(tree))
-    return cast("T", _reduced(tree, state, "reduce_sum", _kind_of_sum, 1, list))
+    return _reduced(tree, state, "reduce_sum", axis)
 
 
 @eager
@@ -118,13 +113,7 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0, axis: str | N
     >>> af.reduce_mean(0.5, af.DistState(), weight=32)
     0.5
     """
-    check_state("reduce_mean", state)
-    state = over(state, axis)
-    if state.world_size == 1:
-        _shares([_number(weight)])
-        refuse_inexact("reduce_mean", inexact("reduce_mean", tensors_of(tree), state))
-        return cast("T", detached_in_no_grad(tree))
-    return cast("T", _reduced(tree, state, "reduce_mean", _kind_of_mean, weight, _shares))
+    return _reduced(tree, state, "reduce_mean", axis, weight)
 
 
 @eager
@@ -181,6 +170,61 @@ def reduce_min(tree: T, state: DistState) -> T:
     return cast("T", _extreme(tree, state, "reduce_min", min, torch.minimum))
 
 
+@eager
+def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
+    """Average over the rows of the global batch, those of all ranks, inside a loss.
+
+    For statistics of the batch that a loss reads: the load of experts, a reference point, the loss itself
+    of flooding. A gradient goes through it: in the backward it is summed over the ranks, so W ranks train
+    as one process. On a mesh it goes over the ranks along `dp`.
+
+    Law: W ranks give the value and the gradient of `x.mean(0)` on one.
+
+    Args:
+        x: [num_rows, ...], floating-point; ranks may have different numbers of rows, and none.
+        state: of this rank.
+        name: of the statistic, the same on every rank, by which ranks notice that they compute another one.
+
+    Returns:
+        [...], in the dtype and on the device of `x`, equal on all ranks.
+
+    Raises:
+        TypeError: `x` is no floating-point tensor with rows, or `name` no string.
+        ValueError: on every rank: names, shapes or dtypes differ, or there is no row; in a loss under
+            training beside `accumulate` or `reproducible` (a micro-batch does not know the rows of others),
+            also without a graph; use one micro-batch. With a graph under `local_sgd`.
+
+    Cost: a small collective, and that of `reduce_sum` of a tensor of the shape of a row and a number.
+    In a world of one, none.
+
+    >>> import torch, accel_fn as af
+    >>> af.batch_mean(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), af.DistState(), "load")
+    tensor([0.5000, 0.0000])
+    """
+    check_state("batch_mean", state)
+    if not isinstance(x, Tensor) or not x.ndim or not x.is_floating_point():
+        got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        rule = "be a floating-point tensor [num_rows, ...]"
+        raise ArgumentTypeError(message("batch_mean", "x", rule, got))
+    if not isinstance(name, str):
+        raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
+    ranks = over(state)
+    # Its value is of all rows, also without a graph.
+    leaves = [x if torch.is_grad_enabled() else x.detach()]
+    problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
+    agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
+    if ranks.world_size == 1:
+        if not len(x):
+            raise BatchError("batch_mean: x must have a row on some rank, got none")
+        return x.mean(0)
+    # In a dict by name: ranks of which one sums another statistic differ in structure, and all raise.
+    found = reduce_sum({name: (x.sum(0), len(x))}, state)
+    total, num_rows = found[name]
+    if not num_rows:
+        raise BatchError("batch_mean: x must have a row on some rank, got none")
+    return total / num_rows
+
+
 def _extreme(
     tree: Any,
     state: DistState,
@@ -193,7 +237,7 @@ def _extreme(
     leaves, structure = leaves_of(tree)
 
     def described() -> tuple[tuple[str, list[str]], list[float]]:
-        form = str(structure), [_kind_of_extreme(leaf, function) for leaf in leaves]
+        form = str(structure), [_kind_of(leaf, function) for leaf in leaves]
         return form, _numbers_in(leaves)
 
     if state.world_size == 1:
@@ -215,27 +259,26 @@ def _extreme(
     return pytree.tree_unflatten(found, structure)
 
 
-def _reduced(
-    tree: Any,
-    state: DistState,
-    function: str,
-    kind_of: Callable[[Any], str],
-    weight: Any,
-    shares_of: Callable[[Sequence[float]], list[float]],
-) -> Any:
-    """Sum each leaf over the ranks, times the share of its rank in the weights of all."""
+def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight: Any = 1) -> T:
+    """Sum each leaf over the ranks; for a mean, times the share of its rank in the sum of weights."""
+    check_state(function, state)
+    state = over(state, axis)
+    if state.world_size == 1:
+        _shares([_number(weight)])
+        refuse_inexact(function, inexact(function, tensors_of(tree), state))
+        return cast("T", detached_in_no_grad(tree))
     leaves, structure = leaves_of(tree)
     problem = inexact(function, leaves, state)
 
     def described() -> tuple[float, tuple[str, list[str]], list[float], list[bool]]:
-        form = str(structure), [kind_of(leaf) for leaf in leaves]
+        form = str(structure), [_kind_of(leaf, function) for leaf in leaves]
         refuse_inexact(function, problem)
         return _number(weight), form, _numbers_in(leaves), [in_graph(leaf) for leaf in leaves]
 
     every = agreed(described, state, function, leaves)
     weights, forms, values, graphs = zip(*every, strict=True)
     check_equal(forms, f"{function}: tree {_SAME}", error=BatchError)
-    shares = shares_of(weights)
+    shares = _shares(weights) if function == "reduce_mean" else weights
     columns = zip(*values, strict=True)
     totals = list[Any]()
     for leaf in leaves:
@@ -256,7 +299,7 @@ def _reduced(
     )
     for place, total in zip(places, found, strict=True):
         totals[place] = total
-    return pytree.tree_unflatten(totals, structure)
+    return cast("T", pytree.tree_unflatten(totals, structure))
 
 
 def _share_of(tensor: Tensor, share: float) -> Tensor:
@@ -271,43 +314,29 @@ def _share_of(tensor: Tensor, share: float) -> Tensor:
     return wide.clone(memory_format=order)
 
 
-def _kind_of_sum(leaf: Any) -> str:
-    """Return the properties of a leaf that ranks must agree on."""
+def _kind_of(leaf: Any, function: str) -> str:
+    """Return the properties of a leaf that ranks must agree on; refuse one that cannot be reduced."""
+    is_mean, is_extreme = function == "reduce_mean", function in ("reduce_max", "reduce_min")
     if isinstance(leaf, int | float):
-        return "float" if isinstance(leaf, float) else "int"
-    if not _is_plain(leaf):
-        raise BatchError(message("reduce_sum", "tree", "hold numbers and tensors", leaf))
-    return _kind_of_tensor(leaf)
-
-
-def _kind_of_mean(leaf: Any) -> str:
-    """Return the same for a mean; all kinds of numbers have one."""
-    if isinstance(leaf, int | float):
-        return "number"
-    if not (_is_plain(leaf) and leaf.is_floating_point()):
-        rule = "hold numbers and floating-point tensors"
-        raise BatchError(message("reduce_mean", "tree", rule, leaf))
-    return _kind_of_tensor(leaf)
-
-
-def _kind_of_extreme(leaf: Any, function: str) -> str:
-    """Return the same for a largest or smallest value."""
-    if isinstance(leaf, int | float):
-        return "float" if isinstance(leaf, float) else "int"
-    # The sums of uint64 wrap around as they should in int64, whose order is another.
-    if not (
-        _is_plain(leaf)
-        and leaf.layout is torch.strided
-        and not leaf.is_complex()
-        and leaf.dtype != torch.uint64
-    ):
-        rule = "hold real numbers and dense tensors of real numbers, none of uint64"
-        raise BatchError(message(function, "tree", rule, leaf))
-    if in_graph(leaf):
+        kind = "float" if isinstance(leaf, float) else "int"
+        return "number" if is_mean else kind
+    # A tensor with memory, not a wrapper of other tensors.
+    fits, rule = isinstance(leaf, Tensor) and not hasattr(leaf, "__tensor_flatten__"), "tensors"
+    if is_mean:
+        fits, rule = fits and leaf.is_floating_point(), "floating-point tensors"
+    elif is_extreme:
+        # Sums of uint64 wrap around in int64 as they should; its order is different there.
+        is_real = fits and not leaf.is_complex() and leaf.dtype != torch.uint64
+        fits = is_real and leaf.layout is torch.strided
+        rule = "dense tensors of real numbers, none of uint64"
+    if not fits:
+        kind = "real numbers" if is_extreme else "numbers"
+        raise BatchError(message(function, "tree", f"hold {kind} and {rule}", leaf))
+    if is_extreme and in_graph(leaf):
         got = f"a tensor {list(leaf.shape)} that requires grad"
         repair = "detach it, no gradient goes through a largest or smallest value"
         raise BatchError(f"{function}: tree must hold no tensor with a graph, got {got}; {repair}")
-    return _kind_of_tensor(leaf)
+    return f"{leaf.dtype} {list(leaf.shape)} {leaf.layout}".removesuffix(" torch.strided")
 
 
 def _numbers_in(leaves: Sequence[Any]) -> list[float]:
@@ -316,15 +345,6 @@ def _numbers_in(leaves: Sequence[Any]) -> list[float]:
         for leaf in leaves
         if not isinstance(leaf, Tensor)
     ]
-
-
-def _is_plain(leaf: Any) -> bool:
-    """A tensor with memory of its own, not one around others."""
-    return isinstance(leaf, Tensor) and not hasattr(leaf, "__tensor_flatten__")
-
-
-def _kind_of_tensor(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} {tensor.layout}".removesuffix(" torch.strided")
 
 
 def _number(weight: Any) -> float:

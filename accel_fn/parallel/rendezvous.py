@@ -1,30 +1,37 @@
-"""The rendezvous of a world of processes: join it, start its watchdog, leave it."""
+"""The rendezvous of a world of processes: its ranks meet in a store, connect, and leave in the end.
+
+Rank 0 names each try by a random number, and every rank that sees the name leaves a note below it. When
+all notes are there, rank 0 publishes them, and a rank that finds its own among them connects. So a note of a
+rank that died or gave up counts in no later try, however often each rank has tried.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_fn.core.primitives import current_world, device_backend, nccl_of
 from accel_fn.core.signed import run_token
 from accel_fn.core.state import Watchdog
 from accel_fn.core.warn import LIBRARIES
 from accel_fn.errors import WorldError, WorldTimeoutError
-from accel_fn.parallel.meeting import Place, meet
 from accel_fn.parallel.stores import FolderStore, SignedStore, address_of
-from accel_fn.parallel.watchdog.store_log import StoreLog
-from accel_fn.parallel.watchdog.watchdog import StoreWatchdog, ending_error
+from accel_fn.parallel.watchdog import StoreLog, StoreWatchdog, ending_error
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -32,156 +39,254 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SETTLE_S, _TRY_AGAIN_S, _ANSWER_S = 0.05, 0.1, 1.0
+_LEADER = "accel_fn/leader"
+_POLL_S, _POLLS_PER_S = 0.01, 2000
+"""One process serves the store to all ranks: the larger the world, the less often each rank polls."""
+_SETTLE_S, _TRY_AGAIN_S, _ANSWER_S, _LINGER_S = 0.05, 0.1, 1.0, 1.0
 _NCCL_AFTER_WATCHDOG_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The variables of a launcher for one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    port: int
+    serves: bool
+    """Does this process serve the store at that address? Else rank 0 does, or torchrun's agent."""
+    store_file: str | None = None
+    """The store of a launch on this machine; None where ranks meet at the address."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningRank:
+    """A process that joins a world, and how long it waits."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+    deadline: float
+    """On the monotonic clock."""
+    task: str
+    """What all ranks must do, for errors."""
+
+
 def join_world(
-    *,
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    serves: bool,
-    store_file: str | None,
-    backend: str,
-    timeout_s: float,
-    mesh: Mapping[str, int],
+    launch: Launch, backend: str, timeout_s: float, mesh: Mapping[str, int]
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     """Join the world of all processes that call this; return its group and this rank's watchdog.
 
     They meet in the file, if there is one, else at the address. A process that is in a world already
     gets a second group over it.
     """
-    in_world = dist.is_initialized()
-    if in_world:
-        _check_world(rank, world_size)
-    place = Place(
-        rank=rank,
-        world_size=world_size,
+    in_world, file = current_world(), launch.store_file
+    if in_world not in (None, (launch.rank, launch.world_size)):
+        raise WorldError(
+            f"init: RANK={launch.rank} WORLD_SIZE={launch.world_size} must agree with the world that this "
+            f"process is in, got rank {in_world[0]} of {in_world[1]}"
+        )
+    me = JoiningRank(
+        rank=launch.rank,
+        world_size=launch.world_size,
         timeout_s=timeout_s,
         deadline=time.monotonic() + timeout_s,
-        task="call it again" if in_world else f"come to {store_file or f'{host}:{port}'}",
+        task="call it again" if in_world else f"come to {file or f'{launch.host}:{launch.port}'}",
     )
-
-    def meet_in(store: Store) -> tuple[ProcessGroup, StoreWatchdog]:
-        make = partial(_make_group, backend, place, mesh)
-        met = meet(store, place, _num_groups(), make, _leave_made)
-        atexit.register(_keep, store)  # peers may still use it: it ends with this process
-        return met
-
+    store: Store | None = None
     try:
         if in_world:
-            group, watchdog = _meet_in_world(place, meet_in)
+            store = _store_of(dist.distributed_c10d._get_default_group())
+        elif file is not None:
+            store = _open_store(me, file)
         else:
-            reach = partial(_reach_store, place, host, port, serves)
-            if store_file is not None:
-                reach = partial(_open_store, place, store_file)
-            group, watchdog = meet_at(reach, place, meet_in)
+            store = _reach_store(me, launch.host, launch.port, launch.serves)
+        num_groups = dist.distributed_c10d._world.group_count
+        group, watchdog = meet(store, me, num_groups, partial(_make_group, backend, me, mesh))
     except BaseException as error:
-        _clear_frames(error)
+        # A server ends with the last reference to its store, also if the caller keeps the error.
+        store = None
+        chain: BaseException | None = error
+        while chain is not None:
+            traceback.clear_frames(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
         raise
+    atexit.register(_keep, store)  # peers may still use it: it ends with this process
     watchdog.start()
     return group, watchdog
 
 
-def _meet_in_world(place: Place, meet_in: Callable[[Store], T]) -> T:
-    """Meet in the store of the world that this process is in."""
-    group = dist.distributed_c10d._get_default_group()
+def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, int], T]) -> T:
+    """Wait until all ranks are here; return the group that `make` returns.
+
+    `make` is given a store of this world alone, and the largest `num_groups` of all ranks.
+    """
+    note = json.dumps([uuid.uuid4().hex, num_groups])
     try:
-        return meet_in(dist.distributed_c10d._world.pg_map[group][1])
+        world, notes = (_lead if me.rank == 0 else _follow)(store, me, note)
     except dist.DistNetworkError as error:
-        raise _lost_store(place) from error
+        problem = f"rank {me.rank} did not see rank 0 any more; did it end?"
+        raise _late(me, problem) from error
+    tried = [f"{world}/tried/{rank}" for rank in range(me.world_size)]
+    try:
+        made = make(PrefixStore(world, store), max(json.loads(each)[1] for each in notes))
+    except Exception as error:
+        if not _may_be_of_a_peer(error):
+            raise
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        problem = f"rank {me.rank} could not ({reason})"
+        with suppress(dist.DistError):
+            store.set(tried[me.rank], "")
+            with suppress(dist.DistStoreError):
+                # Ranks that live fail at about the same time.
+                store.wait(tried, timedelta(seconds=_LINGER_S))
+            absent = [rank for rank, key in enumerate(tried) if not store.check([key])]
+            if absent:
+                problem = f"{_named(absent)} did not answer ({reason} on rank {me.rank})"
+        raise WorldTimeoutError(
+            f"init: all {me.world_size} ranks must connect to each other within {me.timeout_s:g} s, "
+            f"but {problem}; do all of them run, and can they reach each other?"
+        ) from error
+    with suppress(dist.DistError):
+        store.set(tried[me.rank], "")
+    return made
 
 
-def meet_at(reach: Callable[[], Store], place: Place, meet_in: Callable[[Store], T]) -> T:
-    """Meet in a store, and in the next one when rank 0 has given it up, until the deadline."""
-    problem: WorldTimeoutError | None = None
-    while True:
-        try:
-            # The last store lives until the next is reached: where rank 0 serves it, it is the same.
-            store = reach()
-        except WorldTimeoutError as error:
-            if problem is None:
-                raise
-            raise problem from error
-        try:
-            return meet_in(store)
-        except WorldTimeoutError as error:
-            problem = error
-        except dist.DistNetworkError:
-            problem = _lost_store(place)
-        _clear_frames(problem)
-        if time.monotonic() > place.deadline:
-            raise problem
-        time.sleep(_TRY_AGAIN_S)  # a server that ends is gone by then
+def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
+    """Name a try and wait for the notes of all ranks; return its name and the notes."""
+    world = f"accel_fn/world/{uuid.uuid4().hex}"
+    keys = [f"{world}/note/{rank}" for rank in range(me.world_size)]
+    store.set(keys[0], note)
+    store.set(_LEADER, world)
+    late = None
+    try:
+        store.wait(keys, timedelta(seconds=max(me.deadline - time.monotonic(), 0.001)))
+        notes = [each.decode() for each in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        late = error
+    if store.get(_LEADER).decode() != world:
+        raise _displaced(me) from late
+    if late is None:
+        store.set(f"{world}/begin", json.dumps(["", notes]))
+        return world, notes
+    present = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+    absent = [rank for rank in range(me.world_size) if rank not in present]
+    failure = _not_seen(me, absent or range(1, me.world_size))
+    # Peers that wait read the error before a store of this process ends with it.
+    store.set(f"{world}/begin", json.dumps([str(failure), [*present.values()]]))
+    with suppress(dist.DistError):
+        read = [f"{world}/read/{rank}" for rank in present if rank]
+        store.wait(read, timedelta(seconds=_LINGER_S))
+    raise failure from late
+
+
+def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
+    """Leave a note in each try that rank 0 names, until one begins with it; return as `_lead`."""
+    world, pause_s = "", max(_POLL_S, me.world_size / _POLLS_PER_S)
+    try:
+        while time.monotonic() < me.deadline:
+            leader = store.get(_LEADER).decode() if store.check([_LEADER]) else ""
+            if leader != world:
+                world = leader
+                store.set(f"{world}/note/{me.rank}", note)
+            if world and store.check([f"{world}/begin"]):
+                problem, notes = json.loads(store.get(f"{world}/begin"))
+                if note in notes and problem:
+                    store.set(f"{world}/read/{me.rank}", "")
+                    raise WorldTimeoutError(problem)
+                if note in notes:
+                    return world, notes
+            time.sleep(pause_s)
+        raise _late_follower(store, me, note, world)
+    except BaseException:
+        # The note is gone with the store, which rank 0 may end with its try.
+        with suppress(dist.DistNetworkError):
+            if world and store.get(f"{world}/note/{me.rank}").decode() == note:
+                store.delete_key(f"{world}/note/{me.rank}")
+        raise
+
+
+def _late_follower(store: Store, me: JoiningRank, note: str, world: str) -> WorldTimeoutError:
+    if world and store.get(f"{world}/note/{me.rank}").decode() != note:
+        return _displaced(me)
+    if not world or store.check([f"{world}/begin"]):  # rank 0 names no new try
+        return _not_seen(me, [0])
+    ranks = range(me.world_size)
+    absent = [rank for rank in ranks if not store.check([f"{world}/note/{rank}"])]
+    return _not_seen(me, absent or [0])
+
+
+def _not_seen(me: JoiningRank, absent: Sequence[int]) -> WorldTimeoutError:
+    problem = f"rank {me.rank} did not see {_named(absent)}"
+    return _late(me, f"{problem}; is WORLD_SIZE right, and did they start?")
+
+
+def _displaced(me: JoiningRank) -> WorldTimeoutError:
+    return _late(me, f"another process came as rank {me.rank}; is RANK another one on each?")
+
+
+def _late(me: JoiningRank, problem: str) -> WorldTimeoutError:
+    rule = f"all {me.world_size} ranks must {me.task} within {me.timeout_s:g} s"
+    return WorldTimeoutError(f"init: {rule}, {problem}")
+
+
+def _may_be_of_a_peer(failure: Exception) -> bool:
+    """Can it have failed because another rank is gone, or slow? Gloo raises a bare RuntimeError."""
+    text = str(failure)
+    return (
+        isinstance(failure, dist.DistError) or "connectFullMesh" in text or "Wait timeout" in text
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _make_group(
-    backend: str, place: Place, mesh: Mapping[str, int], store: Store, num_groups: int
+    backend: str, me: JoiningRank, mesh: Mapping[str, int], store: Store, num_groups: int
 ) -> tuple[ProcessGroup, StoreWatchdog]:
-    timeout = timedelta(seconds=place.timeout_s)
+    timeout = timedelta(seconds=me.timeout_s)
     # Torch names groups by this count, which a failed try leaves behind.
     dist.distributed_c10d._world.group_count = num_groups
     if dist.is_initialized():
         group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
     else:
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+            backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout
         )
         group = dist.group.WORLD
     assert group is not None
     try:
-        return group, _watchdog(group, place, mesh)
+        return group, _watchdog(group, me, mesh)
     except BaseException:
         leave_world(group, None)
         raise
 
 
-def _watchdog(group: ProcessGroup, place: Place, mesh: Mapping[str, int]) -> StoreWatchdog:
+def _watchdog(group: ProcessGroup, me: JoiningRank, mesh: Mapping[str, int]) -> StoreWatchdog:
     nccl = nccl_of(group)
     if nccl is not None:
         # NCCL ends a process without a report, so the watchdog must come first.
-        nccl._set_default_timeout(timedelta(seconds=place.timeout_s + _NCCL_AFTER_WATCHDOG_S))
+        nccl._set_default_timeout(timedelta(seconds=me.timeout_s + _NCCL_AFTER_WATCHDOG_S))
+    store = _store_of(group)
     return StoreWatchdog(
-        _store_log(group),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout_s=place.timeout_s,
+        StoreLog(cast("Any", store), address_of(store)),  # torch's stubs lack clone and append
+        rank=me.rank,
+        world_size=me.world_size,
+        timeout_s=me.timeout_s,
         libraries=LIBRARIES,
         times_steps=device_backend(group) is not None,
         mesh=mesh,
     )
 
 
-def _num_groups() -> int:
-    """Return how many groups torch has named in this process."""
-    return dist.distributed_c10d._world.group_count
-
-
-def _leave_made(made: tuple[ProcessGroup, StoreWatchdog]) -> None:
-    leave_world(made[0], None)
-
-
-def _lost_store(place: Place) -> WorldTimeoutError:
-    return WorldTimeoutError(
-        f"init: all {place.world_size} ranks must {place.task} within {place.timeout_s:g} s, "
-        f"rank {place.rank} did not see rank 0 any more; did it end?"
-    )
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Let go of the store of a failed try: its server ends, though the caller may keep the error."""
-    chain: BaseException | None = error
-    while chain is not None:
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
-
-
-def _store_log(group: ProcessGroup) -> StoreLog:
-    """Return a log in the group's own part of the store of its rendezvous."""
-    store = dist.distributed_c10d._world.pg_map[group][1]
-    return StoreLog(cast("Any", store), address_of(store))  # torch's stubs lack clone and append
+def _store_of(group: ProcessGroup) -> Store:
+    """Return the part of the rendezvous's store that belongs to a group."""
+    store: Store = dist.distributed_c10d._world.pg_map[group][1]
+    return store
 
 
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
@@ -205,26 +310,18 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
         time.sleep(_SETTLE_S)
 
 
-def _check_world(rank: int, world_size: int) -> None:
-    if current_world() != (rank, world_size):
-        raise WorldError(
-            f"init: RANK={rank} WORLD_SIZE={world_size} must agree with the world that this process "
-            f"is in, got rank {dist.get_rank()} of {dist.get_world_size()}"
-        )
-
-
-def _open_store(place: Place, path: str) -> Store:
+def _open_store(me: JoiningRank, path: str) -> Store:
     """Open the file that the launcher of this machine has named for its ranks."""
     try:
-        return FolderStore(path, place.timeout_s)
+        return FolderStore(path, me.timeout_s)
     except RuntimeError as error:
         raise WorldTimeoutError(
-            f"init: rank {place.rank} of {place.world_size} could not open {path}, the store of its "
+            f"init: rank {me.rank} of {me.world_size} could not open {path}, the store of its "
             f"launcher; does the launcher run? ({str(error).splitlines()[0]})"
         ) from error
 
 
-def _reach_store(place: Place, host: str, port: int, serves: bool) -> Store:
+def _reach_store(me: JoiningRank, host: str, port: int, serves: bool) -> Store:
     """Connect to the key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -236,22 +333,22 @@ def _reach_store(place: Place, host: str, port: int, serves: bool) -> Store:
         TCPStore,
         host,
         port,
-        place.world_size,
+        me.world_size,
         is_master=serves,
-        timeout=timedelta(seconds=place.timeout_s),
+        timeout=timedelta(seconds=me.timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
     )
     try:
         if not serves:
-            _wait_for_server(host, port, len(addresses), place.deadline)
-        store = _made_in_time(make, place.deadline)
+            _wait_for_server(host, port, len(addresses), me.deadline)
+        store = _made_in_time(make, me.deadline)
         return SignedStore(store) if run_token() else store
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError) as error:
         verb = "serve" if serves else "reach"
         raise WorldTimeoutError(
-            f"init: rank {place.rank} of {place.world_size} could not {verb} MASTER_ADDR={host} "
-            f"MASTER_PORT={port} within {place.timeout_s:g} s; is rank 0 running there, and is the "
+            f"init: rank {me.rank} of {me.world_size} could not {verb} MASTER_ADDR={host} "
+            f"MASTER_PORT={port} within {me.timeout_s:g} s; is rank 0 running there, and is the "
             f"port free and open? ({str(error).splitlines()[0]})"
         ) from error
 

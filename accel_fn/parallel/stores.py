@@ -18,7 +18,7 @@ _POLL_S = 0.01
 class FolderStore(FileStore):
     """Torch's store in a file, whose waits raise as those of its server do.
 
-    Nobody listens: whoever may read the folder may read the store, and nobody else.
+    It opens no port: the permissions of the folder decide who may read the store.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
@@ -36,11 +36,11 @@ class FolderStore(FileStore):
 
 
 class SignedStore(Store):
-    """A store whose values carry a signature under the run's token; one that does not is refused.
+    """A store that signs its values with the run's token, and refuses values without a signature.
 
     Torch's server has no password. Strangers who reach it can still read values, delete them, and
-    count its counters, which are plain numbers; they cannot make a rank take a value for a peer's.
-    A signature is of one key, so it holds for no other.
+    change its counters, which are plain numbers. They cannot forge a value of a rank. A signature
+    covers the key too, so a value cannot be moved to another key.
     """
 
     def __init__(self, store: Any) -> None:
@@ -104,7 +104,7 @@ class SignedStore(Store):
 
 
 def _text(key: str, value: Any) -> str:
-    """Return a signed value as text; an empty one stays empty, as that of a key that is not there."""
+    """Return a signed value as text; an empty value stays empty, as a missing key is."""
     data = value.encode() if isinstance(value, str) else bytes(value)
     return signed(data, key).hex() if data else ""
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,33 +15,16 @@ import torch
 from accel_fn.core import primitives as backends
 from accel_fn.core.collectives import agreed
 from accel_fn.core.mesh_axes import mesh_shape
-from accel_fn.core.state import Axis, DistState, device_of
+from accel_fn.core.state import DistState, device_of
 from accel_fn.errors import ArgumentError, WorldError, check_count, check_equal, check_positive
-from accel_fn.parallel.clusters.nodes import azure_local_world_size, check_alone
-from accel_fn.parallel.clusters.tasks import RANKS, read_task
+from accel_fn.parallel.clusters import RANKS, azure_local_world_size, check_alone, read_task
+from accel_fn.parallel.groups import make_axes, make_subgroup
 from accel_fn.parallel.launch_options import launch_options, launched_mesh
-from accel_fn.parallel.mesh_groups import make_axes, make_subgroup
-from accel_fn.parallel.rendezvous import join_world, leave_world
+from accel_fn.parallel.rendezvous import Launch, join_world, leave_world
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The variables of a launcher for one process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str
-    port: int
-    serves: bool
-    """Does this process serve the store at that address? Else a peer does, or torchrun's agent."""
-    store_file: str | None = None
-    """The store of a launch on this machine; None where ranks meet at the address."""
 
 
 def init(
@@ -166,29 +149,15 @@ def _join(
     check_count("init", "seed", seed, minimum=0)
     backends.check_backend("init", backend)
     joined = _joined_world(os.environ)
-    launch = joined or read_launch(os.environ)
+    launch = joined or read_launch(os.environ) or Launch(0, 1, 0, 1, "", 0, False)
     device = device or os.environ.get("ACCEL_FN_DEVICE") or ray_device(os.environ)
-    world_size = 1 if launch is None else launch.world_size
-    shape = {} if mesh is None else mesh_shape("init", mesh, world_size)
-    if launch is None:
-        axes = tuple([Axis(name, 0, 1, None) for name in shape])
-        return DistState(device=pick_device(device, 0, 1, 1), seed=seed, axes=axes)
+    shape = {} if mesh is None else mesh_shape("init", mesh, launch.world_size)
     local_rank = None if joined else launch.local_rank
     place = pick_device(device, local_rank, launch.local_world_size, launch.world_size)
     backend = backends.default_backend(place, backend) if launch.world_size > 1 else ""
     group, watchdog = None, None
     if launch.world_size > 1:
-        group, watchdog = join_world(
-            rank=launch.rank,
-            world_size=launch.world_size,
-            host=launch.host,
-            port=launch.port,
-            serves=launch.serves,
-            store_file=launch.store_file,
-            backend=backend,
-            timeout_s=timeout_s,
-            mesh=shape,
-        )
+        group, watchdog = join_world(launch, backend, timeout_s, shape)
     state = DistState(
         rank=launch.rank,
         world_size=launch.world_size,

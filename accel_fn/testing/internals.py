@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -40,30 +39,27 @@ from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.set_epoch import InEpoch
 from accel_fn.observe import bar
 from accel_fn.observe.log_to import _NAMES
-from accel_fn.parallel import file_lock, meeting, messages, rendezvous
+from accel_fn.parallel import file_lock, messages, rendezvous
+from accel_fn.parallel import watchdog as watchdog_file
+from accel_fn.parallel.hang_report import Entry, Ranks, Stack
 from accel_fn.parallel.local_sgd import average_ranks
-from accel_fn.parallel.meeting import Place, meet
 from accel_fn.parallel.mesh import make_mesh
 from accel_fn.parallel.messages import Channel, open_channel
-from accel_fn.parallel.rendezvous import meet_at
+from accel_fn.parallel.rendezvous import JoiningRank, meet
 from accel_fn.parallel.same_on_all_ranks import check_same
 from accel_fn.parallel.stores import FolderStore, SignedStore
 from accel_fn.parallel.tp.draws import draw_by_shard, may_draw
-from accel_fn.parallel.watchdog import watchdog as watchdog_module
-from accel_fn.parallel.watchdog.hang_report import Ranks, Stack
-from accel_fn.parallel.watchdog.store_log import Entry, StoreLog
-from accel_fn.parallel.watchdog.watchdog import Abort, StoreWatchdog
+from accel_fn.parallel.watchdog import StoreLog, StoreWatchdog
 from accel_fn.testing import simulation
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
 
 __all__ = [  # what tests call as it is
-    "Abort",
     "Channel",
     "Entry",
     "FolderStore",
     "InEpoch",
-    "Place",
+    "JoiningRank",
     "Ranks",
     "Share",
     "SignedStore",
@@ -75,6 +71,7 @@ __all__ = [  # what tests call as it is
     "axes_of",
     "check_fits_in_graph",
     "check_same",
+    "count_report_and_wait",
     "ddp_of",
     "draw_by_shard",
     "export_model",
@@ -86,7 +83,6 @@ __all__ = [  # what tests call as it is
     "make_mesh",
     "may_draw",
     "meet",
-    "meet_at",
     "num_calls",
     "open_channel",
     "place_of_rate",
@@ -119,12 +115,12 @@ def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any
 
 # ---- ranks
 
-HANG_EXIT_CODE = watchdog_module.EXIT_CODE
+HANG_EXIT_CODE = watchdog_file.EXIT_CODE
 
 # For `monkeypatch.setattr(*NAME, seconds)`: how long rank 0 serves those that it has failed, and how
 # long a watchdog waits for the entry of a rank that has left.
-LINGER_S = (meeting, "_LINGER_S")
-SLACK_S = (watchdog_module, "_SLACK_S")
+LINGER_S = (rendezvous, "_LINGER_S")
+SLACK_S = (watchdog_file, "_SLACK_S")
 
 
 def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
@@ -146,20 +142,12 @@ def is_timed(state: DistState) -> bool:
     return state.watchdog._step_began is not None
 
 
-write_report = watchdog_module._write
+write_report = watchdog_file._write
 
 
-@contextmanager
-def withdrawing_late(delay_s: float) -> Iterator[None]:
-    """Let a rank that gives up a meeting take so long times its number to say so."""
-    withdraw = meeting._Meeting._withdraw
-
-    def late(self: meeting._Meeting) -> None:
-        time.sleep(delay_s * self._place.rank)
-        withdraw(self)
-
-    with mock.patch.object(meeting._Meeting, "_withdraw", late):
-        yield
+def count_report_and_wait(watchdog: StoreWatchdog, num_ranks: int) -> None:
+    """Let a rank that has reported wait until so many ranks have."""
+    watchdog._wait_for_reports(num_ranks)
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_fn.core.mesh_axes import mesh_shape, ranks_along
 from accel_fn.core.state import Axis, DistState
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_positive, message
-from accel_fn.parallel.mesh_groups import make_axes
-from accel_fn.parallel.thread_groups import (
+from accel_fn.parallel.groups import (
     close_group,
+    make_axes,
     make_group,
     num_connections,
     release_group,

@@ -31,7 +31,7 @@ def test_one_module_alone_calls_collectives():
         if node.attr in collectives and ast.unparse(node.value) not in OURS
     }
     # the last closes groups, by a call that meets no other
-    assert callers == {"primitives.py", "thread_groups.py"}
+    assert callers == {"primitives.py", "groups.py"}
 
 
 # Mutable objects that modules hold, and why none of them belongs to a run.

@@ -181,9 +181,9 @@ def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
     number = collective_of(waits, 0)
     assert_shows(
         waits,
-        f"  rank 0: in collective {number}, step of float64 [2], at {at}; last step 4, at {at}\n",
+        f"  rank 0: in collective {number}, step of float64 [3], at {at}; last step 4, at {at}\n",
         f"  rank 1: has left; last step 3, at {at}; "
-        f"last collective {number - 1}, step of float32 [2], at {at}\n",
+        f"last collective {number - 1}, step of float32 [3], at {at}\n",
     )
 
 

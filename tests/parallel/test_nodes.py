@@ -5,7 +5,7 @@ import json
 import pytest
 
 from accel_fn.errors import WorldError
-from accel_fn.parallel.clusters.nodes import Node, read_node
+from accel_fn.parallel.clusters import Node, read_node
 from accel_fn.parallel.world import Launch, read_launch
 from tests.parallel.test_tasks import pbs
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_fn.errors import WorldError
-from accel_fn.parallel.clusters.hosts import first_host
-from accel_fn.parallel.clusters.tasks import Task, read_task, tasks_per_node
+from accel_fn.parallel.clusters import Task, first_host, read_task, tasks_per_node
 from accel_fn.parallel.world import Launch, read_launch
 from tests.support.processes import ROOT
 

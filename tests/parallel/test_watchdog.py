@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 import accel_fn as af
 from accel_fn.testing import internals, simulate
-from accel_fn.testing.internals import Abort, Entry, Ranks, Stack, StoreLog, StoreWatchdog
+from accel_fn.testing.internals import Entry, Ranks, Stack, StoreLog, StoreWatchdog
 from tests.support.processes import free_port
 
 SQUARE = Ranks(4, {"dp": 2, "cp": 1, "tp": 2})
@@ -221,8 +221,8 @@ def test_errors_of_other_kinds_are_nothing_to_a_watchdog(error):
 
 def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     store = HashStore()
-    abort = Abort(StoreLog(store, None), rank=1, ranks=Ranks(3, {}), notice_s=30.0)
-    waiting = threading.Thread(target=abort.wait_for_reports, args=(2,))
+    watchdog = make_watchdog(StoreLog(store, None), rank=1)
+    waiting = threading.Thread(target=internals.count_report_and_wait, args=(watchdog, 2))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()
@@ -230,7 +230,7 @@ def test_a_rank_that_has_reported_waits_until_the_others_have_and_no_longer():
     waiting.join(10)
     assert not waiting.is_alive()
     start = time.monotonic()
-    Abort(StoreLog(HashStore(), None), rank=1, ranks=Ranks(3, {}), notice_s=0.1).wait_for_reports(2)
+    internals.count_report_and_wait(make_watchdog(rank=1), 2)
     assert time.monotonic() - start < 5
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from accel_fn.errors import WorldError
 from accel_fn.launcher.machines.network import check_host
 from accel_fn.launcher.settings.sources import Resolved
-from accel_fn.parallel.clusters.nodes import Node, check_agree, read_node
-from accel_fn.parallel.clusters.tasks import RANKS, read_task
-from accel_fn.parallel.clusters.variables import Variables
+from accel_fn.parallel.clusters import RANKS, Node, Variables, check_agree, read_node, read_task
 
 _LOOPBACK, _PORT = "127.0.0.1", 29500
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from accel_fn.parallel.watchdog.python_files import is_in_python
+from accel_fn.parallel.hang_report import is_in_python
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
 _FRAME_AND_CODE = r'^  File ".+", line \d+, in .+(?:\n    .*|\n  \[Previous line .*)*'

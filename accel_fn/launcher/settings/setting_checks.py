@@ -8,8 +8,7 @@ from accel_fn.errors import SettingsError, message
 from accel_fn.launcher.machines.detect import Machine
 from accel_fn.launcher.settings.settings import Mistake, Settings
 from accel_fn.launcher.settings.value import Given
-from accel_fn.parallel.clusters.nodes import Node, read_node
-from accel_fn.parallel.clusters.tasks import Task, read_task
+from accel_fn.parallel.clusters import Node, Task, read_node, read_task
 
 _USE_CPU = "launch with --cpu to train on the CPU"
 

@@ -1,4 +1,4 @@
-"""Gloo groups whose ranks are threads of one process, and a group of one rank alone.
+"""Process groups along the axes of a mesh, and Gloo groups whose ranks are threads of one process.
 
 Uses private names of torch; tests/core/test_torch_internals.py fails when one of them changes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -22,10 +23,48 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 
+from accel_fn.core.mesh_axes import ranks_along
+from accel_fn.core.primitives import group_of, nccl_of
+from accel_fn.core.state import Axis, DistState
+
+MakeGroup = Callable[[DistState, str, range], ProcessGroup | None]
+"""Called for each set of ranks along each axis, in one order on all ranks; returns this rank's end."""
 _NEVER_SENT = 1 << 30  # a tag
 _numbers = itertools.count()  # for names: threads share torch's table of groups
 _groups: dict[str, list[ProcessGroup]] = {}
 """Groups that are open, each with its parts behind it, by name."""
+
+
+def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
+    """Make this rank's axes of a mesh of this shape."""
+    axes = []
+    for name, size in shape.items():
+        own, group = ranks_along(shape, name, state.rank), None
+        if size == state.world_size:
+            group = state.group
+        elif size > 1:
+            rows = dict.fromkeys(ranks_along(shape, name, rank) for rank in range(state.world_size))
+            groups = {row: make(state, name, row) for row in rows}
+            group = groups[own]
+        axes.append(Axis(name, own.index(state.rank), size, group))
+    return tuple(axes)
+
+
+def make_subgroup(
+    state: DistState, name: str, ranks: range, *, backend: str, timeout_s: float
+) -> ProcessGroup | None:
+    """Make a group of some processes of a world; every rank calls this, also for groups without it."""
+    timeout = timedelta(seconds=timeout_s)
+    group: ProcessGroup = dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, group_desc=name
+    )
+    if state.rank not in ranks:
+        return None
+    nccl = nccl_of(group_of(state, "init"))
+    if nccl is not None:
+        # Longer than the others, so that the watchdog prints its report before NCCL ends the process.
+        nccl_of(group)._set_default_timeout(nccl.options._timeout)
+    return group
 
 
 @cache
@@ -56,7 +95,7 @@ def make_group(
     kind = ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, gloo)
-    # A mesh finds it by a name of its own.
+    # A mesh finds a group by its name.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
     # Destroying such a group can deadlock on the GIL, while a thread of Gloo's lets go of a tensor: one
@@ -84,10 +123,7 @@ def close_group(group: ProcessGroup) -> None:
 
 
 def release_group(group: ProcessGroup) -> None:
-    """Let a group in which nothing is under way, and its parts, end with their other references.
-
-    Their threads and sockets end with them.
-    """
+    """Drop the extra reference to an idle group and its parts: threads and sockets end with the last."""
     for each in _groups.pop(group.group_name):
         _unregister_process_group(each.group_name)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

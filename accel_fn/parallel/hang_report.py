@@ -1,8 +1,12 @@
-"""The parts of a hang report: places in code, collectives, stacks, the names of ranks."""
+"""The parts of a hang report: lines of code, collectives, stacks, and the ranks that are at each.
+
+Imports no torch: the launcher sorts the lines of a traceback by it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,15 +15,20 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from accel_fn.core.mesh_axes import ranks_along
-from accel_fn.parallel.watchdog.python_files import is_in_python
-from accel_fn.parallel.watchdog.store_log import Entry
 
+_PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.py")
 """Files of torch that are on the stack while it compiles."""
 
 # Found on the stack, so that a step records nothing between its phases.
 _PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_update": "update"}
+
+
+def is_in_python(file: str) -> bool:
+    """Is this file of the standard library? Reports about a user's program leave it out."""
+    return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
 
 
 def is_compiling() -> bool:
@@ -29,7 +38,7 @@ def is_compiling() -> bool:
     return any(file.endswith(_COMPILING) for file in files)
 
 
-class Place(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of code."""
 
     code: CodeType
@@ -43,11 +52,11 @@ class Place(NamedTuple):
         return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
 
 
-def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> Place | None:
+def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> CodeLine | None:
     """Return the innermost line that is in none of these folders: the user's."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(libraries):
-            return Place(frame.f_code, frame.f_lineno)
+            return CodeLine(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return None
 
@@ -56,12 +65,12 @@ class Collective(NamedTuple):
     """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """The same on every rank that takes part; 0 for a message between two ranks."""
+    """Equal on all ranks that take part; 0 for a message between two ranks."""
     function: str
     axis: str
-    """The axis of the mesh that it goes along; empty for all ranks."""
+    """The axis of the mesh over which it runs; empty for all ranks."""
     shapes: tuple[Any, ...]
-    place: Place | None
+    place: CodeLine | None
 
     def __str__(self) -> str:
         shown = [_shape(each) for each in self.shapes[:_NUM_TENSORS]]
@@ -109,16 +118,16 @@ class Stack:
         outer = cls.of_thread(trace.tb_frame.f_back if trace else None)
         return cls((*outer.calls, *inner))
 
-    def place(self, libraries: tuple[str, ...]) -> Place | None:
+    def place(self, libraries: tuple[str, ...]) -> CodeLine | None:
         """Return the user's innermost line, also of a wait in the standard library."""
-        places = [Place(frame.f_code, line) for frame, line in reversed(self.calls)]
+        places = [CodeLine(frame.f_code, line) for frame, line in reversed(self.calls)]
         users = (each for each in places if not each.is_in(libraries))
         return next((each for each in users if not is_in_python(each.code.co_filename)), None)
 
     def under(self, libraries: tuple[str, ...]) -> Stack:
         """Leave out the outermost calls, of what started the user's code."""
         for index, (frame, line) in enumerate(self.calls):
-            if not Place(frame.f_code, line).is_in(libraries):
+            if not CodeLine(frame.f_code, line).is_in(libraries):
                 return Stack(self.calls[index:])
         return self
 
@@ -133,6 +142,16 @@ class Stack:
         left_out = len(self.calls) - len(shown)
         head = [f"  ... {left_out} outer calls\n"] if left_out else []
         return "".join([*head, *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The current work of one rank, or its end."""
+
+    rank: int
+    doing: str
+    left: bool = False
+    """Has it left the world?"""
 
 
 @dataclass(frozen=True, slots=True)

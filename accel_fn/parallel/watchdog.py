@@ -1,31 +1,37 @@
-"""The watchdog: records which step and collective a rank is in, and aborts the world if ranks hang."""
+"""The watchdog: records which step and collective a rank is in, and aborts the world if ranks hang.
+
+Ranks that hang cannot use collectives, so they write what they do into the store of the rendezvous.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import closing, suppress
+from dataclasses import asdict
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from accel_fn.errors import WorldError
-from accel_fn.parallel.watchdog.hang_report import (
+from accel_fn.parallel.hang_report import (
+    CodeLine,
     Collective,
-    Place,
+    Entry,
     Ranks,
     Stack,
     is_compiling,
     place_of,
     shapes_of,
 )
-from accel_fn.parallel.watchdog.store_log import Entry, StoreLog
+
+T = TypeVar("T")
 
 EXIT_CODE = 124
 """Exit code of a process whose world timed out, as of `timeout` in coreutils."""
@@ -37,6 +43,73 @@ _LONGEST_PERIOD_S, _READS_PER_S = 0.5, 2000
 """One process serves the store to all ranks: the larger the world, the less often each rank reads it."""
 
 _SLACK_S, _LINGER_S, _POLL_S = 1.0, 0.3, 0.05
+_ANSWER_S = 5.0
+_LOG, _ABORT, _REPORTS = "accel_fn/log", "accel_fn/abort", "accel_fn/reports"
+
+
+class StoreLog:
+    """A log that every rank may add to, a request to abort, and a count of reports.
+
+    Without a server nothing is read or written, and nothing waits.
+    """
+
+    def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
+        # The original may be in use, by a rendezvous that waits.
+        self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+        self._address = address
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry."""
+        self._call(lambda store: store.append(_LOG, json.dumps(asdict(entry)) + "\n"), None)
+
+    def entries(self) -> dict[int, Entry]:
+        """Return the latest entry of every rank that has one."""
+
+        def read(store: Any) -> Any:
+            return store.get(_LOG) if store.check([_LOG]) else b""
+
+        lines = self._call(read, b"").decode().splitlines()
+        found = [Entry(**json.loads(line)) for line in lines]
+        return {entry.rank: entry for entry in found}
+
+    def request_abort(self) -> None:
+        """Request that every rank report and abort."""
+        self._call(lambda store: store.add(_ABORT, 1), 0)
+
+    def is_abort_requested(self) -> bool:
+        """Has any rank requested an abort?"""
+        return self._call(lambda store: store.check([_ABORT]), False)
+
+    def count_reports(self, more: int = 0) -> int:
+        """Return how many ranks have reported, after adding `more`."""
+        return self._call(lambda store: store.add(_REPORTS, more), 0)
+
+    def is_served(self) -> bool:
+        """Does the server accept connections?"""
+        # Torch's client would print pages of native frames where no server answers.
+        if self._address is None:
+            return True
+        try:
+            with closing(socket.create_connection(self._address, _ANSWER_S)):
+                return True
+        except OSError:
+            return False
+
+    def missing_server(self) -> str:
+        """Return a line for a report if the server is gone, else nothing."""
+        if self.is_served() or self._address is None:
+            return ""
+        host, port = self._address
+        return f"  no store answers at {host}:{port}: rank 0, or the launcher that served it, has left\n"
+
+    def _call(self, function: Callable[[Any], T], otherwise: T) -> T:
+        if not self.is_served():
+            return otherwise
+        try:
+            return function(self._store)
+        except RuntimeError:
+            return otherwise
 
 
 class StoreWatchdog:
@@ -64,12 +137,11 @@ class StoreWatchdog:
         self._timeout_s = timeout_s
         self._libraries = tuple(libraries)
         self._period_s = max(min(_LONGEST_PERIOD_S, timeout_s / 8), world_size / _READS_PER_S)
-        self._abort = Abort(log, rank, self._ranks, self._period_s)
-        self._progress_at = time.monotonic()
+        self.progress_at = time.monotonic()
         self._numbers: dict[str, int] = {}
         self._last: Collective | None = None
-        self._step: tuple[str, Place | None] | None = None
-        self._waits: dict[int, tuple[float, Collective]] = {}
+        self._step: tuple[str, CodeLine | None] | None = None
+        self.waits: dict[int, tuple[float, Collective]] = {}
         # The host does not wait for a device's collectives: there, a step that lasts is the only sign.
         self._times_steps = times_steps
         self._step_began: float | None = None
@@ -106,28 +178,18 @@ class StoreWatchdog:
         # Ranks send each other different numbers of messages: only collectives have one number on all.
         if not counts:
             return Waiting(self, Collective(0, function, axis, shapes_of(leaves), place))
-        self._progress_at = time.monotonic()
+        self.progress_at = time.monotonic()
         # Ranks along one axis need not have been in as many collectives along another.
         number = self._numbers.get(axis, 0) + 1
         self._numbers[axis] = number
         self._last = Collective(number, function, axis, shapes_of(leaves), place)
         return Waiting(self, self._last)
 
-    def begin_wait(self, collective: Collective) -> None:
-        """Record that this thread waits from now on."""
-        self._waits[threading.get_ident()] = time.monotonic(), collective
-
-    def end_wait(self) -> None:
-        """Record that the collective is complete."""
-        _, collective = self._waits.pop(threading.get_ident())
-        if collective.number:
-            self._progress_at = time.monotonic()
-
     def begin_step(self, name: str) -> None:
         """Record that a step begins."""
-        self._progress_at = time.monotonic()
+        self.progress_at = time.monotonic()
         self._step = name, place_of(sys._getframe(1), self._libraries)
-        self._step_began = self._progress_at if self._times_steps else None
+        self._step_began = self.progress_at if self._times_steps else None
 
     def end_step(self) -> None:
         """Record that the step has returned or raised."""
@@ -139,26 +201,28 @@ class StoreWatchdog:
         if _OF_GLOO not in text:
             return
         peers = self._ranks.along(axis, self._rank)
-        # Else the thread would report where this is, and not where the error was.
+        # Without the lock, the watchdog's thread could report this line in place of the error's.
         with self._diagnosing:
             if _TIMED_OUT in text:
                 self._request_abort(function, axis, error)
-            entries = self._abort.wait_for_entries(partial(self._explains, peers), 0)
+            # An entry of a peer that left, or a request to abort, explains a closed connection.
+            entries = self._wait_for_entries(
+                lambda found: (
+                    any(each.left for rank, each in found.items() if rank in peers)
+                    or self._log.is_abort_requested()
+                ),
+                0,
+            )
             # Ranks that abort close their connections, which is an error here, too.
             if self._log.is_abort_requested():
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
-        # A rank that is not along the axis has no part in this, and may be well without an entry.
+        # Ranks outside the axis take no part in the collective, so a missing entry means nothing.
         ranks = self._ranks.list_work(entries, peers) + self._log.missing_server()
         along = f" along {axis}" if axis else ""
         rule = f"every rank{along} must stay until all have finished, got one that is gone"
         raise WorldError(f"{function}: {rule}\n{ranks.rstrip()}") from error
-
-    def _explains(self, peers: Sequence[int], entries: Mapping[int, Entry]) -> bool:
-        """Do these entries explain why a connection to one of these ranks was closed?"""
-        has_left = any(entry.left for rank, entry in entries.items() if rank in peers)
-        return has_left or self._log.is_abort_requested()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period_s):
@@ -168,14 +232,14 @@ class StoreWatchdog:
     def _check(self, now: float) -> None:
         # A period more than the timeout: Gloo's own error comes first, with the stack of its thread.
         longest = self._timeout_s + self._period_s
-        for since, collective in list(self._waits.values()):
+        for since, collective in list(self.waits.values()):
             if now - since > longest:
                 self._request_abort(collective.function, collective.axis)
         began = self._step_began
         # A compiler may take longer than any collective.
         if began and now - began > longest and not is_compiling():
             self._request_abort("step")
-        if now - self._progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
+        if now - self.progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
             self._end(_ABORTED)
 
     def _request_abort(
@@ -189,6 +253,7 @@ class StoreWatchdog:
         )
 
     def _end(self, reason: str, error: BaseException | None = None) -> NoReturn:
+        """Write a report to stderr, wait for those of the peers, and end this process."""
         main, here = threading.main_thread(), threading.current_thread()
         stacks = {}
         if error is not None:
@@ -196,12 +261,56 @@ class StoreWatchdog:
         if error is None or here is not main:
             stacks[main.name] = Stack.of_thread(sys._current_frames().get(main.ident or 0))
         entry = self._entry(next(iter(stacks.values())))
-        shown = {name: stack.under(self._libraries) for name, stack in stacks.items()}
-        self._abort.run(reason, shown, entry)
+        try:
+            self._log.add(entry)
+            entries = self._wait_for_entries(
+                lambda found: len(found) == self._ranks.world_size, self._period_s
+            )
+            _write(self._report(reason, {**entries, self._rank: entry}, stacks))
+            # A launcher stops all ranks when the first one ends, which would cut reports short.
+            self._wait_for_reports(sum(not each.left for each in entries.values()))
+        finally:
+            # Not an exception: the main thread may wait in native code, which none interrupts.
+            os._exit(EXIT_CODE)
+
+    def _wait_for_entries(
+        self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
+    ) -> dict[int, Entry]:
+        """Return the entries of the log as soon as they are enough, or time is up."""
+        deadline = time.monotonic() + notice_s + _SLACK_S
+        while True:
+            entries = self._log.entries()
+            if is_enough(entries) or time.monotonic() > deadline or not self._log.is_served():
+                return entries
+            time.sleep(_POLL_S)
+
+    def _report(
+        self, reason: str, entries: Mapping[int, Entry], stacks: Mapping[str, Stack]
+    ) -> str:
+        world_size, process = self._ranks.world_size, f"{socket.gethostname()}, pid {os.getpid()}"
+        rank = f"{self._ranks.name([self._rank])} of {world_size} ({process})"
+        shown = [
+            f"{name}, innermost call last:\n{stack.under(self._libraries)}"
+            for name, stack in stacks.items()
+        ]
+        head = f"accel_fn: {rank} ends with exit code {EXIT_CODE}: {reason}\n"
+        ranks = self._ranks.list_work(entries, range(world_size))
+        return "".join([head, ranks, self._log.missing_server(), *shown])
+
+    def _wait_for_reports(self, num_ranks: int) -> None:
+        """Return when so many ranks have reported, this one included, or time is up."""
+        deadline = time.monotonic() + self._period_s + _SLACK_S
+        num_reports = self._log.count_reports(1)
+        while num_reports < num_ranks and time.monotonic() < deadline and self._log.is_served():
+            time.sleep(_POLL_S)
+            num_reports = self._log.count_reports()
+        # Rank 0 may serve the store, from which its peers read that all have reported.
+        if self._rank == 0:
+            time.sleep(_LINGER_S)
 
     def _entry(self, stack: Stack) -> Entry:
         """Return what this rank is doing, with such a stack."""
-        for _, collective in list(self._waits.values()):
+        for _, collective in list(self.waits.values()):
             return Entry(self._rank, f"in {collective}{self._history(stack, last=False)}")
         place = stack.place(self._libraries)
         return Entry(self._rank, f"at {place}{self._history(stack)}")
@@ -219,7 +328,7 @@ class StoreWatchdog:
 
 
 class Waiting:
-    """A context: the time that a rank waits for a collective."""
+    """A context: the time that a thread of this rank waits for a collective."""
 
     __slots__ = ("_collective", "_watchdog")
 
@@ -228,7 +337,7 @@ class Waiting:
         self._collective = collective
 
     def __enter__(self) -> None:
-        self._watchdog.begin_wait(self._collective)
+        self._watchdog.waits[threading.get_ident()] = time.monotonic(), self._collective
 
     def __exit__(
         self,
@@ -236,72 +345,14 @@ class Waiting:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        watchdog, collective = self._watchdog, self._collective
         try:
             if error is not None:
-                self._watchdog.diagnose(error, self._collective.function, self._collective.axis)
+                watchdog.diagnose(error, collective.function, collective.axis)
         finally:
-            self._watchdog.end_wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """The end of all ranks together, each with a report."""
-
-    log: StoreLog
-    rank: int
-    ranks: Ranks
-    notice_s: float
-    """Time until every rank that can has seen the request to abort."""
-    begun: threading.Lock = field(default_factory=threading.Lock)
-
-    def run(self, reason: str, stacks: Mapping[str, Stack], entry: Entry) -> NoReturn:
-        """Write a report to stderr, wait for those of the peers, and end this process."""
-        # The thread and a collective that timed out may both come here: the first ends the process.
-        while not self.begun.acquire(blocking=False):
-            time.sleep(60)
-        try:
-            self.log.add(entry)
-            entries = self.wait_for_entries(
-                lambda found: len(found) == self.ranks.world_size, self.notice_s
-            )
-            _write(self._report(reason, {**entries, self.rank: entry}, stacks))
-            # A launcher stops all ranks when the first one ends, which would cut reports short.
-            self.wait_for_reports(sum(not each.left for each in entries.values()))
-        finally:
-            # Not an exception: the main thread may wait in native code, which none interrupts.
-            os._exit(EXIT_CODE)
-
-    def wait_for_entries(
-        self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
-    ) -> dict[int, Entry]:
-        """Return the entries of the log as soon as they are enough, or time is up."""
-        deadline = time.monotonic() + notice_s + _SLACK_S
-        while True:
-            entries = self.log.entries()
-            if is_enough(entries) or time.monotonic() > deadline or not self.log.is_served():
-                return entries
-            time.sleep(_POLL_S)
-
-    def _report(
-        self, reason: str, entries: Mapping[int, Entry], stacks: Mapping[str, Stack]
-    ) -> str:
-        world_size, process = self.ranks.world_size, f"{socket.gethostname()}, pid {os.getpid()}"
-        rank = f"{self.ranks.name([self.rank])} of {world_size} ({process})"
-        shown = [f"{name}, innermost call last:\n{stack}" for name, stack in stacks.items()]
-        head = f"accel_fn: {rank} ends with exit code {EXIT_CODE}: {reason}\n"
-        ranks = self.ranks.list_work(entries, range(world_size))
-        return "".join([head, ranks, self.log.missing_server(), *shown])
-
-    def wait_for_reports(self, num_ranks: int) -> None:
-        """Return when so many ranks have reported, this one included, or time is up."""
-        deadline = time.monotonic() + self.notice_s + _SLACK_S
-        num_reports = self.log.count_reports(1)
-        while num_reports < num_ranks and time.monotonic() < deadline and self.log.is_served():
-            time.sleep(_POLL_S)
-            num_reports = self.log.count_reports()
-        # Rank 0 may serve the store, from which its peers read that all have reported.
-        if self.rank == 0:
-            time.sleep(_LINGER_S)
+            del watchdog.waits[threading.get_ident()]
+            if collective.number:
+                watchdog.progress_at = time.monotonic()
 
 
 def _write(report: str) -> None:

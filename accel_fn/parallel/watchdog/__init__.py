@@ -1,1 +1,0 @@
-"""Hang detection: which collective each rank is in, and the end of a run that hangs."""
