@@ -24,12 +24,10 @@ from accel_fn.cli.output import (
     resolve_settings,
 )
 from accel_fn.errors import SettingsError
-from accel_fn.launcher.machines.cpus import read_processors
-from accel_fn.launcher.machines.detect import Machine, detect
+from accel_fn.launcher.hardware import Machine, detect, read_processors
 
 if TYPE_CHECKING:
-    from accel_fn.launcher.settings.settings import Settings
-    from accel_fn.launcher.settings.sources import Resolved
+    from accel_fn.launcher.settings import Resolved, Settings
 
 Ask = Callable[[Mapping[str, object], str, str, object], object]
 """(answers so far, setting, question, default) -> answer."""
@@ -105,8 +103,8 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 def _effective(resolved: Resolved) -> dict[str, str]:
     """Values that a launch from here would use for open settings."""
-    from accel_fn.launcher.machines.machines import place
-    from accel_fn.launcher.processes.environment import threads_variable
+    from accel_fn.launcher.machines import place
+    from accel_fn.launcher.plan_launch import threads_variable
 
     machines, settings = place(resolved, os.environ), resolved.settings
     has_devices = not settings.cpu and detect().num_devices
@@ -138,8 +136,8 @@ def _as_in_file(value: object) -> str:
 
 def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     """Ask the questions, or take the defaults, and write the file."""
-    from accel_fn.launcher.settings.files import render
-    from accel_fn.launcher.settings.sources import SETTINGS_FILE
+    from accel_fn.launcher.settings import SETTINGS_FILE
+    from accel_fn.launcher.settings_files import render
 
     path = output or Path(SETTINGS_FILE)
     if path.exists() and not force:
@@ -174,7 +172,7 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
 
 def choose_settings(ask: Ask, machine: Machine) -> Settings:
     """Make settings of the answers; skip questions that the machine or earlier answers decide."""
-    from accel_fn.launcher.settings.sources import default_processes
+    from accel_fn.launcher.settings import default_processes
 
     answers: dict[str, Any] = {}
 
@@ -207,8 +205,7 @@ def choose_settings(ask: Ask, machine: Machine) -> Settings:
 
 def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> Settings:
     """Make settings; with a machine, they must fit its accelerators too."""
-    from accel_fn.launcher.settings.setting_checks import check_machine
-    from accel_fn.launcher.settings.settings import check_settings
+    from accel_fn.launcher.settings import check_machine, check_settings
 
     where = dict.fromkeys(answers, "config")
     settings = check_settings(answers, where)

@@ -72,7 +72,7 @@ def explain_target(
     This process gets the variables that such a launch would give its ranks: the plan reads them.
     """
     from accel_fn.core.state import Axis, DistState, mesh_of
-    from accel_fn.launcher.processes.environment import settings_variables
+    from accel_fn.launcher.plan_launch import settings_variables
     from accel_fn.observe.explain import explain as explain_plan
     from accel_fn.observe.explain import phases
 

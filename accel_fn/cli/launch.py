@@ -25,8 +25,7 @@ from accel_fn.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from accel_fn.launcher.plan_launch import LaunchPlan
-    from accel_fn.launcher.processes.environment import Variable
+    from accel_fn.launcher.plan_launch import LaunchPlan, Variable
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FEW, _LATER = 4, "(at the start)"
@@ -139,7 +138,7 @@ def _start(plan: LaunchPlan) -> tuple[int, str]:
     """Import torch so that its stores do not warn of machines that are gone; then run the plan."""
     is_set = "TORCH_CPP_LOG_LEVEL" in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from accel_fn.launcher.processes.run import run
+    from accel_fn.launcher.run import run
 
     # It is for this process, not for the ranks.
     if not is_set:
@@ -167,7 +166,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 def _show(plan: LaunchPlan, *, as_json: bool) -> None:
     """Print each variable that the ranks of this machine would get, and why."""
-    from accel_fn.launcher.processes.environment import rank_variables
+    from accel_fn.launcher.plan_launch import rank_variables
 
     machines = plan.machines
     ranks = [

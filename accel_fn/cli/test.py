@@ -24,7 +24,7 @@ from accel_fn.cli.output import (
     resolve_settings,
     wrapped,
 )
-from accel_fn.launcher.machines.detect import detect
+from accel_fn.launcher.hardware import detect
 from accel_fn.parallel.clusters.tasks import read_task
 from accel_fn.testing.outcomes import Outcome, RankReport, merge
 
@@ -96,7 +96,7 @@ def _check_new_world(
     num_processes: int | None, cpu: bool | None, config_file: Path | None, *, as_json: bool
 ) -> list[RankReport]:
     """Start ranks with the settings of a launch; return their reports."""
-    from accel_fn.launcher.function.launch import launch
+    from accel_fn.launcher.launch import launch
 
     resolved = resolve_settings({"num_processes": num_processes, "cpu": cpu}, config_file)
     settings = resolved.settings

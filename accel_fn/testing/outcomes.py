@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from accel_fn.launcher.processes.failures import Failure, cause
+from accel_fn.launcher.failures import Failure, cause
 
 NOT_RUN = "not run: a check before it failed"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from accel_fn.errors import ArgumentError, SettingsError
-from accel_fn.launcher.machines.detect import Machine
-from accel_fn.launcher.settings.files import read_yaml as read_yaml
-from accel_fn.launcher.settings.files import render as render
-from accel_fn.launcher.settings.settings import RULES as RULES
-from accel_fn.launcher.settings.settings import Settings as Settings
-from accel_fn.launcher.settings.sources import resolve as resolve
-from accel_fn.launcher.settings.sources import user_file as user_file
+from accel_fn.launcher.hardware import Machine
+from accel_fn.launcher.settings import RULES as RULES
+from accel_fn.launcher.settings import Settings as Settings
+from accel_fn.launcher.settings import resolve as resolve
+from accel_fn.launcher.settings import user_file as user_file
+from accel_fn.launcher.settings_files import read_yaml as read_yaml
+from accel_fn.launcher.settings_files import render as render
 
 PLAIN = Machine(num_cores=4)
 TWO_GPUS = Machine(num_cores=4, kind="CUDA", num_installed=2, num_devices=2)

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from accel_fn.errors import SettingsError, message, shown
-from accel_fn.launcher.settings.settings import RULES, Settings
-from accel_fn.launcher.settings.value import Given, Layer, check_names
+from accel_fn.launcher.settings import RULES, Given, Layer, Settings, check_names
 from accel_fn.plug_ins import plug_in
 
 _HEAD = """\

@@ -1,0 +1,568 @@
+"""The settings of a launch: their rules, their sources, and checks against the machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal, NoReturn
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from accel_fn.errors import SettingsError, message
+from accel_fn.launcher.hardware import Machine, detect
+from accel_fn.parallel.clusters.nodes import Node, read_node
+from accel_fn.parallel.clusters.tasks import Task, read_task
+
+# ---- values and their sources
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value of one setting, not checked yet."""
+
+    value: object
+    source: str
+    line: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The source, with the line if there is one."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+    def becomes(self, value: object) -> Given:
+        """The same place with another value."""
+        return replace(self, value=value)
+
+    def refuse(self, name: str, rule: str, repair: str = "") -> NoReturn:
+        raise SettingsError(message(self.where, name, rule, self.value, repair))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The settings of one source."""
+
+    values: Mapping[str, Given]
+    accelerators: Given | None = None
+    """The value that needs accelerators, if the source does not name them."""
+    sagemaker: Given | None = None
+    """The value that is for jobs of SageMaker alone."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant; empty if none is near."""
+    found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
+    return found[0] if found else ""
+
+
+def check_names(names: Mapping[str, str], known: Iterable[str]) -> None:
+    """Refuse unknown names, a line for each; `names` maps each to its place."""
+    known = list(known)
+    unknown = [
+        f"{where}: {_unknown(name, known)}" for name, where in names.items() if name not in known
+    ]
+    if unknown:
+        raise SettingsError("\n".join(unknown))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    meant = nearest(name, known)
+    if meant:
+        return f"key must be a setting, got {name}: did you mean {meant}?"
+    return f"key must be a setting, got {name}; there are {', '.join(known)}"
+
+
+# ---- the settings and their rules
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A wrong setting; the code that reports it knows where it was given."""
+
+    name: str
+    rule: str
+    value: object
+    repair: str = ""
+
+    def message(self, where: str) -> str:
+        return message(where, self.name, self.rule, self.value, self.repair)
+
+
+class _ConflictError(SettingsError):
+    """Settings that are right alone and wrong together. Pydantic passes it on."""
+
+    def __init__(self, mistakes: list[Mistake]) -> None:
+        super().__init__("; ".join(mistake.message("Settings") for mistake in mistakes))
+        self.mistakes = mistakes
+
+
+def _no_boolean(value: object) -> object:
+    """Refuse YAML's `yes`, which is not the number 1."""
+    if isinstance(value, bool):
+        raise SettingsError("a boolean is no number")
+    return value
+
+
+def _indices(value: object) -> object:
+    """Parse `all`, `0,1` and 0."""
+    if isinstance(value, str):
+        return None if value.strip() == "all" else tuple(value.split(","))
+    return (value,) if isinstance(value, int) else value
+
+
+def _path(value: object) -> object:
+    """Expand `~`: no shell has read the value in a file."""
+    if isinstance(value, str):
+        if not value:
+            raise SettingsError("an empty path is none")
+        return os.path.expanduser(value)
+    return value
+
+
+def _mesh(value: object) -> object:
+    """Parse `dp=-1,tp=2`, and a mapping in a file."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{axis}={size}" for axis, size in value.items())
+    if isinstance(value, str):
+        value = value.replace(" ", "")
+        axes = [pair.partition("=")[0] for pair in value.split(",")]
+        if not _MESH.fullmatch(value) or len(set(axes)) != len(axes) or value.count("-1") > 1:
+            raise SettingsError("no axes with sizes")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_boolean)]
+Index = Annotated[Integer, Field(ge=0)]
+Number = Annotated[float, BeforeValidator(_no_boolean)]
+_MESH = re.compile(r"(pp|dp|cp|tp)=(-1|[1-9]\d*)(,(pp|dp|cp|tp)=(-1|[1-9]\d*))*")
+_HOST = re.compile(r"[^\s/:]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*")
+
+
+class Settings(BaseModel):
+    """Settings of a launch. Frozen; None lets the machine or the cluster decide."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_processes: Integer | None = Field(None, ge=1, description="processes over all machines")
+    num_machines: Integer | None = Field(None, ge=1, description="machines")
+    machine_rank: Integer | None = Field(None, ge=0, description="which machine this is, from 0")
+    main_process_ip: str | None = Field(None, description="address of machine 0")
+    main_process_port: Integer | None = Field(
+        None, ge=0, le=65535, description="port on machine 0; 0 or none: a free one"
+    )
+    cpu: bool = Field(False, description="train on the CPU, whatever accelerators there are")
+    gpu_ids: Annotated[tuple[Index, ...] | None, BeforeValidator(_indices)] = Field(
+        None, description="accelerators to use, by index"
+    )
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = Field(
+        None, description="what with_amp() without an argument does"
+    )
+    num_microbatches: Integer | None = Field(
+        None, ge=1, description="what accumulate() without an argument does"
+    )
+    wrap: Literal["ddp", "fsdp", "deepspeed"] | None = Field(
+        None,
+        description=(
+            "what wrap_as_launched() does: replicas on all ranks (ddp), shards (fsdp), or ZeRO by deepspeed"
+        ),
+    )
+    max_restarts: Integer = Field(
+        0, ge=0, description="times to start the world again after a failure"
+    )
+    rdzv_backend: Literal["static", "c10d", "etcd-v2"] | None = Field(
+        None, description="how machines find each other, as torchrun names it"
+    )
+    timeout_s: Number | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that a collective may take before all ranks report and end",
+    )
+    mesh: Annotated[str, BeforeValidator(_mesh)] | None = Field(
+        None, description="axes that the ranks form, with their sizes; one may be -1, for the rest"
+    )
+    log_dir: Annotated[Path, BeforeValidator(_path)] | None = Field(
+        None, description="folder for each rank's output"
+    )
+    tee: bool = Field(False, description="show what goes to log_dir on the screen too")
+    full_traceback: bool = Field(
+        False, description="show frames of accel_fn and torch in the traceback of an error"
+    )
+    threads_per_process: Integer | None = Field(
+        None, ge=1, description="CPU threads of each process; none: the cores, divided"
+    )
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _unquoted_no(cls, value: object) -> object:
+        """YAML reads `mixed_precision: no` as false."""
+        return "no" if value is False else value
+
+    @field_validator("main_process_ip")
+    @classmethod
+    def _host_alone(cls, value: str | None) -> str | None:
+        if value is not None and not _HOST.fullmatch(value):
+            raise SettingsError("not a host")
+        return value
+
+    @field_validator("gpu_ids")
+    @classmethod
+    def _each_once(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and not 0 < len(value) == len(set(value)):
+            raise SettingsError("empty, or an index twice")
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        found = list(_conflicts(self))
+        if found:
+            raise _ConflictError(found)
+        return self
+
+
+def _conflicts(settings: Settings) -> Iterator[Mistake]:
+    """Find settings that no machine could satisfy together."""
+    num_machines = settings.num_machines or 1
+    processes, rank, ids = settings.num_processes, settings.machine_rank, settings.gpu_ids
+    if settings.cpu and ids is not None:
+        yield Mistake("cpu", f"be false with gpu_ids={_listed(ids)}", True, "leave one of them out")
+    if rank is not None and rank >= num_machines:
+        yield Mistake("machine_rank", f"be below num_machines={num_machines}", rank)
+    if processes is not None and processes % num_machines:
+        yield Mistake(
+            "num_processes",
+            f"be a multiple of num_machines={num_machines}",
+            processes,
+            "it counts the processes of all machines",
+        )
+
+
+def _listed(ids: tuple[int, ...]) -> str:
+    return ",".join(map(str, ids))
+
+
+RULES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("num_processes", "num_machines"), "be an integer >= 1"),
+        **dict.fromkeys(("num_microbatches", "threads_per_process"), "be an integer >= 1"),
+        **dict.fromkeys(("machine_rank", "max_restarts"), "be an integer >= 0"),
+        "main_process_ip": "be a host name or an IP address, without a port",
+        "main_process_port": "be an integer in 0 .. 65535",
+        **dict.fromkeys(("cpu", "tee", "full_traceback"), "be true or false"),
+        "gpu_ids": "be 'all' or indices of devices, each once, such as 0,1",
+        "mixed_precision": "be one of no, fp16, bf16, fp8",
+        "wrap": "be one of ddp, fsdp, deepspeed",
+        "rdzv_backend": "be one of static, c10d, etcd-v2",
+        "timeout_s": "be a finite number > 0",
+        "mesh": "be axes (pp, dp, cp, tp) with sizes, each once, such as dp=-1,tp=2",
+        "log_dir": "be a path",
+    }
+)
+"""Rule for the value of each setting."""
+
+
+def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
+    """Make settings, or raise an error with a line for each mistake; `where` names each source."""
+    try:
+        return Settings.model_validate(dict(values))
+    except ValidationError as error:
+        mistakes: dict[str, Mistake] = {}
+        for detail in error.errors(include_url=False, include_input=False):
+            if not detail["loc"]:
+                conflict = detail["ctx"]["error"]
+                mistakes |= {each.rule: each for each in conflict.mistakes}
+            else:
+                name = str(detail["loc"][0])
+                mistakes[name] = Mistake(name, RULES[name], values[name])
+    raise SettingsError("\n".join(each.message(where[each.name]) for each in mistakes.values()))
+
+
+def is_on(name: str, value: object) -> bool:
+    """Does this value turn the setting on? A wrong one is reported later."""
+    try:
+        return bool(getattr(Settings.model_validate({name: value}), name))
+    except ValidationError:
+        return False
+
+
+# ---- sources
+
+SETTINGS_FILE = "accel_fn.yaml"
+PREFIX = "ACCEL_FN_"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings, and a description of the source of each."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def is_given(self, name: str) -> bool:
+        """Was it given (not a default, nor detected)?"""
+        return not self.sources[name].startswith(("default", "detected"))
+
+
+def resolve(
+    flags: Mapping[str, object],
+    *,
+    config: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    folder: Path | None = None,
+    machine: Machine | None = None,
+) -> Resolved:
+    """Resolve each setting: the flag, else the variable, else a file, else the default.
+
+    Args:
+        flags: by the setting's name; None is a flag that was not given.
+        config: the file to read; default: the nearest `accel_fn.yaml`, or
+            `[tool.accel_fn]` of a pyproject.toml, in or above `folder`. Settings
+            that it leaves open are read from the user's own file.
+        environment: of this process.
+        folder: where the search starts; default: the working folder.
+        machine: default: this one, detected.
+
+    Returns:
+        Settings that fit each other and the machine, with `num_processes` filled in.
+
+    Raises:
+        SettingsError: a name is unknown, a value is wrong, or two conflict.
+
+    Cost: reads files; runs nvidia-smi if torch is built for CUDA.
+    """
+    layers = list(_layers(flags, config, environment, folder or _working_folder()))
+    machine = machine or detect(environment)
+    given, sources = _merged(layers)
+    where = {name: each.where for name, each in given.items()}
+    settings = check_settings({name: each.value for name, each in given.items()}, where)
+    accelerators = next((layer.accelerators for layer in layers if layer.accelerators), None)
+    sagemaker = next((layer.sagemaker for layer in layers if layer.sagemaker), None)
+    check_place(environment, sagemaker)
+    check_machine(settings, where, environment, machine, accelerators=accelerators)
+    if settings.num_processes is None:
+        count, source = default_processes(settings, machine)
+        settings = settings.model_copy(update={"num_processes": count})
+        sources["num_processes"] = source
+    return Resolved(settings, MappingProxyType(sources))
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise SettingsError(
+            "config: working folder must be there, got one that was removed"
+        ) from None
+
+
+def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
+    """Take the strongest value of each setting, and its source.
+
+    `cpu` and `gpu_ids` both choose the devices: the stronger source of either overrides the other.
+    """
+    given: dict[str, Given] = {}
+    sources = dict.fromkeys(Settings.model_fields, "default")
+    for layer in reversed(layers):
+        for name, other in (("cpu", "gpu_ids"), ("gpu_ids", "cpu")):
+            if other in given and name in layer.values and is_on(name, layer.values[name].value):
+                del given[other]
+                sources[other] = f"default, because of {layer.values[name].source}"
+        given |= layer.values
+        sources |= {name: each.source for name, each in layer.values.items()}
+    return given, sources
+
+
+def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:
+    """One process for each accelerator that may be used, else one; and why."""
+    if settings.cpu:
+        count, why = 1, "default"
+    elif settings.gpu_ids is not None:
+        count, why = len(settings.gpu_ids), "detected: one for each of gpu_ids"
+    else:
+        count, why = machine.num_devices or 1, f"detected: {machine.devices}"
+    num_machines = settings.num_machines or 1
+    return count * num_machines, why if num_machines == 1 else f"{why} on each machine"
+
+
+def _layers(
+    flags: Mapping[str, object], config: Path | None, environment: Mapping[str, str], folder: Path
+) -> Iterator[Layer]:
+    """Read each source, the strongest first."""
+    yield _from_flags(flags)
+    yield _from_variables(environment)
+    file = _nearest_file(folder) if config is None else _read(config)
+    if file is not None:
+        yield file
+    own = user_file(environment)
+    if own is not None and _is_file(own) and (layer := _read(own)):
+        yield layer
+
+
+def _from_flags(flags: Mapping[str, object]) -> Layer:
+    given = {
+        name: Given(value, f"flag --{name.replace('_', '-')}")
+        for name, value in flags.items()
+        if value is not None
+    }
+    check_names({name: each.source for name, each in given.items()}, Settings.model_fields)
+    return Layer(given)
+
+
+def _from_variables(environment: Mapping[str, str]) -> Layer:
+    """Read variables that are not empty. A name close to a setting's is a mistake; others are not ours."""
+    values, mistyped = {}, {}
+    for variable, value in environment.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or not value:
+            continue
+        if name in Settings.model_fields:
+            values[name] = Given(value, variable)
+        elif nearest(name, Settings.model_fields):
+            mistyped[name] = variable
+    check_names(mistyped, Settings.model_fields)
+    return Layer(values)
+
+
+def _read(path: Path, *, is_pyproject: bool = False) -> Layer | None:
+    """Import the readers only if there is a file: a launch without one starts sooner."""
+    from accel_fn.launcher.settings_files import read_pyproject, read_yaml
+
+    return read_pyproject(path) if is_pyproject else read_yaml(path)
+
+
+def _nearest_file(folder: Path) -> Layer | None:
+    for place in (folder, *folder.parents):
+        file, project = place / SETTINGS_FILE, place / "pyproject.toml"
+        ours = _read(file) if _is_file(file) else None
+        section = _read(project, is_pyproject=True) if _is_file(project) else None
+        if ours is not None and section is not None:
+            raise SettingsError(
+                f"{file}: settings must stand in one place, got [tool.accel_fn] "
+                f"in {project} too; keep one of them"
+            )
+        if ours is not None or section is not None:
+            return ours or section
+    return None
+
+
+def user_file(environment: Mapping[str, str]) -> Path | None:
+    """The path of the user's own file; None if there is no home."""
+    base, home = environment.get("XDG_CONFIG_HOME", ""), environment.get("HOME", "")
+    if os.path.isabs(base):
+        return Path(base, "accel_fn", "config.yaml")
+    return Path(home, ".config", "accel_fn", "config.yaml") if home else None
+
+
+def _is_file(path: Path) -> bool:
+    """Is it a file in a folder that can be read?"""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+# ---- checks against the machine and the environment
+
+_USE_CPU = "launch with --cpu to train on the CPU"
+
+
+def check_machine(
+    settings: Settings,
+    where: Mapping[str, str],
+    environment: Mapping[str, str],
+    machine: Machine,
+    *,
+    accelerators: Given | None = None,
+) -> None:
+    """Refuse what this machine cannot do, a line for each; `where` names the source of each setting."""
+    found = [*_address(settings, environment), *_devices(settings, environment, machine)]
+    lines = [each.message(where[each.name]) for each in found]
+    if accelerators is not None and not lines and not settings.cpu and not machine.num_devices:
+        rule = "fit a machine without accelerators"
+        name = "distributed_type"
+        lines.append(message(accelerators.where, name, rule, accelerators.value, _USE_CPU))
+    if lines:
+        raise SettingsError("\n".join(lines))
+
+
+def check_place(environment: Mapping[str, str], sagemaker: Given | None) -> None:
+    """Refuse, anywhere else, a file by which accelerate starts a job of SageMaker."""
+    if sagemaker is not None and not environment.get("SM_HOSTS"):
+        sagemaker.refuse(
+            "compute_environment",
+            "be LOCAL_MACHINE outside of a job of SageMaker",
+            "accel_fn starts no job: give its estimator an entry point that calls accel-fn launch, "
+            "which reads this file there",
+        )
+
+
+def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mistake]:
+    count = settings.num_machines or 1
+    if count == 1 or settings.main_process_ip or environment.get("MASTER_ADDR"):
+        return
+    cluster = _cluster(environment)
+    if cluster is None or cluster.host is None:
+        repair = "give main_process_ip"
+        yield Mistake("num_machines", "be 1 without an address of machine 0", count, repair)
+
+
+def _devices(
+    settings: Settings, environment: Mapping[str, str], machine: Machine
+) -> Iterator[Mistake]:
+    if settings.cpu:
+        return
+    ids, processes = settings.gpu_ids, settings.num_processes
+    if ids is not None:
+        yield from _ids(ids, environment.get("CUDA_VISIBLE_DEVICES"), machine)
+    most = machine.num_devices if ids is None else len(ids)
+    if processes is not None and most:
+        num_machines = _num_machines(settings, environment)
+        if processes > most * num_machines:
+            listed = ",".join(map(str, ids or ()))
+            devices = f"gpu_ids={listed}" if listed else f"the {machine.devices}"
+            where = "this machine" if num_machines == 1 else f"each of {num_machines} machines"
+            rule = f"be at most one for each of {devices} of {where}"
+            yield Mistake("num_processes", rule, processes, _USE_CPU)
+
+
+def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
+    """The settings' number of machines, else the cluster's."""
+    if settings.num_machines is not None:
+        return settings.num_machines
+    cluster = _cluster(environment)
+    return cluster.num_machines if cluster else 1
+
+
+def _cluster(environment: Mapping[str, str]) -> Task | Node | None:
+    """Read the variables that a cluster has set for this process, or for its machine."""
+    return read_task(environment, function="launch") or read_node(environment, function="launch")
+
+
+def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
+    """The devices must exist, be visible, and be of a kind that CUDA_VISIBLE_DEVICES selects."""
+    count = machine.num_installed
+    if machine.kind not in ("", "CUDA"):
+        rule = f"be left out where the devices are {machine.kind}"
+        repair = "set the variable of their driver"
+        yield Mistake("gpu_ids", rule, ids, repair)
+    elif max(ids) >= count:
+        rule = f"be devices of this machine, which has {count or 'none'}"
+        repair = "indices start at 0" if count else _USE_CPU
+        yield Mistake("gpu_ids", rule, ids, repair)
+    elif variable is not None:
+        visible = [each.strip() for each in variable.split(",")]
+        if not all(str(each) in visible for each in ids):
+            rule = f"be among CUDA_VISIBLE_DEVICES={variable!r}"
+            yield Mistake("gpu_ids", rule, ids, "leave one of the two out")
