@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def _refuse(job: str, options: dict[str, object]) -> None:
 def _show(config_file: Path | None, *, as_json: bool) -> None:
     """Print JSON, or a table in which defaults are dim and what is open has its effective value."""
     resolved = resolve_settings({}, config_file)
-    values, sources = resolved.settings.model_dump(mode="json"), resolved.sources
+    values, sources = asdict(resolved.settings), resolved.sources
     if as_json:
         print_json(
             {name: {"value": value, "source": sources[name]} for name, value in values.items()}
@@ -131,7 +132,7 @@ def _effective(resolved: Resolved) -> dict[str, str]:
 def _as_in_file(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _write(output: Path | None, *, ask: bool, force: bool) -> None:
@@ -170,8 +171,8 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     click.echo(f"Next: accel-fn launch {named}train.py")
 
 
-def choose_settings(ask: Ask, machine: Machine) -> Settings:
-    """Make settings of the answers; skip questions that the machine or earlier answers decide."""
+def choose_settings(ask: Ask, machine: Machine) -> dict[str, Any]:
+    """Return checked answers by setting; skip questions that the machine or earlier answers decide."""
     from accel_fn.launcher.settings import default_processes
 
     answers: dict[str, Any] = {}
@@ -200,7 +201,9 @@ def choose_settings(ask: Ask, machine: Machine) -> Settings:
         put("main_process_port", "A free port on machine 0", 29500)
         if num_local == 1:
             put("wrap", _WRAP, "ddp")
-    return _checked({**answers, "num_processes": num_local * num_machines})
+    answers["num_processes"] = num_local * num_machines
+    _checked(answers)
+    return answers
 
 
 def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> Settings:

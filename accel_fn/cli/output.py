@@ -139,8 +139,8 @@ def at_work(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(value: object) -> None:
-    """Print for another program."""
-    print(json.dumps(value, indent=2))
+    """Print for another program; paths are texts."""
+    print(json.dumps(value, indent=2, default=str))
 
 
 @contextmanager

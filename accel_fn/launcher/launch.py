@@ -47,7 +47,7 @@ from accel_fn.launcher.plan_launch import (
     store_variables,
 )
 from accel_fn.launcher.reaper import Reaper, kill_left
-from accel_fn.launcher.settings import Settings, check_machine, check_settings
+from accel_fn.launcher.settings import SETTINGS, Settings, check_machine, check_settings
 
 T = TypeVar("T")
 _HOST = "127.0.0.1"
@@ -144,7 +144,7 @@ def launch(
         "timeout_s": timeout_s,
         "mesh": mesh,
     }
-    where, machine = dict.fromkeys(Settings.model_fields, "launch"), detect()
+    where, machine = dict.fromkeys(SETTINGS, "launch"), detect()
     settings = check_settings(
         {name: each for name, each in given.items() if each is not None}, where
     )

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, NoReturn
-
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from typing import Any, NamedTuple, NoReturn
 
 from accel_fn.errors import SettingsError, message
 from accel_fn.launcher.hardware import Machine, detect
@@ -88,7 +81,176 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Mistake:
+class Kind:
+    """A kind of values: the rule that each must follow, and how it is read.
+
+    `read` raises a ValueError, TypeError or OverflowError for a wrong value.
+    """
+
+    rule: str
+    read: Callable[[Any], Any]
+    flag: type = str
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. The default None leaves it to the machine or the cluster."""
+
+    kind: Kind
+    about: str
+    default: object = None
+
+    def read(self, value: object) -> Any:
+        return None if value is None and self.default is None else self.kind.read(value)
+
+
+def _refuse_unless(is_right: bool) -> None:
+    if not is_right:
+        raise ValueError
+
+
+def _number(make: type, least: float, most: float, value: Any) -> Any:
+    # YAML's `yes` is not the number 1.
+    _refuse_unless(not isinstance(value, bool) and (isinstance(value, str) or make(value) == value))
+    _refuse_unless(least <= make(value) <= most)
+    return make(value)
+
+
+def _boolean(value: object) -> bool:
+    text = str(value).lower()
+    _refuse_unless(isinstance(value, bool | int | str) and text in (*_YES, *_NO))
+    return text in _YES
+
+
+def _choice(choices: tuple[str, ...], value: object) -> object:
+    # YAML reads `mixed_precision: no` as false.
+    value = "no" if value is False else value
+    _refuse_unless(isinstance(value, str) and value in choices)
+    return value
+
+
+def _host(value: Any) -> str:
+    _refuse_unless(_HOST.fullmatch(value) is not None)
+    return str(value)
+
+
+def _indices(value: Any) -> tuple[int, ...] | None:
+    """Read `all`, `0,1` and 0."""
+    if isinstance(value, str):
+        if value.strip() == "all":
+            return None
+        value = value.split(",")
+    each = [value] if isinstance(value, int) else value
+    ids = tuple(_number(int, 0, math.inf, index) for index in each)
+    _refuse_unless(0 < len(ids) == len(set(ids)))
+    return ids
+
+
+def _mesh(value: Any) -> str:
+    """Read `dp=-1,tp=2`, and a mapping in a file."""
+    if isinstance(value, Mapping):
+        value = ",".join(f"{axis}={size}" for axis, size in value.items())
+    text: str = re.sub(" ", "", value)
+    axes = [pair.partition("=")[0] for pair in text.split(",")]
+    _refuse_unless(_MESH.fullmatch(text) is not None and len(set(axes)) == len(axes))
+    _refuse_unless(text.count("-1") <= 1)
+    return text
+
+
+def _path(value: Any) -> Path:
+    _refuse_unless(value != "")
+    # No shell has expanded the `~` of a value in a file.
+    return Path(os.path.expanduser(value)) if isinstance(value, str) else Path(value)
+
+
+def _integer(least: int) -> Kind:
+    return Kind(f"an integer >= {least}", partial(_number, int, least, math.inf), int)
+
+
+def _one_of(*choices: str) -> Kind:
+    return Kind(f"one of {', '.join(choices)}", partial(_choice, choices), choices=choices)
+
+
+_YES, _NO = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
+_MESH = re.compile(r"(pp|dp|cp|tp)=(-1|[1-9]\d*)(,(pp|dp|cp|tp)=(-1|[1-9]\d*))*")
+_HOST = re.compile(r"[^\s/:]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*")
+_SMALLEST, _LARGEST = math.ulp(0.0), sys.float_info.max
+
+_ADDRESS = Kind("a host name or an IP address, without a port", _host, metavar="HOST")
+_PORT = Kind("an integer in 0 .. 65535", partial(_number, int, 0, 65535), int)
+_SECONDS = Kind("a finite number > 0", partial(_number, float, _SMALLEST, _LARGEST), float)
+_SWITCH = Kind("true or false", _boolean, bool)
+_INDICES = Kind("'all' or indices of devices, each once, such as 0,1", _indices, metavar="LIST")
+_AXES = Kind(
+    "axes (pp, dp, cp, tp) with sizes, each once, such as dp=-1,tp=2", _mesh, metavar="AXES"
+)
+_FOLDER = Kind("a path", _path, Path)
+
+
+def _setting(*given: Any) -> Any:
+    """Make a field of `Settings`."""
+    setting = Setting(*given)
+    return field(default=setting.default, metadata={"setting": setting})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a launch. The name of a field is the name of its flag, variable and line."""
+
+    num_processes: int | None = _setting(
+        _integer(1), "processes over all machines; default: the accelerators here, else 1"
+    )
+    num_machines: int | None = _setting(_integer(1), "machines; default: the cluster's, else 1")
+    machine_rank: int | None = _setting(_integer(0), "which machine this is, from 0")
+    main_process_ip: str | None = _setting(_ADDRESS, "address of machine 0")
+    main_process_port: int | None = _setting(
+        _PORT, "port on machine 0; 0: a free one, the default on one machine, else 29500"
+    )
+    cpu: bool = _setting(_SWITCH, "train on the CPU, whatever accelerators there are", False)
+    gpu_ids: tuple[int, ...] | None = _setting(_INDICES, "accelerators to use, such as 0,1")
+    mixed_precision: str | None = _setting(
+        _one_of("no", "fp16", "bf16", "fp8"), "what with_amp() without an argument does"
+    )
+    num_microbatches: int | None = _setting(
+        _integer(1), "what accumulate() without an argument does"
+    )
+    wrap: str | None = _setting(
+        _one_of("ddp", "fsdp", "deepspeed"),
+        "what wrap_as_launched() does: replicas (ddp, the default), shards (fsdp), or deepspeed's ZeRO",
+    )
+    max_restarts: int = _setting(
+        _integer(0), "times to start the world again after a failure; default: 0", 0
+    )
+    rdzv_backend: str | None = _setting(
+        _one_of("static", "c10d", "etcd-v2"),
+        "rendezvous of the machines, as torchrun names it; default: static",
+    )
+    timeout_s: float | None = _setting(
+        _SECONDS, "seconds that a collective may take before all ranks report and end"
+    )
+    mesh: str | None = _setting(
+        _AXES, "axes that the ranks form, with their sizes; one may be -1, for the rest"
+    )
+    log_dir: Path | None = _setting(  # noqa: RUF009 - it returns a field
+        _FOLDER, "folder for each rank's output"
+    )
+    tee: bool = _setting(_SWITCH, "print what goes to log_dir, too, each line with its rank", False)
+    full_traceback: bool = _setting(
+        _SWITCH, "show frames of accel_fn and torch in the traceback of an error", False
+    )
+    threads_per_process: int | None = _setting(
+        _integer(1), "CPU threads of each process; default: the cores, divided"
+    )
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {each.name: each.metadata["setting"] for each in fields(Settings)}
+)
+
+
+class Mistake(NamedTuple):
     """A wrong setting; the code that reports it knows where it was given."""
 
     name: str
@@ -96,140 +258,26 @@ class Mistake:
     value: object
     repair: str = ""
 
-    def message(self, where: str) -> str:
-        return message(where, self.name, self.rule, self.value, self.repair)
+
+def _refuse(mistakes: Iterable[Mistake], where: Mapping[str, str]) -> None:
+    """Raise an error with a line for each mistake, if there are any; `where` names each source."""
+    lines = [message(where[each.name], *each) for each in mistakes]
+    if lines:
+        raise SettingsError("\n".join(lines))
 
 
-class _ConflictError(SettingsError):
-    """Settings that are right alone and wrong together. Pydantic passes it on."""
-
-    def __init__(self, mistakes: list[Mistake]) -> None:
-        super().__init__("; ".join(mistake.message("Settings") for mistake in mistakes))
-        self.mistakes = mistakes
-
-
-def _no_boolean(value: object) -> object:
-    """Refuse YAML's `yes`, which is not the number 1."""
-    if isinstance(value, bool):
-        raise SettingsError("a boolean is no number")
-    return value
-
-
-def _indices(value: object) -> object:
-    """Parse `all`, `0,1` and 0."""
-    if isinstance(value, str):
-        return None if value.strip() == "all" else tuple(value.split(","))
-    return (value,) if isinstance(value, int) else value
-
-
-def _path(value: object) -> object:
-    """Expand `~`: no shell has read the value in a file."""
-    if isinstance(value, str):
-        if not value:
-            raise SettingsError("an empty path is none")
-        return os.path.expanduser(value)
-    return value
-
-
-def _mesh(value: object) -> object:
-    """Parse `dp=-1,tp=2`, and a mapping in a file."""
-    if isinstance(value, Mapping):
-        value = ",".join(f"{axis}={size}" for axis, size in value.items())
-    if isinstance(value, str):
-        value = value.replace(" ", "")
-        axes = [pair.partition("=")[0] for pair in value.split(",")]
-        if not _MESH.fullmatch(value) or len(set(axes)) != len(axes) or value.count("-1") > 1:
-            raise SettingsError("no axes with sizes")
-    return value
-
-
-Integer = Annotated[int, BeforeValidator(_no_boolean)]
-Index = Annotated[Integer, Field(ge=0)]
-Number = Annotated[float, BeforeValidator(_no_boolean)]
-_MESH = re.compile(r"(pp|dp|cp|tp)=(-1|[1-9]\d*)(,(pp|dp|cp|tp)=(-1|[1-9]\d*))*")
-_HOST = re.compile(r"[^\s/:]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*")
-
-
-class Settings(BaseModel):
-    """Settings of a launch. Frozen; None lets the machine or the cluster decide."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_processes: Integer | None = Field(None, ge=1, description="processes over all machines")
-    num_machines: Integer | None = Field(None, ge=1, description="machines")
-    machine_rank: Integer | None = Field(None, ge=0, description="which machine this is, from 0")
-    main_process_ip: str | None = Field(None, description="address of machine 0")
-    main_process_port: Integer | None = Field(
-        None, ge=0, le=65535, description="port on machine 0; 0 or none: a free one"
-    )
-    cpu: bool = Field(False, description="train on the CPU, whatever accelerators there are")
-    gpu_ids: Annotated[tuple[Index, ...] | None, BeforeValidator(_indices)] = Field(
-        None, description="accelerators to use, by index"
-    )
-    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = Field(
-        None, description="what with_amp() without an argument does"
-    )
-    num_microbatches: Integer | None = Field(
-        None, ge=1, description="what accumulate() without an argument does"
-    )
-    wrap: Literal["ddp", "fsdp", "deepspeed"] | None = Field(
-        None,
-        description=(
-            "what wrap_as_launched() does: replicas on all ranks (ddp), shards (fsdp), or ZeRO by deepspeed"
-        ),
-    )
-    max_restarts: Integer = Field(
-        0, ge=0, description="times to start the world again after a failure"
-    )
-    rdzv_backend: Literal["static", "c10d", "etcd-v2"] | None = Field(
-        None, description="how machines find each other, as torchrun names it"
-    )
-    timeout_s: Number | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="seconds that a collective may take before all ranks report and end",
-    )
-    mesh: Annotated[str, BeforeValidator(_mesh)] | None = Field(
-        None, description="axes that the ranks form, with their sizes; one may be -1, for the rest"
-    )
-    log_dir: Annotated[Path, BeforeValidator(_path)] | None = Field(
-        None, description="folder for each rank's output"
-    )
-    tee: bool = Field(False, description="show what goes to log_dir on the screen too")
-    full_traceback: bool = Field(
-        False, description="show frames of accel_fn and torch in the traceback of an error"
-    )
-    threads_per_process: Integer | None = Field(
-        None, ge=1, description="CPU threads of each process; none: the cores, divided"
-    )
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _unquoted_no(cls, value: object) -> object:
-        """YAML reads `mixed_precision: no` as false."""
-        return "no" if value is False else value
-
-    @field_validator("main_process_ip")
-    @classmethod
-    def _host_alone(cls, value: str | None) -> str | None:
-        if value is not None and not _HOST.fullmatch(value):
-            raise SettingsError("not a host")
-        return value
-
-    @field_validator("gpu_ids")
-    @classmethod
-    def _each_once(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is not None and not 0 < len(value) == len(set(value)):
-            raise SettingsError("empty, or an index twice")
-        return value
-
-    @model_validator(mode="after")
-    def _agree(self) -> Settings:
-        found = list(_conflicts(self))
-        if found:
-            raise _ConflictError(found)
-        return self
+def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
+    """Make settings, or raise an error with a line for each mistake; `where` names each source."""
+    found, mistakes = {}, []
+    for name, value in values.items():
+        try:
+            found[name] = SETTINGS[name].read(value)
+        except (ValueError, TypeError, OverflowError):
+            mistakes.append(Mistake(name, f"be {SETTINGS[name].kind.rule}", value))
+    _refuse(mistakes, where)
+    settings = Settings(**found)
+    _refuse(_conflicts(settings), where)
+    return settings
 
 
 def _conflicts(settings: Settings) -> Iterator[Mistake]:
@@ -237,63 +285,23 @@ def _conflicts(settings: Settings) -> Iterator[Mistake]:
     num_machines = settings.num_machines or 1
     processes, rank, ids = settings.num_processes, settings.machine_rank, settings.gpu_ids
     if settings.cpu and ids is not None:
-        yield Mistake("cpu", f"be false with gpu_ids={_listed(ids)}", True, "leave one of them out")
+        rule = f"be false with gpu_ids={','.join(map(str, ids))}"
+        yield Mistake("cpu", rule, True, "leave one of them out")
     if rank is not None and rank >= num_machines:
         yield Mistake("machine_rank", f"be below num_machines={num_machines}", rank)
     if processes is not None and processes % num_machines:
-        yield Mistake(
-            "num_processes",
+        rule, repair = (
             f"be a multiple of num_machines={num_machines}",
-            processes,
             "it counts the processes of all machines",
         )
-
-
-def _listed(ids: tuple[int, ...]) -> str:
-    return ",".join(map(str, ids))
-
-
-RULES: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("num_processes", "num_machines"), "be an integer >= 1"),
-        **dict.fromkeys(("num_microbatches", "threads_per_process"), "be an integer >= 1"),
-        **dict.fromkeys(("machine_rank", "max_restarts"), "be an integer >= 0"),
-        "main_process_ip": "be a host name or an IP address, without a port",
-        "main_process_port": "be an integer in 0 .. 65535",
-        **dict.fromkeys(("cpu", "tee", "full_traceback"), "be true or false"),
-        "gpu_ids": "be 'all' or indices of devices, each once, such as 0,1",
-        "mixed_precision": "be one of no, fp16, bf16, fp8",
-        "wrap": "be one of ddp, fsdp, deepspeed",
-        "rdzv_backend": "be one of static, c10d, etcd-v2",
-        "timeout_s": "be a finite number > 0",
-        "mesh": "be axes (pp, dp, cp, tp) with sizes, each once, such as dp=-1,tp=2",
-        "log_dir": "be a path",
-    }
-)
-"""Rule for the value of each setting."""
-
-
-def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
-    """Make settings, or raise an error with a line for each mistake; `where` names each source."""
-    try:
-        return Settings.model_validate(dict(values))
-    except ValidationError as error:
-        mistakes: dict[str, Mistake] = {}
-        for detail in error.errors(include_url=False, include_input=False):
-            if not detail["loc"]:
-                conflict = detail["ctx"]["error"]
-                mistakes |= {each.rule: each for each in conflict.mistakes}
-            else:
-                name = str(detail["loc"][0])
-                mistakes[name] = Mistake(name, RULES[name], values[name])
-    raise SettingsError("\n".join(each.message(where[each.name]) for each in mistakes.values()))
+        yield Mistake("num_processes", rule, processes, repair)
 
 
 def is_on(name: str, value: object) -> bool:
     """Does this value turn the setting on? A wrong one is reported later."""
     try:
-        return bool(getattr(Settings.model_validate({name: value}), name))
-    except ValidationError:
+        return bool(SETTINGS[name].read(value))
+    except (ValueError, TypeError, OverflowError):
         return False
 
 
@@ -353,7 +361,7 @@ def resolve(
     check_machine(settings, where, environment, machine, accelerators=accelerators)
     if settings.num_processes is None:
         count, source = default_processes(settings, machine)
-        settings = settings.model_copy(update={"num_processes": count})
+        settings = replace(settings, num_processes=count)
         sources["num_processes"] = source
     return Resolved(settings, MappingProxyType(sources))
 
@@ -373,7 +381,7 @@ def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
     `cpu` and `gpu_ids` both choose the devices: the stronger source of either overrides the other.
     """
     given: dict[str, Given] = {}
-    sources = dict.fromkeys(Settings.model_fields, "default")
+    sources = dict.fromkeys(SETTINGS, "default")
     for layer in reversed(layers):
         for name, other in (("cpu", "gpu_ids"), ("gpu_ids", "cpu")):
             if other in given and name in layer.values and is_on(name, layer.values[name].value):
@@ -416,7 +424,7 @@ def _from_flags(flags: Mapping[str, object]) -> Layer:
         for name, value in flags.items()
         if value is not None
     }
-    check_names({name: each.source for name, each in given.items()}, Settings.model_fields)
+    check_names({name: each.source for name, each in given.items()}, SETTINGS)
     return Layer(given)
 
 
@@ -427,11 +435,11 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or not value:
             continue
-        if name in Settings.model_fields:
+        if name in SETTINGS:
             values[name] = Given(value, variable)
-        elif nearest(name, Settings.model_fields):
+        elif nearest(name, SETTINGS):
             mistyped[name] = variable
-    check_names(mistyped, Settings.model_fields)
+    check_names(mistyped, SETTINGS)
     return Layer(values)
 
 
@@ -487,14 +495,9 @@ def check_machine(
     accelerators: Given | None = None,
 ) -> None:
     """Refuse what this machine cannot do, a line for each; `where` names the source of each setting."""
-    found = [*_address(settings, environment), *_devices(settings, environment, machine)]
-    lines = [each.message(where[each.name]) for each in found]
-    if accelerators is not None and not lines and not settings.cpu and not machine.num_devices:
-        rule = "fit a machine without accelerators"
-        name = "distributed_type"
-        lines.append(message(accelerators.where, name, rule, accelerators.value, _USE_CPU))
-    if lines:
-        raise SettingsError("\n".join(lines))
+    _refuse([*_address(settings, environment), *_devices(settings, environment, machine)], where)
+    if accelerators is not None and not settings.cpu and not machine.num_devices:
+        accelerators.refuse("distributed_type", "fit a machine without accelerators", _USE_CPU)
 
 
 def check_place(environment: Mapping[str, str], sagemaker: Given | None) -> None:

@@ -142,7 +142,7 @@ def test_modules_keep_nothing_of_a_run():
 
 HEAVY = {
     *("IPython", "torch", "click", "cloudpickle", "deepspeed", "ipykernel", "libcst", "matplotlib"),
-    *("pydantic", "rich", "safetensors", "torchao", "tqdm", "traitlets", "xxhash", "yaml"),
+    *("rich", "safetensors", "torchao", "tqdm", "traitlets", "xxhash", "yaml"),
 }
 
 
