@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -26,9 +26,16 @@ from accel_fn.cli.output import (
 )
 from accel_fn.errors import SettingsError
 from accel_fn.launcher.hardware import Machine, detect, read_processors
-
-if TYPE_CHECKING:
-    from accel_fn.launcher.settings import Resolved, Settings
+from accel_fn.launcher.machines import place
+from accel_fn.launcher.plan_launch import threads_variable
+from accel_fn.launcher.settings import (
+    SETTINGS_FILE,
+    Resolved,
+    Settings,
+    check_machine,
+    check_settings,
+    default_processes,
+)
 
 Ask = Callable[[Mapping[str, object], str, str, object], object]
 """(answers so far, setting, question, default) -> answer."""
@@ -104,9 +111,6 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 def _effective(resolved: Resolved) -> dict[str, str]:
     """Values that a launch from here would use for open settings."""
-    from accel_fn.launcher.machines import place
-    from accel_fn.launcher.plan_launch import threads_variable
-
     machines, settings = place(resolved, os.environ), resolved.settings
     has_devices = not settings.cpu and detect().num_devices
     threads = threads_variable(settings, machines, read_processors(), os.environ)
@@ -137,7 +141,6 @@ def _as_in_file(value: object) -> str:
 
 def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     """Ask the questions, or take the defaults, and write the file."""
-    from accel_fn.launcher.settings import SETTINGS_FILE
     from accel_fn.launcher.settings_files import render
 
     path = output or Path(SETTINGS_FILE)
@@ -173,8 +176,6 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
 
 def choose_settings(ask: Ask, machine: Machine) -> dict[str, Any]:
     """Return checked answers by setting; skip questions that the machine or earlier answers decide."""
-    from accel_fn.launcher.settings import default_processes
-
     answers: dict[str, Any] = {}
 
     def put(name: str, question: str, default: object) -> Any:
@@ -208,8 +209,6 @@ def choose_settings(ask: Ask, machine: Machine) -> dict[str, Any]:
 
 def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> Settings:
     """Make settings; with a machine, they must fit its accelerators too."""
-    from accel_fn.launcher.settings import check_machine, check_settings
-
     where = dict.fromkeys(answers, "config")
     settings = check_settings(answers, where)
     if machine is not None:

@@ -25,6 +25,7 @@ from accel_fn.cli.output import (
 from accel_fn.cli.targets import call_target, load_target
 from accel_fn.core.mesh_axes import mesh_shape
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+from accel_fn.launcher.plan_launch import settings_variables
 from accel_fn.parallel.launch_options import launched_mesh
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ def explain_target(
     This process gets the variables that such a launch would give its ranks: the plan reads them.
     """
     from accel_fn.core.state import Axis, DistState, mesh_of
-    from accel_fn.launcher.plan_launch import settings_variables
     from accel_fn.observe.explain import explain as explain_plan
     from accel_fn.observe.explain import phases
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import click
 
@@ -22,15 +22,13 @@ from accel_fn.cli.output import (
     print_table,
     resolve_settings,
 )
+from accel_fn.launcher.plan_launch import LaunchPlan, Variable, plan_launch, rank_variables
 from accel_fn.launcher.settings import SETTINGS
-
-if TYPE_CHECKING:
-    from accel_fn.launcher.plan_launch import LaunchPlan, Variable
 
 _FEW, _LATER = 4, "(at the start)"
 
 
-_TYPES = {Path: click.Path(file_okay=False, path_type=Path)}
+_TYPES: dict[type, Any] = {Path: click.Path(file_okay=False, path_type=Path)}
 
 
 def setting_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +88,6 @@ def launch(
     kind: Literal["script", "module", "program"]
     kind = "module" if module else "program" if no_python else "script"
     resolved = resolve_settings(flags, config_file)
-    from accel_fn.launcher.plan_launch import plan_launch
 
     with one_line_errors():
         plan = plan_launch(resolved, kind, script, arguments)
@@ -135,8 +132,6 @@ def _print(text: str, stream: TextIO) -> None:
 
 def _show(plan: LaunchPlan, *, as_json: bool) -> None:
     """Print each variable that the ranks of this machine would get, and why."""
-    from accel_fn.launcher.plan_launch import rank_variables
-
     machines = plan.machines
     ranks = [
         rank_variables(machines, rank, plan.settings.max_restarts, os.environ)

@@ -176,11 +176,11 @@ def _one_of(*choices: str) -> Kind:
 _YES, _NO = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
 _MESH = re.compile(r"(pp|dp|cp|tp)=(-1|[1-9]\d*)(,(pp|dp|cp|tp)=(-1|[1-9]\d*))*")
 _HOST = re.compile(r"[^\s/:]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z]*")
-_SMALLEST, _LARGEST = math.ulp(0.0), sys.float_info.max
 
 _ADDRESS = Kind("a host name or an IP address, without a port", _host, metavar="HOST")
 _PORT = Kind("an integer in 0 .. 65535", partial(_number, int, 0, 65535), int)
-_SECONDS = Kind("a finite number > 0", partial(_number, float, _SMALLEST, _LARGEST), float)
+# 5e-324 is the smallest number > 0.
+_SECONDS = Kind("a finite number > 0", partial(_number, float, 5e-324, sys.float_info.max), float)
 _SWITCH = Kind("true or false", _boolean, bool)
 _INDICES = Kind("'all' or indices of devices, each once, such as 0,1", _indices, metavar="LIST")
 _AXES = Kind(

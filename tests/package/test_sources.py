@@ -79,7 +79,16 @@ KEPT = {
 
 
 FIXED_WHEN_MADE = {
-    *("Averaging", "MappingProxyType", "ParamSpec", "Path", "TypeVar", "attrgetter", "click.Path"),
+    *(
+        "Averaging",
+        "Kind",
+        "MappingProxyType",
+        "ParamSpec",
+        "Path",
+        "TypeVar",
+        "attrgetter",
+        "click.Path",
+    ),
     *("itemgetter", "logging.getLogger", "nullcontext", "np.uint64", "re.compile"),
     *("struct.Struct", "torch.device", "tuple", "type"),
 }
