@@ -27,7 +27,6 @@ DEEP = {
     "cli/test_config_questions.py": {"cli.config"},
     "cli/test_launch_function.py": {"launcher.child"},
     "cli/test_launch_notebook.py": {"launcher.notebook"},
-    "cli/test_test.py": {"testing.outcomes"},
     "parallel/test_meshes.py": {"core.mesh_axes"},
     "parallel/test_nodes.py": {"parallel.clusters.nodes", "parallel.world"},
     "parallel/test_tasks.py": {
