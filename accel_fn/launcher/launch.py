@@ -31,7 +31,7 @@ from typing import Any, Never, TypeVar
 from accel_fn.errors import ArgumentTypeError, RankError, WorldError, message
 from accel_fn.launcher.child import CALL, RAISED, VALUE, Call, Raised, dumps
 from accel_fn.launcher.failures import Failure, cause, read_crash
-from accel_fn.launcher.hardware import Machine, bind_ranks, detect, read_processors
+from accel_fn.launcher.hardware import Processors, detect, read_processors
 from accel_fn.launcher.machines import Machines, free_port
 from accel_fn.launcher.notebook import (
     NO_PIPE,
@@ -41,6 +41,7 @@ from accel_fn.launcher.notebook import (
 )
 from accel_fn.launcher.plan_launch import (
     check_temporary_folder,
+    choose_processors,
     launch_variables,
     parent_of_store,
     rank_variables,
@@ -144,16 +145,17 @@ def launch(
         "timeout_s": timeout_s,
         "mesh": mesh,
     }
-    where, machine = dict.fromkeys(SETTINGS, "launch"), detect()
+    where = dict.fromkeys(SETTINGS, "launch")
     settings = check_settings(
         {name: each for name, each in given.items() if each is not None}, where
     )
-    check_machine(settings, where, os.environ, machine)
+    check_machine(settings, where, os.environ, detect())
     check_temporary_folder()
-    call = _pickle(fn, args, kwargs or {})
-    variables = _variables(settings, free_port(_HOST, 0))
+    call, processors = _pickle(fn, args, kwargs or {}), read_processors()
+    variables = _variables(settings, processors)
+    cpus = choose_processors(settings, processors, len(variables), os.environ)
     with shown_displays(shell) as displays:
-        return run_ranks(call, variables, _processors(settings, machine), displays)
+        return run_ranks(call, variables, cpus or [()] * len(variables), displays)
 
 
 def _pickle(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -189,33 +191,24 @@ def _unpicklable(
     return "fn", fn
 
 
-def _variables(settings: Settings, port: int) -> list[dict[str, str]]:
+def _variables(settings: Settings, processors: Processors) -> list[dict[str, str]]:
     """The variables of each rank: as from `accel-fn launch` and torch's agent on this machine."""
     machines = Machines(
         num_machines=1,
         machine_rank=0,
         num_local=settings.num_processes or 1,
         host=_HOST,
-        port=port,
+        port=free_port(_HOST, 0),
         backend="static",
         job=uuid.uuid4().hex,
         why=defaultdict(lambda: "launch"),
     )
-    shared = launch_variables(settings, machines, read_processors(), os.environ)
+    shared = launch_variables(settings, machines, processors, os.environ)
     ranks = [
         [*shared, *rank_variables(machines, rank, 0, os.environ)]
         for rank in range(machines.num_local)
     ]
     return [{each.name: each.value for each in rank if each.value is not None} for rank in ranks]
-
-
-def _processors(settings: Settings, machine: Machine) -> list[str]:
-    """The processors of each rank, as `0,1,2`; empty: any."""
-    num_local = settings.num_processes or 1
-    on_cpu = settings.cpu or not machine.num_devices
-    # A rank should be near its accelerator, and only the driver knows where that is.
-    cpus = (bind_ranks(read_processors(), num_local) if on_cpu else None) or [()] * num_local
-    return [",".join(map(str, each)) for each in cpus]
 
 
 # ---- the ranks of a call
@@ -260,7 +253,7 @@ class RankTraceback(Exception):  # noqa: N818 - it is the cause of an error, and
 def run_ranks(
     call: bytes,
     variables: Sequence[Mapping[str, str]],
-    cpus: Sequence[str],
+    cpus: Sequence[Sequence[int]],
     displays: int | None = None,
 ) -> list[Any]:
     """Run a pickled call on a rank for each set of variables; return the results in rank order.
@@ -291,7 +284,11 @@ def run_ranks(
 
 
 def _start(
-    number: int, variables: Mapping[str, str], cpus: str, folder: Path, displays: int | None
+    number: int,
+    variables: Mapping[str, str],
+    cpus: Sequence[int],
+    folder: Path,
+    displays: int | None,
 ) -> Rank:
     own = folder / str(number)
     own.mkdir()
@@ -300,8 +297,9 @@ def _start(
         "from accel_fn.launcher.child import main; main(*sys.argv[1:])"
     )
     pipe = "" if displays is None else str(NO_PIPE if number else displays)
+    bound = ",".join(map(str, cpus))
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(os.getpid()), cpus, str(folder), pipe],
+        [sys.executable, "-c", code, str(os.getpid()), bound, str(folder), pipe],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         pass_fds=[] if displays is None or number else [displays],

@@ -60,22 +60,27 @@ def plan_launch(
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
     """Plan a launch on this machine; start nothing, but raise errors that can be known before."""
-    command = Command(kind, target, arguments)
-    _check_command(command)
+    _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
     processors = read_processors()
-    cpus = bind_ranks(processors, machines.num_local)
-    if cpus and not settings.cpu and detect(environment).num_devices:
-        # A rank should be near its accelerator, and only the driver knows where that is.
-        cpus = None
     return LaunchPlan(
-        command=command,
+        command=Command(kind, target, arguments),
         settings=settings,
         machines=machines,
         variables=launch_variables(settings, machines, processors, environment),
-        cpus=cpus,
+        cpus=choose_processors(settings, processors, machines.num_local, environment),
     )
+
+
+def choose_processors(
+    settings: Settings, processors: Processors, num_local: int, environment: Mapping[str, str]
+) -> Sequence[Sequence[int]] | None:
+    """Choose the processors of each local rank; None leaves them to the system."""
+    cpus = bind_ranks(processors, num_local)
+    # A rank should be near its accelerator, and only the driver knows where that is.
+    has_choice = cpus and (settings.cpu or not detect(environment).num_devices)
+    return cpus if has_choice else None
 
 
 def check_temporary_folder() -> None:
@@ -87,11 +92,6 @@ def check_temporary_folder() -> None:
         raise WorldError(
             f"launch: temporary folder must be one to write to, got: {error}; set TMPDIR"
         ) from None
-
-
-def _check_command(command: Command) -> None:
-    """Refuse a target that is not there; name the nearest that is."""
-    _CHECKS[command.kind](command.target)
 
 
 def _check_script(target: str) -> None:
@@ -126,6 +126,7 @@ def _check_program(target: str) -> None:
 
 
 _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_program}
+"""Each refuses a target that is not there, and names the nearest that is."""
 
 
 # ---- variables of ranks

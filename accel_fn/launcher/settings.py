@@ -48,10 +48,8 @@ class Layer:
     """The settings of one source."""
 
     values: Mapping[str, Given]
-    accelerators: Given | None = None
-    """The value that needs accelerators, if the source does not name them."""
-    sagemaker: Given | None = None
-    """The value that is for jobs of SageMaker alone."""
+    check: Callable[[bool, int, Mapping[str, str]], None] = lambda *_: None
+    """A check of its own, given `cpu`, the number of accelerators and the environment; it raises."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -355,10 +353,9 @@ def resolve(
     given, sources = _merged(layers)
     where = {name: each.where for name, each in given.items()}
     settings = check_settings({name: each.value for name, each in given.items()}, where)
-    accelerators = next((layer.accelerators for layer in layers if layer.accelerators), None)
-    sagemaker = next((layer.sagemaker for layer in layers if layer.sagemaker), None)
-    check_place(environment, sagemaker)
-    check_machine(settings, where, environment, machine, accelerators=accelerators)
+    for layer in layers:
+        layer.check(settings.cpu, machine.num_devices, environment)
+    check_machine(settings, where, environment, machine)
     if settings.num_processes is None:
         count, source = default_processes(settings, machine)
         settings = replace(settings, num_processes=count)
@@ -491,24 +488,9 @@ def check_machine(
     where: Mapping[str, str],
     environment: Mapping[str, str],
     machine: Machine,
-    *,
-    accelerators: Given | None = None,
 ) -> None:
     """Refuse what this machine cannot do, a line for each; `where` names the source of each setting."""
     _refuse([*_address(settings, environment), *_devices(settings, environment, machine)], where)
-    if accelerators is not None and not settings.cpu and not machine.num_devices:
-        accelerators.refuse("distributed_type", "fit a machine without accelerators", _USE_CPU)
-
-
-def check_place(environment: Mapping[str, str], sagemaker: Given | None) -> None:
-    """Refuse, anywhere else, a file by which accelerate starts a job of SageMaker."""
-    if sagemaker is not None and not environment.get("SM_HOSTS"):
-        sagemaker.refuse(
-            "compute_environment",
-            "be LOCAL_MACHINE outside of a job of SageMaker",
-            "accel_fn starts no job: give its estimator an entry point that calls accel-fn launch, "
-            "which reads this file there",
-        )
 
 
 def _address(settings: Settings, environment: Mapping[str, str]) -> Iterator[Mistake]:
