@@ -48,8 +48,8 @@ class Layer:
     """The settings of one source."""
 
     values: Mapping[str, Given]
-    check: Callable[[bool, int, Mapping[str, str]], None] = lambda *_: None
-    """A check of its own, given `cpu`, the number of accelerators and the environment; it raises."""
+    check: Callable[[Settings, int, Mapping[str, str]], None] = lambda *_: None
+    """Raises if the source does not fit the settings, the number of accelerators or the environment."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -354,7 +354,7 @@ def resolve(
     where = {name: each.where for name, each in given.items()}
     settings = check_settings({name: each.value for name, each in given.items()}, where)
     for layer in layers:
-        layer.check(settings.cpu, machine.num_devices, environment)
+        layer.check(settings, machine.num_devices, environment)
     check_machine(settings, where, environment, machine)
     if settings.num_processes is None:
         count, source = default_processes(settings, machine)

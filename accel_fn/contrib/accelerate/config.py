@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from accel_fn.errors import SettingsError, shown
 from accel_fn.launcher import Given, Layer, check_names
@@ -214,7 +215,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
     others = [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)]
     _warn(kind.source, others, _sizes(sections))
 
-    def check(cpu: bool, num_devices: int, environment: Mapping[str, str]) -> None:
+    def check(settings: Any, num_devices: int, environment: Mapping[str, str]) -> None:
         if sagemaker is not None and not environment.get("SM_HOSTS"):
             sagemaker.refuse(
                 "compute_environment",
@@ -222,7 +223,9 @@ def translate(given: Mapping[str, Given]) -> Layer:
                 "accel_fn starts no job: give its estimator an entry point that calls accel-fn "
                 "launch, which reads this file there",
             )
-        if kind.value != "NO" and not (on_cpu or cpu or num_devices):
+        # Devices that are named and not there are refused later, by name.
+        uses_cpu = on_cpu or settings.cpu
+        if kind.value != "NO" and not (uses_cpu or settings.gpu_ids or num_devices):
             rule, repair = (
                 "fit a machine without accelerators",
                 "launch with --cpu to train on the CPU",
