@@ -64,7 +64,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "data.shard_batch": ("shard_batch",),
         "data.shard_loader": ("shard_loader",),
         "errors": ("AccelError",),
-        "launcher.function.launch": ("launch",),
+        "launcher.launch": ("launch",),
         "observe.evaluate": ("evaluate",),
         "observe.explain": ("explain",),
         "observe.log_to": (

@@ -37,7 +37,7 @@ from accel_fn.data.prefetch import prefetch as prefetch
 from accel_fn.data.shard_batch import shard_batch as shard_batch
 from accel_fn.data.shard_loader import shard_loader as shard_loader
 from accel_fn.errors import AccelError as AccelError
-from accel_fn.launcher.function.launch import launch as launch
+from accel_fn.launcher.launch import launch as launch
 from accel_fn.observe.evaluate import evaluate as evaluate
 from accel_fn.observe.explain import explain as explain
 from accel_fn.observe.log_to import log_to as log_to

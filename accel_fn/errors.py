@@ -129,7 +129,7 @@ class WorldTimeoutError(WorldError, TimeoutError):
 
 
 class RankError(AccelError, RuntimeError):
-    """A rank's process ended without an exception of its own, by a signal for example."""
+    """A rank was killed, exited, or failed in a check of `accel-fn test`."""
 
 
 def message(function: str, parameter: str, rule: str, value: object, repair: str = "") -> str:

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from types import FrameType
 
-from accel_fn.launcher.processes.worker import open_streams
+from accel_fn.launcher.worker import open_streams
 
 
 def main() -> None:

@@ -13,31 +13,22 @@ import click
 from accel_fn.cli.output import one_line_errors
 from accel_fn.plug_ins import plug_in
 
-_COMMANDS: dict[str, str] = {
-    "launch": "Run a script on every process of a world.",
-    "new": "Write a training program to start from.",
-    "config": "Write settings to a file, or show those in force.",
-    "env": "Print versions, devices and variables for a bug report.",
-    "test": "Check the library's promises on this machine.",
-    "estimate": "Print how much memory a training step takes.",
-    "report": "Print where the time of a run went, or compare runs.",
-    "plot": "Draw the curves of runs as a picture and as a page.",
-    "watch": "Draw the curves of runs in a terminal while they train.",
-    "checkpoints": "List the checkpoints of a folder.",
-    "export": "Write the weights of a checkpoint as safetensors.",
-    "migrate": "Print what takes the place of accelerate in a script.",
-    "explain": "Print what one step of a plan does, phase by phase.",
+_COMMANDS = {
+    "launch": ("cli.launch", "Run a script on every process of a world."),
+    "new": ("cli.new", "Write a training program to start from."),
+    "config": ("cli.config", "Write settings to a file, or show those in force."),
+    "env": ("cli.env", "Print versions, devices and variables for a bug report."),
+    "test": ("cli.test", "Check the library's promises on this machine."),
+    "estimate": ("estimate.command", "Print how much memory a training step takes."),
+    "report": ("runs.report", "Print where the time of a run went, or compare runs."),
+    "plot": ("runs.plot", "Draw the curves of runs as a picture and as a page."),
+    "watch": ("runs.watch", "Draw the curves of runs in a terminal while they train."),
+    "checkpoints": ("cli.checkpoints", "List the checkpoints of a folder."),
+    "export": ("cli.checkpoints", "Write the weights of a checkpoint as safetensors."),
+    "migrate": ("migrate.command", "Print what takes the place of accelerate in a script."),
+    "explain": ("cli.explain", "Print what one step of a plan does, phase by phase."),
 }
-"""One line of help by name. The command NAME is the function NAME of `accel_fn.cli.NAME`."""
-
-_PLUG_INS = {
-    "estimate": "estimate.command",
-    "report": "runs.report",
-    "plot": "runs.plot",
-    "watch": "runs.watch",
-    "migrate": "migrate.command",
-}
-"""The commands of plug-ins, each with its module in `accel_fn.contrib`."""
+"""By name: the module that has a function of this name, ours or a plug-in's, and a line of help."""
 
 
 class LazyGroup(click.Group):
@@ -51,11 +42,12 @@ class LazyGroup(click.Group):
         """Import the command of that name; None if there is none."""
         if cmd_name not in _COMMANDS:
             return None
-        if cmd_name in _PLUG_INS:
-            with one_line_errors():
-                module = plug_in(_PLUG_INS[cmd_name], cmd_name)
+        name, _ = _COMMANDS[cmd_name]
+        if name.startswith("cli."):
+            module = importlib.import_module(f"accel_fn.{name}")
         else:
-            module = importlib.import_module(f"accel_fn.cli.{cmd_name}")
+            with one_line_errors():
+                module = plug_in(name, cmd_name)
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
@@ -72,7 +64,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write names and lines of help from the table."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,9 +6,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -24,12 +25,17 @@ from accel_fn.cli.output import (
     resolve_settings,
 )
 from accel_fn.errors import SettingsError
-from accel_fn.launcher.machines.cpus import read_processors
-from accel_fn.launcher.machines.detect import Machine, detect
-
-if TYPE_CHECKING:
-    from accel_fn.launcher.settings.settings import Settings
-    from accel_fn.launcher.settings.sources import Resolved
+from accel_fn.launcher.hardware import Machine, detect, read_processors
+from accel_fn.launcher.machines import place
+from accel_fn.launcher.plan_launch import threads_variable
+from accel_fn.launcher.settings import (
+    SETTINGS_FILE,
+    Resolved,
+    Settings,
+    check_machine,
+    check_settings,
+    default_processes,
+)
 
 Ask = Callable[[Mapping[str, object], str, str, object], object]
 """(answers so far, setting, question, default) -> answer."""
@@ -87,7 +93,7 @@ def _refuse(job: str, options: dict[str, object]) -> None:
 def _show(config_file: Path | None, *, as_json: bool) -> None:
     """Print JSON, or a table in which defaults are dim and what is open has its effective value."""
     resolved = resolve_settings({}, config_file)
-    values, sources = resolved.settings.model_dump(mode="json"), resolved.sources
+    values, sources = asdict(resolved.settings), resolved.sources
     if as_json:
         print_json(
             {name: {"value": value, "source": sources[name]} for name, value in values.items()}
@@ -105,9 +111,6 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 def _effective(resolved: Resolved) -> dict[str, str]:
     """Values that a launch from here would use for open settings."""
-    from accel_fn.launcher.machines.machines import place
-    from accel_fn.launcher.processes.environment import threads_variable
-
     machines, settings = place(resolved, os.environ), resolved.settings
     has_devices = not settings.cpu and detect().num_devices
     threads = threads_variable(settings, machines, read_processors(), os.environ)
@@ -133,13 +136,12 @@ def _effective(resolved: Resolved) -> dict[str, str]:
 def _as_in_file(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     """Ask the questions, or take the defaults, and write the file."""
-    from accel_fn.launcher.settings.files import render
-    from accel_fn.launcher.settings.sources import SETTINGS_FILE
+    from accel_fn.launcher.settings_files import render
 
     path = output or Path(SETTINGS_FILE)
     if path.exists() and not force:
@@ -172,10 +174,8 @@ def _write(output: Path | None, *, ask: bool, force: bool) -> None:
     click.echo(f"Next: accel-fn launch {named}train.py")
 
 
-def choose_settings(ask: Ask, machine: Machine) -> Settings:
-    """Make settings of the answers; skip questions that the machine or earlier answers decide."""
-    from accel_fn.launcher.settings.sources import default_processes
-
+def choose_settings(ask: Ask, machine: Machine) -> dict[str, Any]:
+    """Return checked answers by setting; skip questions that the machine or earlier answers decide."""
     answers: dict[str, Any] = {}
 
     def put(name: str, question: str, default: object) -> Any:
@@ -202,14 +202,13 @@ def choose_settings(ask: Ask, machine: Machine) -> Settings:
         put("main_process_port", "A free port on machine 0", 29500)
         if num_local == 1:
             put("wrap", _WRAP, "ddp")
-    return _checked({**answers, "num_processes": num_local * num_machines})
+    answers["num_processes"] = num_local * num_machines
+    _checked(answers)
+    return answers
 
 
 def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> Settings:
     """Make settings; with a machine, they must fit its accelerators too."""
-    from accel_fn.launcher.settings.setting_checks import check_machine
-    from accel_fn.launcher.settings.settings import check_settings
-
     where = dict.fromkeys(answers, "config")
     settings = check_settings(answers, where)
     if machine is not None:

@@ -19,7 +19,8 @@ from typing import Any
 import click
 
 from accel_fn.cli.output import at_work, json_option, print_json, readable_bytes, wrapped
-from accel_fn.launcher.machines.cpus import read_processors
+from accel_fn.launcher.hardware import read_processors
+from accel_fn.launcher.settings import SETTINGS_FILE, user_file
 
 _TORCH_WITHIN_S = 60
 _PROBE = """
@@ -172,8 +173,6 @@ def _set_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Files that `accel-fn launch` would read from here."""
-    from accel_fn.launcher.settings.sources import SETTINGS_FILE, user_file
-
     own = user_file(environment)
     files = (
         folder / name

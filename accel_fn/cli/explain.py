@@ -25,6 +25,7 @@ from accel_fn.cli.output import (
 from accel_fn.cli.targets import call_target, load_target
 from accel_fn.core.mesh_axes import mesh_shape
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+from accel_fn.launcher.plan_launch import settings_variables
 from accel_fn.parallel.launch_options import launched_mesh
 
 if TYPE_CHECKING:
@@ -54,44 +55,27 @@ def explain(
     TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
     gives one. What it leaves to the launch is read from the settings (`accel-fn config --show`).
     """
-    with interruptible():
-        explain_target(target, num_processes, device, config_file, mesh=mesh, as_json=as_json)
-
-
-def explain_target(
-    target: str,
-    num_processes: int | None,
-    device: str | None,
-    config_file: Path | None = None,
-    *,
-    mesh: str | None = None,
-    as_json: bool,
-) -> None:
-    """Print the step of the plan that `target` names, as it would be if it were launched from here.
-
-    This process gets the variables that such a launch would give its ranks: the plan reads them.
-    """
     from accel_fn.core.state import Axis, DistState, mesh_of
-    from accel_fn.launcher.processes.environment import settings_variables
     from accel_fn.observe.explain import explain as explain_plan
     from accel_fn.observe.explain import phases
 
-    settings = resolve_settings({"mesh": mesh} if mesh else {}, config_file).settings
-    variables = {each.name: each.value for each in settings_variables(settings)}
-    os.environ.update({name: value for name, value in variables.items() if value is not None})
-    num_processes = num_processes or settings.num_processes or 1
-    with one_line_errors():
+    with interruptible(), one_line_errors():
+        settings = resolve_settings({"mesh": mesh}, config_file).settings
+        # The plan reads the variables that such a launch would give its ranks.
+        for each in settings_variables(settings):
+            os.environ[each.name] = str(each.value)
+        num_processes = num_processes or settings.num_processes or 1
         sizes = launched_mesh()
         shape = mesh_shape("explain", sizes, num_processes) if sizes else {}
         axes = tuple([Axis(axis, 0, size, None) for axis, size in shape.items()])
         state = DistState(world_size=num_processes, device=_device(device), axes=axes)
         plan = _load_plan(target)
-    if as_json:
-        found = {"num_processes": num_processes, "device": str(state.device)}
-        print_json({**found, "mesh": mesh_of(state), "phases": phases(plan, state)})
-    else:
-        text = explain_plan(plan, state)
-        print(_wrapped(text) if sys.stdout.isatty() else text)
+        if as_json:
+            found = {"num_processes": num_processes, "device": str(state.device)}
+            print_json({**found, "mesh": mesh_of(state), "phases": phases(plan, state)})
+        else:
+            text = explain_plan(plan, state)
+            print(_wrapped(text) if sys.stdout.isatty() else text)
 
 
 def _wrapped(text: str) -> str:

@@ -7,9 +7,9 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import click
 
@@ -17,19 +17,34 @@ from accel_fn.cli.output import (
     SHELL_FILE,
     config_option,
     json_option,
-    mesh_option,
     one_line_errors,
     print_json,
     print_table,
     resolve_settings,
 )
+from accel_fn.launcher.plan_launch import LaunchPlan, Variable, plan_launch, rank_variables
+from accel_fn.launcher.settings import SETTINGS
 
-if TYPE_CHECKING:
-    from accel_fn.launcher.plan_launch import LaunchPlan
-    from accel_fn.launcher.processes.environment import Variable
-
-_FOLDER = click.Path(file_okay=False, path_type=Path)
 _FEW, _LATER = 4, "(at the start)"
+
+
+_TYPES: dict[type, Any] = {Path: click.Path(file_okay=False, path_type=Path)}
+
+
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add a flag for each setting; `resolve` checks the values."""
+    for name, setting in reversed([*SETTINGS.items()]):
+        kind, short = setting.kind, ["-n"] if name == "num_processes" else []
+        command = click.option(
+            *short,
+            f"--{name.replace('_', '-')}",
+            type=click.Choice(kind.choices) if kind.choices else _TYPES.get(kind.flag, kind.flag),
+            is_flag=kind.flag is bool,
+            default=None,
+            metavar=kind.metavar,
+            help=f"{setting.about[0].upper()}{setting.about[1:]}.",
+        )(command)
+    return command
 
 
 @click.command(
@@ -38,56 +53,7 @@ _FEW, _LATER = 4, "(at the start)"
         "token_normalize_func": lambda name: name.replace("_", "-"),  # as accelerate
     },
 )
-@click.option(
-    "-n",
-    "--num-processes",
-    type=int,
-    help="Processes, over all machines.  [default: the accelerators here, else 1]",
-)
-@click.option("--cpu", is_flag=True, default=None, help="Train on the CPU.")
-@click.option("--gpu-ids", metavar="LIST", help="Accelerators to use, such as 0,1.")
-@click.option(
-    "--threads-per-process", type=int, help="CPU threads of each.  [default: the cores, divided]"
-)
-@click.option("--num-machines", type=int, help="Machines.  [default: the cluster's, else 1]")
-@click.option("--machine-rank", type=int, help="Rank of this machine, from 0.")
-@click.option("--main-process-ip", metavar="HOST", help="Address of machine 0.")
-@click.option(
-    "--main-process-port",
-    type=int,
-    help="Port on machine 0.  [default: a free one; 29500 for several machines]",
-)
-@click.option(
-    "--rdzv-backend",
-    type=click.Choice(["static", "c10d", "etcd-v2"]),
-    help="Rendezvous of the machines.  [default: static]",
-)
-@click.option(
-    "--max-restarts", type=int, help="Start the world again after so many failures.  [default: 0]"
-)
-@click.option(
-    "--timeout-s", type=float, help="Seconds after which a stuck collective is reported and ended."
-)
-@click.option(
-    "--mixed-precision",
-    type=click.Choice(["no", "fp16", "bf16", "fp8"]),
-    help="What with_amp() without an argument does.",
-)
-@click.option("--num-microbatches", type=int, help="What accumulate() without an argument does.")
-@click.option(
-    "--wrap",
-    type=click.Choice(["ddp", "fsdp", "deepspeed"]),
-    help="What wrap_as_launched() does: replicas, shards, or ZeRO's stage 2.  [default: ddp]",
-)
-@mesh_option("Axes that the ranks form, such as dp=-1,tp=2: pp, dp, cp, tp.")
-@click.option("--log-dir", type=_FOLDER, help="Write the output of each rank to files in it.")
-@click.option("--tee", is_flag=True, default=None, help="Print it, too, each line with its rank.")
-@click.option(
-    "--full-traceback",
-    is_flag=True,
-    default=None,
-    help="Show frames of accel_fn and torch in the traceback of an error.",
-)
+@setting_options
 @config_option()
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is a program.")
@@ -122,7 +88,6 @@ def launch(
     kind: Literal["script", "module", "program"]
     kind = "module" if module else "program" if no_python else "script"
     resolved = resolve_settings(flags, config_file)
-    from accel_fn.launcher.plan_launch import plan_launch
 
     with one_line_errors():
         plan = plan_launch(resolved, kind, script, arguments)
@@ -139,7 +104,7 @@ def _start(plan: LaunchPlan) -> tuple[int, str]:
     """Import torch so that its stores do not warn of machines that are gone; then run the plan."""
     is_set = "TORCH_CPP_LOG_LEVEL" in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from accel_fn.launcher.processes.run import run
+    from accel_fn.launcher.run import run
 
     # It is for this process, not for the ranks.
     if not is_set:
@@ -167,8 +132,6 @@ def _print(text: str, stream: TextIO) -> None:
 
 def _show(plan: LaunchPlan, *, as_json: bool) -> None:
     """Print each variable that the ranks of this machine would get, and why."""
-    from accel_fn.launcher.processes.environment import rank_variables
-
     machines = plan.machines
     ranks = [
         rank_variables(machines, rank, plan.settings.max_restarts, os.environ)

@@ -10,14 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from accel_fn.errors import AccelError
-
-if TYPE_CHECKING:
-    from accel_fn.launcher.settings.sources import Resolved
+from accel_fn.launcher.settings import Resolved, resolve
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 SHELL_FILE = click.Path(readable=False)
@@ -53,8 +51,6 @@ def json_option(text: str = "Print JSON.") -> Callable[[Any], Any]:
 
 def resolve_settings(flags: Mapping[str, object], config_file: Path | None) -> Resolved:
     """Resolve the settings of a launch; print warnings on stderr, an error as one line."""
-    from accel_fn.launcher.settings.sources import resolve
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with one_line_errors():
@@ -139,8 +135,8 @@ def at_work(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(value: object) -> None:
-    """Print for another program."""
-    print(json.dumps(value, indent=2))
+    """Print for another program; paths are texts."""
+    print(json.dumps(value, indent=2, default=str))
 
 
 @contextmanager

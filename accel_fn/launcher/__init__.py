@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "LaunchOptions",
             "launch_options",
         ),
-        "launcher.settings.value": (
+        "launcher.settings": (
             "Given",
             "Layer",
             "check_names",

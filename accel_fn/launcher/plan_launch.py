@@ -1,27 +1,26 @@
-"""Plan a launch on this machine: the command, checked before the start, its variables and processors."""
+"""Plan a launch on this machine: the command, checked before the start, its processors and variables."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import pkgutil
+import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from accel_fn.core.signed import TOKEN
 from accel_fn.errors import ArgumentError, WorldError, message
-from accel_fn.launcher.machines.cpus import bind_ranks, read_processors
-from accel_fn.launcher.machines.detect import detect
-from accel_fn.launcher.machines.machines import Machines, place
-from accel_fn.launcher.processes.environment import Variable, launch_variables
-from accel_fn.launcher.settings.settings import Settings
-from accel_fn.launcher.settings.sources import Resolved
+from accel_fn.launcher.hardware import Processors, bind_ranks, detect, read_processors
+from accel_fn.launcher.machines import Machines, interface_towards, place
+from accel_fn.launcher.settings import Resolved, Settings
 
 Kind = Literal["script", "module", "program"]
 
@@ -61,22 +60,27 @@ def plan_launch(
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
     """Plan a launch on this machine; start nothing, but raise errors that can be known before."""
-    command = Command(kind, target, arguments)
-    _check_command(command)
+    _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
     processors = read_processors()
-    cpus = bind_ranks(processors, machines.num_local)
-    if cpus and not settings.cpu and detect(environment).num_devices:
-        # A rank should be near its accelerator, and only the driver knows where that is.
-        cpus = None
     return LaunchPlan(
-        command=command,
+        command=Command(kind, target, arguments),
         settings=settings,
         machines=machines,
         variables=launch_variables(settings, machines, processors, environment),
-        cpus=cpus,
+        cpus=choose_processors(settings, processors, machines.num_local, environment),
     )
+
+
+def choose_processors(
+    settings: Settings, processors: Processors, num_local: int, environment: Mapping[str, str]
+) -> Sequence[Sequence[int]] | None:
+    """Choose the processors of each local rank; None leaves them to the system."""
+    cpus = bind_ranks(processors, num_local)
+    # A rank should be near its accelerator, and only the driver knows where that is.
+    has_choice = cpus and (settings.cpu or not detect(environment).num_devices)
+    return cpus if has_choice else None
 
 
 def check_temporary_folder() -> None:
@@ -88,11 +92,6 @@ def check_temporary_folder() -> None:
         raise WorldError(
             f"launch: temporary folder must be one to write to, got: {error}; set TMPDIR"
         ) from None
-
-
-def _check_command(command: Command) -> None:
-    """Refuse a target that is not there; name the nearest that is."""
-    _CHECKS[command.kind](command.target)
 
 
 def _check_script(target: str) -> None:
@@ -127,3 +126,187 @@ def _check_program(target: str) -> None:
 
 
 _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_program}
+"""Each refuses a target that is not there, and names the nearest that is."""
+
+
+# ---- variables of ranks
+
+ROLE, STORE = "rank", "ACCEL_FN_STORE"
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
+_OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
+"""The largest value that every glibc before 2.36 accepts; one that refuses it maps large tensors again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable, and why it is set."""
+
+    name: str
+    value: str | None
+    """None: not known before the start."""
+    why: str
+
+
+def launch_variables(
+    settings: Settings,
+    machines: Machines,
+    processors: Processors,
+    environment: Mapping[str, str],
+) -> list[Variable]:
+    """Variables that are the same for all ranks of a machine."""
+    return [
+        threads_variable(settings, machines, processors, environment),
+        *_allocator(environment),
+        *settings_variables(settings),
+        *_network(machines, environment),
+    ]
+
+
+def threads_variable(
+    settings: Settings, machines: Machines, processors: Processors, environment: Mapping[str, str]
+) -> Variable:
+    """The threads of each rank: those of the setting, else of the variable, else a share of the cores."""
+    name, threads = "OMP_NUM_THREADS", settings.threads_per_process
+    if threads is not None:
+        return Variable(name, str(threads), "threads_per_process")
+    if environment.get(name):
+        return Variable(name, environment[name], "set already")
+    each = max(1, processors.cores // machines.num_local)
+    why = f"cores: {processors.cores}, processes here: {machines.num_local}"
+    return Variable(name, str(each), why)
+
+
+def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
+    """Make glibc keep freed memory."""
+    # By default it returns large tensors to the system at once, and each step faults them in again.
+    version = glibc_version()
+    if version is None or "malloc" in environment.get("LD_PRELOAD", ""):
+        return
+    mmap = _MMAP_THRESHOLD if version >= (2, 36) else _OLD_GLIBC_MMAP_THRESHOLD
+    for name, value in (
+        ("MALLOC_MMAP_THRESHOLD_", mmap),
+        ("MALLOC_TRIM_THRESHOLD_", _TRIM_THRESHOLD),
+    ):
+        if environment.get(name):
+            yield Variable(name, environment[name], "set already")
+        else:
+            yield Variable(name, str(value), "freed memory is used again, not given back")
+
+
+def glibc_version() -> tuple[int, int] | None:
+    """The version of the GNU C library of this process; None if it has another."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        major, minor, *_ = version.split(".")
+        return (int(major), int(minor)) if name == "glibc" else None
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def settings_variables(settings: Settings) -> list[Variable]:
+    """Variables that hold settings, on any machine."""
+    found = [Variable("ACCEL_FN_DEVICE", "cpu", "cpu")] if settings.cpu else []
+    if settings.gpu_ids is not None:
+        ids = ",".join(map(str, settings.gpu_ids))
+        found.append(Variable("CUDA_VISIBLE_DEVICES", ids, "gpu_ids"))
+    for name in ("mixed_precision", "num_microbatches", "wrap", "timeout_s", "mesh"):
+        value = getattr(settings, name)
+        if value is not None:
+            found.append(Variable(f"ACCEL_FN_{name.upper()}", f"{value}", name))
+    return found
+
+
+def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
+    """The store of torch's rendezvous, and Gloo's interface."""
+    # Torch would give the ranks of a restart the store that those before them wrote to.
+    if machines.backend != "static":
+        why = "a new store for each attempt"
+        yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
+    if machines.num_machines == 1:
+        return
+    # Gloo would use the address of the host's name, which often is a loopback one.
+    name = "GLOO_SOCKET_IFNAME"
+    if environment.get(name):
+        yield Variable(name, environment[name], "set already")
+    elif interface := interface_towards(machines.host):
+        yield Variable(name, interface, f"the way to {machines.host}")
+
+
+def rank_variables(
+    machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
+) -> list[Variable]:
+    """Variables that torch's agent sets for a rank at the first attempt, if known before the start."""
+    machine = machines.machine_rank
+    num_local, world_size = machines.num_local, machines.num_processes
+    rank = None if machine is None else machine * num_local + local_rank
+    nccl = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    found: list[tuple[str, object, str]] = [
+        ("RANK", rank, "this process, among all"),
+        ("LOCAL_RANK", local_rank, "among those of this machine"),
+        ("WORLD_SIZE", world_size, machines.why["num_processes"]),
+        ("LOCAL_WORLD_SIZE", num_local, "processes of this machine"),
+        ("GROUP_RANK", machine, "this machine"),
+        ("GROUP_WORLD_SIZE", machines.num_machines, machines.why["num_machines"]),
+        ("ROLE_NAME", ROLE, "all processes do the same"),
+        ("ROLE_RANK", rank, "as RANK"),
+        ("ROLE_WORLD_SIZE", world_size, "as WORLD_SIZE"),
+        ("MASTER_ADDR", machines.host, machines.why["host"]),
+        ("MASTER_PORT", machines.port or None, machines.why["port"]),
+        ("TORCHELASTIC_RUN_ID", machines.job, "this run"),
+        ("TORCHELASTIC_RESTART_COUNT", 0, "failures so far"),
+        ("TORCHELASTIC_MAX_RESTARTS", max_restarts, "max_restarts"),
+        (
+            "TORCHELASTIC_USE_AGENT_STORE",
+            machines.backend == "static" and machines.num_machines > 1,
+            "if the launcher serves MASTER_PORT",
+        ),
+        ("TORCHELASTIC_ERROR_FILE", None, "where a rank writes what ended it"),
+        (nccl, environment.get(nccl, 1), "torch's agent"),
+    ]
+    if machines.backend == "static" and machines.num_machines == 1:
+        found += [
+            (STORE, None, "a file of this user alone, in which the ranks meet"),
+            (TOKEN, None, "ranks sign what they pickle for each other"),
+        ]
+    return [
+        Variable(name, None if value is None else str(value), why) for name, value, why in found
+    ]
+
+
+# ---- the store of ranks
+
+_NETWORKS = (
+    *("9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gfs2", "glusterfs", "gpfs", "lustre", "nfs"),
+    *("ocfs2", "panfs", "smb", "virtiofs", "wekafs"),
+)
+
+
+def parent_of_store(environment: Mapping[str, str]) -> str:
+    """Return the folder to make it in: XDG_RUNTIME_DIR, else TMPDIR, unless that is in a network."""
+    memory = "/dev/shm"  # noqa: S108 - a folder of mode 0700 is made in it
+    for each in (environment.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), memory):
+        if each and os.access(each, os.W_OK | os.X_OK) and not _is_in_network(each):
+            return each
+    return tempfile.gettempdir()
+
+
+def store_variables(
+    folder: Path, attempt: int, port: str, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables by which the ranks of an attempt find their store, and sign for each other."""
+    token = environment.get(TOKEN) or secrets.token_hex(32)
+    return {STORE: str(folder / f"store_{attempt}_{port}"), TOKEN: token}
+
+
+def _is_in_network(folder: str) -> bool:
+    """Is the folder on a network file system, whose locks a store should not depend on?"""
+    real, found, kind = os.path.realpath(folder), "", ""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    for _, mounted, name, *_ in map(str.split, mounts):
+        is_above = mounted == "/" or real == mounted or real.startswith(f"{mounted}/")
+        if is_above and len(mounted) >= len(found):
+            found, kind = mounted, name
+    return kind.startswith(_NETWORKS)

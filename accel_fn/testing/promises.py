@@ -6,15 +6,12 @@ A check runs on every rank and returns how much this rank found to be wrong.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -28,18 +25,17 @@ from accel_fn.core.batch import count_samples
 from accel_fn.core.collectives import broadcast
 from accel_fn.core.dtensor import whole
 from accel_fn.core.plan import Plan
-from accel_fn.core.primitives import default_backend, exchange
+from accel_fn.core.primitives import exchange
 from accel_fn.core.split_batch import take_part
 from accel_fn.core.state import DistState, LossScale
 from accel_fn.core.transform import Transform, compose
 from accel_fn.core.weights import count_labels, weigh
 from accel_fn.data.shard_loader import shard_loader
+from accel_fn.errors import RankError
 from accel_fn.parallel.ddp import wrap_ddp
 from accel_fn.parallel.fsdp.fsdp import wrap_fsdp
 from accel_fn.parallel.gather import gather
 from accel_fn.parallel.reduce import reduce_mean, reduce_sum
-from accel_fn.parallel.world import init
-from accel_fn.testing.outcomes import NOT_RUN, Outcome, RankReport
 from accel_fn.transforms.accumulate.accumulate import accumulate
 from accel_fn.transforms.amp.amp import with_amp
 from accel_fn.transforms.clip import clip
@@ -61,45 +57,38 @@ class Promise:
     check: Callable[[DistState], float]
 
 
-def check_this_rank(folder: str) -> RankReport:
-    """Join the world that the launcher's variables describe, and check all promises over it.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The largest difference that any rank found for a promise, and the bound on it."""
 
-    Each outcome is a line of JSON in the file of this rank's number, as soon as it is known.
-    """
-    state = init(mesh={"dp": -1})
-    with Path(folder, str(state.rank)).open("w", encoding="utf-8", buffering=1) as file:
-        return check_promises(state, lambda each: print(json.dumps(asdict(each)), file=file))
+    promise: str
+    bound: float
+    largest: float
+
+    @property
+    def holds(self) -> bool:
+        """Is the difference within the bound? Not-a-number is not."""
+        return self.largest <= self.bound
 
 
 def check_promises(
-    state: DistState, show: Callable[[Outcome], None] = lambda _: None
-) -> RankReport:
-    """Check one promise after another, on every rank of a world; show each outcome as it is known."""
-    outcomes: list[Outcome] = []
+    state: DistState, show: Callable[[Verdict], None] = lambda _: None
+) -> list[Verdict]:
+    """Check one promise after another, on every rank of a world; show each verdict as it is known."""
+    verdicts = []
     for promise in promises(state):
-        # After an error, the other ranks may wait for this one in a collective of that check.
-        has_failed = bool(outcomes and outcomes[-1].error)
-        outcomes.append(_outcome(promise, state, has_failed=has_failed))
-        show(outcomes[-1])
-    return RankReport(
-        world_size=state.world_size,
-        device=str(state.device),
-        backend=default_backend(state.device, None) if state.world_size > 1 else "none",
-        outcomes=outcomes,
-    )
-
-
-def _outcome(promise: Promise, state: DistState, *, has_failed: bool) -> Outcome:
-    unknown = Outcome(promise=promise.words, bound=promise.bound)
-    if has_failed:
-        return replace(unknown, error=NOT_RUN)
-    try:
-        return replace(unknown, largest=promise.check(state))
-    except Exception as error:
-        raised = traceback.TracebackException.from_exception(error)
-        last_line = "".join(raised.format_exception_only()).strip()
-        text = "".join(raised.format())
-        return replace(unknown, error=last_line, traceback=text, time=time.time())
+        try:
+            found = promise.check(state)
+        except Exception as error:
+            raise RankError(
+                f"test: the check that {promise.words} failed on rank {state.rank}\n"
+                + "".join(traceback.format_exception(error))
+            ) from None
+        # Not Python's max, which may drop a nan.
+        largest = float(torch.tensor(exchange(found, state, "test"), dtype=torch.float64).max())
+        verdicts.append(Verdict(promise.words, promise.bound, largest))
+        show(verdicts[-1])
+    return verdicts
 
 
 def _exact_dtype(state: DistState) -> torch.dtype:

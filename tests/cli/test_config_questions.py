@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_fn.cli.config import _prompt, choose_settings
-from tests.support.launch_settings import TWO_GPUS, Machine, render, resolved, written
+from tests.support.launch_settings import TWO_GPUS, Machine, made, render, resolved, written
 
 
 def answering(**answers):
@@ -30,17 +30,17 @@ def machines(draw):
 @given(machines())
 def test_the_defaults_are_what_a_launch_would_do_without_a_file(tmp_path_factory, machine):
     ask, _ = answering()
-    settings = choose_settings(ask, machine)
-    file = written(tmp_path_factory.mktemp("defaults"), render(settings))
+    answers = choose_settings(ask, machine)
+    file = written(tmp_path_factory.mktemp("defaults"), render(answers))
     found = resolved(config=file, machine=machine).settings
-    assert found == settings
+    assert found == made(answers)
     assert found.num_processes == resolved(machine=machine).settings.num_processes
 
 
 @pytest.mark.parametrize(("num_processes", "default"), [(2, False), (3, True)])
 def test_more_processes_than_devices_are_for_the_cpu(num_processes, default):
     ask, asked = answering(num_processes=num_processes)
-    assert choose_settings(ask, TWO_GPUS).cpu == asked["cpu"] == default
+    assert choose_settings(ask, TWO_GPUS)["cpu"] == asked["cpu"] == default
 
 
 LOCAL = ["mixed_precision", "num_microbatches"]
@@ -68,7 +68,7 @@ XPUS = Machine(num_cores=4, kind="XPU", num_installed=2, num_devices=2)
 )
 def test_only_questions_that_are_open_are_asked(machine, answers, questions):
     ask, asked = answering(**answers)
-    settings = choose_settings(ask, machine)
+    settings = made(choose_settings(ask, machine))
     assert list(asked) == ["num_processes", *questions]
     assert asked["num_processes"] == max(machine.num_devices, 1)
     assert asked.get("gpu_ids", "all") == "all"

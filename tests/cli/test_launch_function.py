@@ -17,7 +17,7 @@ import pytest
 
 import accel_fn as af
 from accel_fn.errors import WorldError
-from accel_fn.launcher.function.child import dumps
+from accel_fn.launcher.child import dumps
 from tests.cli.commands import run_python, surroundings
 from tests.cli.launchers import gone, is_running, until
 

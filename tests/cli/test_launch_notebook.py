@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_fn.launcher.function.notebook import shown_displays
+from accel_fn.launcher.notebook import shown_displays
 from tests.cli.notebooks import run_cells
 
 DRAW = """

@@ -65,7 +65,7 @@ for arguments in {calls}:
 @pytest.mark.parametrize(
     ("calls", "without", "seconds"),
     [
-        ([["--help"], *([each, "--help"] for each in COMMANDS)], ["torch", "pydantic"], 1.5),
+        ([["--help"], *([each, "--help"] for each in COMMANDS)], ["torch"], 1.5),
         ([["config", "--show"], ["launch", "--cpu", "--dry-run", "script.py"]], ["torch"], 1.2),
     ],
     ids=["help", "settings"],

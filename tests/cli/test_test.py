@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
 import accel_fn as af
+from accel_fn.errors import RankError
 from accel_fn.testing import promises, simulate
-from accel_fn.testing.outcomes import NOT_RUN, Outcome, merge
 from tests.cli.commands import command
 
 
@@ -17,10 +18,9 @@ from tests.cli.commands import command
 )
 def test_every_promise_holds_in_every_world(world_size):
     """Some batches have fewer samples than three or five ranks."""
-    for report in simulate(promises.check_promises, world_size=world_size, timeout_s=100):
-        assert (report.world_size, report.device) == (world_size, "cpu")
-        assert [each for each in report.outcomes if not each.holds] == []
-        assert len(report.outcomes) == 15
+    for verdicts in simulate(promises.check_promises, world_size=world_size, timeout_s=100):
+        assert [each for each in verdicts if not each.holds] == []
+        assert len(verdicts) == 15
 
 
 def reporting(change_report):
@@ -48,6 +48,7 @@ class StartsOver:
         return self.loader.epochs(num_epochs)
 
 
+DEVICES = "ranks are on devices of their own, and their sums are right"
 TRAINING = "W ranks train as one"
 SHARDS = "shards train as one"
 CLIPPING = "clipping is by the norm of all ranks"
@@ -108,7 +109,7 @@ FAULTS = {
         {"reduce_mean": lambda tree, state, weight: af.reduce_mean(tree, state)}, REDUCE,
     ),
     "a sum of one more": ({"reduce_sum": lambda tree, state: af.reduce_sum(tree, state) + 1}, REDUCE,
-                          "ranks are on devices of their own, and their sums are right"),
+                          DEVICES),
     "a broadcast of rank 0": (
         {"broadcast": lambda tree, state, source: af.broadcast(tree, state)}, REDUCE,
     ),
@@ -126,11 +127,8 @@ def test_a_fault_is_found(fault, monkeypatch):
     )
     for name, function in functions.items():
         monkeypatch.setattr(promises, name, function)
-    reports = simulate(promises.check_promises, world_size=2, timeout_s=100)
-    verdicts = [merge(ranks) for ranks in zip(*[each.outcomes for each in reports], strict=True)]
-    assert {each.promise: (each.holds, each.error) for each in verdicts} == dict.fromkeys(
-        words, (False, "")
-    )
+    for verdicts in simulate(promises.check_promises, world_size=2, timeout_s=100):
+        assert {each.promise: each.holds for each in verdicts} == dict.fromkeys(words, False)
 
 
 def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypatch):
@@ -140,45 +138,33 @@ def test_replicas_that_are_not_averaged_are_an_error_and_end_the_checks(monkeypa
         return lambda plan: replace(plan, strategy=(af.extend.SlotFunction(af.extend.Strategy),))
 
     monkeypatch.setattr(promises, "wrap_ddp", apart)
-    for report in simulate(promises.check_promises, world_size=2, timeout_s=100):
-        first, second, *rest = report.outcomes
-        assert first.holds
-        assert second.error.startswith("accel_fn.errors.ReplicaError: ")
-        assert "Traceback" in second.traceback
-        assert {each.error for each in rest} == {NOT_RUN}
-        assert not any(each.holds for each in (second, *rest))
-
-
-def outcome(largest=None, error="", time=0.0):
-    return Outcome(
-        promise="p", bound=1e-9, largest=largest, error=error, traceback=error, time=time
-    )
+    shown = []
+    with pytest.raises(RankError) as caught:
+        simulate(
+            lambda state: promises.check_promises(state, shown.append), world_size=2, timeout_s=100
+        )
+    words = f"test: the check that {TRAINING} failed on rank "
+    assert re.match(rf"{words}\d\nTraceback .*\.ReplicaError: ", str(caught.value), re.DOTALL)
+    assert [(each.promise, each.holds) for each in shown] == [(DEVICES, True)] * 2
 
 
 @pytest.mark.parametrize("largest", [2e-9, math.nan, math.inf])
-def test_one_rank_that_is_off_breaks_the_promise(largest):
-    verdict = merge([outcome(0.0), outcome(largest), outcome(1e-10)])
-    assert not verdict.holds
-    assert verdict.largest == largest or math.isnan(verdict.largest)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_off_breaks_the_promise(largest, rank, monkeypatch):
+    off = promises.Promise("p", 1e-9, lambda state: largest if state.rank == rank else 1e-9)
+    monkeypatch.setattr(promises, "promises", lambda state: [off])
+    for (verdict,) in simulate(promises.check_promises, world_size=2):
+        assert not verdict.holds
+        assert verdict.largest == largest or math.isnan(verdict.largest)
 
 
 def test_the_bound_itself_holds():
-    verdict = merge([outcome(1e-9), outcome(0.0)])
-    assert (verdict.holds, verdict.largest, verdict.error) == (True, 1e-9, "")
-
-
-def test_of_several_errors_the_cause_is_reported():
-    """A rank that lost its peer is not the cause, though it was the first to report."""
-    lost = outcome(error="RuntimeError: Connection closed by peer [127.0.0.1]", time=1.0)
-    cause = outcome(error="ValueError: the cause", time=2.0)
-    verdict = merge([lost, cause, outcome(0.0)])
-    assert not verdict.holds
-    assert (verdict.error, verdict.largest) == ("ValueError: the cause", None)
+    assert promises.Verdict("p", bound=1e-9, largest=1e-9).holds
 
 
 @pytest.mark.slow
-def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(tmp_path):
-    done = command(tmp_path, "test", "-n", "1", "--cpu")
+def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launchers, tmp_path):
+    done = launchers.command(tmp_path, "test", "-n", "1", "--cpu")
     assert done.exit_code == 0, done.stderr
     assert "\n15 of 15 promises hold on 1 rank, cpu, backend none\n" in done.stdout
     assert done.stdout.count("\nholds ") == 15

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_fn.launcher.machines.cpus import (
+from accel_fn.launcher.hardware import (
     Processors,
     bind_ranks,
     parse_cpus,

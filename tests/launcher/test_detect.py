@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from accel_fn.launcher.machines.detect import (
+from accel_fn.launcher.hardware import (
     detect,
     list_gpus,
     visible_devices,

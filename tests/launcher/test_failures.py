@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_fn.launcher.processes.failures import Failure, cause, read_failure, report
+from accel_fn.launcher.failures import Failure, cause, read_failure, report
 
 RAISED = {"exit_code": 1, "exception": "ValueError: boom\n"}
 LOST = {"exit_code": 1, "exception": "RuntimeError: Connection closed by peer [10.0.0.1]:1\n"}

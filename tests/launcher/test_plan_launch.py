@@ -5,10 +5,9 @@ import tempfile
 import pytest
 
 from accel_fn.errors import WorldError
-from accel_fn.launcher.machines.cpus import Processors
-from accel_fn.launcher.machines.machines import Machines, place
-from accel_fn.launcher.plan_launch import plan_launch
-from accel_fn.launcher.processes.environment import glibc_version, launch_variables
+from accel_fn.launcher.hardware import Processors
+from accel_fn.launcher.machines import Machines, place
+from accel_fn.launcher.plan_launch import glibc_version, launch_variables, plan_launch
 from tests.cli.commands import run_python
 from tests.parallel.test_tasks import MPIRUN, SBATCH, SRUN, pbs
 from tests.support.launch_settings import Machine, Settings, resolve

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.support.launch_settings import Settings, read_yaml, refused, render, resolved, written
+from tests.support.launch_settings import (
+    SETTINGS,
+    made,
+    read_yaml,
+    refused,
+    render,
+    resolved,
+    written,
+)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,7 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
 
 def test_a_file_of_comments_sets_nothing(tmp_path):
     written(tmp_path, "# nothing yet\n")
-    assert not any(map(resolved(folder=tmp_path).is_given, Settings.model_fields))
+    assert not any(map(resolved(folder=tmp_path).is_given, SETTINGS))
 
 
 def test_two_files_in_one_folder_are_refused(tmp_path):
@@ -157,32 +165,31 @@ def all_settings(draw):
         values["gpu_ids"] = draw(ids.map(tuple))
     else:
         values["cpu"] = draw(st.booleans())
-    return Settings(**values)
+    return values
 
 
 @given(all_settings())
-@example(Settings())
-@example(Settings(log_dir=Path("a\x85b\u2028c"), gpu_ids=(3,)))
-@example(Settings(log_dir=Path("long " * 100), timeout_s=5e-324))
-@example(Settings(log_dir=Path("\udcff")))
-def test_what_is_written_is_read_back(tmp_path_factory, settings):
-    file = written(tmp_path_factory.mktemp("written"), render(settings))
+@example({})
+@example({"log_dir": Path("a\x85b\u2028c"), "gpu_ids": (3,)})
+@example({"log_dir": Path("long " * 100), "timeout_s": 5e-324})
+@example({"log_dir": Path("\udcff")})
+def test_what_is_written_is_read_back(tmp_path_factory, values):
+    file = written(tmp_path_factory.mktemp("written"), render(values))
     given = read_yaml(file).values
-    back = Settings(**{name: each.value for name, each in given.items()})
-    assert back == settings
-    assert set(given) == settings.model_fields_set
+    assert made({name: each.value for name, each in given.items()}) == made(values)
+    assert set(given) == set(values)
 
 
 def test_every_setting_is_explained_in_the_file():
-    text = render(Settings(num_processes=2))
-    assert all(field.description in text for field in Settings.model_fields.values())
+    text = render({"num_processes": 2})
+    assert all(setting.about in text for setting in SETTINGS.values())
     assert "\nnum_processes: 2\n" in text
     assert "\n# num_machines: null\n" in text
 
 
 def test_every_value_stands_in_one_line():
     folder = "a folder with a long name/" * 20 + "é"
-    assert f"\nlog_dir: {folder}\n" in render(Settings(log_dir=Path(folder)))
+    assert f"\nlog_dir: {folder}\n" in render({"log_dir": Path(folder)})
 
 
 def test_values_in_a_file_are_read_as_people_write_them(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from accel_fn.errors import SettingsError
 from tests.support.launch_settings import (
     PLAIN,
+    SETTINGS,
     TWO_GPUS,
-    Settings,
     resolve,
     resolved,
     user_file,
@@ -51,7 +51,7 @@ def test_each_setting_is_that_of_the_strongest_source_that_gives_it(tmp_path_fac
         if givers:
             assert (value, source) == (values[givers[-1]], words[givers[-1]](name))
         else:
-            assert (value, source) == (Settings.model_fields[name].default, "default")
+            assert (value, source) == (SETTINGS[name].default, "default")
         assert found.is_given(name) == bool(givers)
 
 

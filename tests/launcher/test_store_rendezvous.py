@@ -5,9 +5,8 @@ import socket
 import pytest
 
 from accel_fn.errors import WorldTimeoutError
-from accel_fn.launcher.machines import store_rendezvous
-from accel_fn.launcher.machines.machines import Machines
-from accel_fn.launcher.machines.network import listen
+from accel_fn.launcher import store_rendezvous
+from accel_fn.launcher.machines import Machines, listen
 from tests.support.processes import free_port
 
 

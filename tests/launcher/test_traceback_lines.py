@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.launcher.processes.traceback_lines import fold, place_in_traceback, place_of_wait
+from accel_fn.launcher.failures import fold, place_in_traceback, place_of_wait
 
 
 def traceback_of(fn):

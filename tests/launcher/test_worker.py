@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_fn.launcher.processes import worker
+from accel_fn.launcher import worker
 from tests.cli.commands import run_python, surroundings
 
 PRINTS = """
@@ -47,7 +47,7 @@ def test_a_rank_is_bound_to_its_own_processors(tmp_path):
 def test_a_rank_whose_launcher_is_gone_already_does_nothing_and_prints_nothing(tmp_path, kind):
     code = "worker.main(str(1 + os.getpid()), '', '', 'script', 'script.py')"
     if kind == "function":
-        module = worker.__name__.replace("processes.worker", "function.child")
+        module = worker.__name__.replace("worker", "child")
         code = f"from {module} import main; main(str(1 + os.getpid()), '', 'gone', '')"
     done = rank(tmp_path, code, "print('started')")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

@@ -27,7 +27,7 @@ assert dict(inspect.getmembers(accel_fn))["launch"] is launch
 assert "  launch(fn" in pydoc.render_doc(accel_fn, renderer=pydoc.plaintext)
 """
 LIBRARIES = {
-    *("torch", "numpy", "click", "cloudpickle", "pydantic", "yaml", "rich"),
+    *("torch", "numpy", "click", "cloudpickle", "yaml", "rich"),
     *("safetensors", "tqdm", "xxhash", "torchao", "hypothesis", "deepspeed"),
 }
 IMPORTED = f"""

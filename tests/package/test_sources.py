@@ -79,7 +79,16 @@ KEPT = {
 
 
 FIXED_WHEN_MADE = {
-    *("Averaging", "MappingProxyType", "ParamSpec", "Path", "TypeVar", "attrgetter", "click.Path"),
+    *(
+        "Averaging",
+        "Kind",
+        "MappingProxyType",
+        "ParamSpec",
+        "Path",
+        "TypeVar",
+        "attrgetter",
+        "click.Path",
+    ),
     *("itemgetter", "logging.getLogger", "nullcontext", "np.uint64", "re.compile"),
     *("struct.Struct", "torch.device", "tuple", "type"),
 }
@@ -142,7 +151,7 @@ def test_modules_keep_nothing_of_a_run():
 
 HEAVY = {
     *("IPython", "torch", "click", "cloudpickle", "deepspeed", "ipykernel", "libcst", "matplotlib"),
-    *("pydantic", "rich", "safetensors", "torchao", "tqdm", "traitlets", "xxhash", "yaml"),
+    *("rich", "safetensors", "torchao", "tqdm", "traitlets", "xxhash", "yaml"),
 }
 
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from accel_fn.errors import SettingsError, shown
 from accel_fn.launcher import Given, Layer, check_names
@@ -213,8 +214,25 @@ def translate(given: Mapping[str, Given]) -> Layer:
     on_cpu = "cpu" in values and bool(values["cpu"].value)
     others = [*_outside(given, kind, on_cpu=on_cpu), *_in_sections(sections, values)]
     _warn(kind.source, others, _sizes(sections))
-    accelerators = None if kind.value == "NO" or on_cpu else kind
-    return Layer(values, accelerators=accelerators, sagemaker=sagemaker)
+
+    def check(settings: Any, num_devices: int, environment: Mapping[str, str]) -> None:
+        if sagemaker is not None and not environment.get("SM_HOSTS"):
+            sagemaker.refuse(
+                "compute_environment",
+                "be LOCAL_MACHINE outside of a job of SageMaker",
+                "accel_fn starts no job: give its estimator an entry point that calls accel-fn "
+                "launch, which reads this file there",
+            )
+        # Devices that are named and not there are refused later, by name.
+        uses_cpu = on_cpu or settings.cpu
+        if kind.value != "NO" and not (uses_cpu or settings.gpu_ids or num_devices):
+            rule, repair = (
+                "fit a machine without accelerators",
+                "launch with --cpu to train on the CPU",
+            )
+            kind.refuse("distributed_type", rule, repair)
+
+    return Layer(values, check)
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import warnings
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def parallel(**sizes):
 def used(name, **context):
     """Return the settings of a file that differ from the defaults."""
     found = resolved(config=WRITTEN / f"{name}.yaml", **context)
-    values = found.settings.model_dump()
+    values = asdict(found.settings)
     given = {name: values[name] for name in values if found.is_given(name)}
     empty = {"gpu_ids": None, "cpu": False}
     return {name: value for name, value in given.items() if value != empty.get(name, ())}

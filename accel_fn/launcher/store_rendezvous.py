@@ -26,8 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from accel_fn.core.signed import run_token
 from accel_fn.errors import WorldError, WorldTimeoutError
-from accel_fn.launcher.machines.machines import Machines
-from accel_fn.launcher.machines.network import free_port, is_listening, listen
+from accel_fn.launcher.machines import Machines, free_port, is_listening, listen
 from accel_fn.parallel.stores import SignedStore
 
 _MEET_WITHIN_S, _LOG_AFTER_S, _LINGER_S, _POLL_S = 600.0, 10.0, 3.0, 0.05

@@ -170,10 +170,14 @@ def _run_script(target: str, arguments: list[str]) -> None:
     """Run a file as `python FILE` does, in a new `__main__`."""
     path = os.path.abspath(target)
     sys.argv = [target, *arguments]
-    if os.path.isdir(path) or path.endswith((".pyc", ".pyz", ".zip")):
+    if os.path.isdir(path) or path.endswith((".pyz", ".zip")):
+        _search_first(path)
         runpy.run_path(path, run_name="__main__")
         return
     _search_first(os.path.dirname(os.path.realpath(path)))
+    if path.endswith(".pyc"):
+        runpy.run_path(path, run_name="__main__")
+        return
     loader = SourceFileLoader("__main__", path)
     main_module = _replace_main(__file__=path, __cached__=None, __loader__=loader)
     with io.open_code(path) as file:

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from accel_fn.errors import SettingsError, message, shown
-from accel_fn.launcher.settings.settings import RULES, Settings
-from accel_fn.launcher.settings.value import Given, Layer, check_names
+from accel_fn.launcher.settings import SETTINGS, Given, Layer, check_names
 from accel_fn.plug_ins import plug_in
 
 _HEAD = """\
@@ -83,7 +82,7 @@ def _text(path: Path) -> str:
 
 
 def _known(given: Mapping[str, Given]) -> Layer:
-    check_names({name: each.where for name, each in given.items()}, Settings.model_fields)
+    check_names({name: each.where for name, each in given.items()}, SETTINGS)
     return Layer(given)
 
 
@@ -123,15 +122,14 @@ def _toml_line(text: str, key: str) -> int | None:
     return text.count("\n", 0, found.start() + len(found[0])) + 1 if found and start >= 0 else None
 
 
-def render(settings: Settings) -> str:
-    """The text of a file: a line for each setting, commented out if it was not set."""
-    return "\n".join([_HEAD, *(_entry(settings, name) for name in Settings.model_fields)])
-
-
-def _entry(settings: Settings, name: str) -> str:
-    about = f"# {Settings.model_fields[name].description} ({RULES[name].removeprefix('be ')})"
-    mark = "" if name in settings.model_fields_set else "# "
-    return f"{about}\n{mark}{_line(name, getattr(settings, name))}"
+def render(given: Mapping[str, object]) -> str:
+    """The text of a file: a line for each setting, commented out if it is not given."""
+    entries = []
+    for name, setting in SETTINGS.items():
+        mark = "" if name in given else "# "
+        line = _line(name, given.get(name, setting.default))
+        entries.append(f"# {setting.about} ({setting.kind.rule})\n{mark}{line}")
+    return "\n".join([_HEAD, *entries])
 
 
 def _line(name: str, value: object) -> str:

@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import cloudpickle
 
 from accel_fn.errors import ArgumentTypeError, RankError, message
-from accel_fn.launcher.function import notebook
-from accel_fn.launcher.processes import worker
+from accel_fn.launcher import notebook, worker
 
 CALL, VALUE, RAISED = "call", "value", "raised"
 

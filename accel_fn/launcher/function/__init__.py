@@ -1,1 +1,0 @@
-"""A function run by every rank of a new world."""

@@ -1,1 +1,0 @@
-"""The machines of a launch and how they find each other."""

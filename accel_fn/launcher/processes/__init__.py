@@ -1,1 +1,0 @@
-"""The processes of a launch: started, watched and ended."""

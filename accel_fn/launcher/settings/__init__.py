@@ -1,1 +1,0 @@
-"""The settings of a launch and where each comes from."""
