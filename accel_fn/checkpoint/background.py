@@ -21,12 +21,18 @@ from typing import Any
 
 import torch
 
-from accel_fn.checkpoint.format.host_memory import PAGEABLE, Buffers, new_buffers
-from accel_fn.checkpoint.format.manifest import read_as
-from accel_fn.checkpoint.format.names import file_of, rename
-from accel_fn.checkpoint.format.shard_plan import Part
-from accel_fn.checkpoint.format.write import Share, Written, write_error
-from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
+from accel_fn.checkpoint.manifest import read_as
+from accel_fn.checkpoint.names import file_of, rename
+from accel_fn.checkpoint.store import NewCheckpoint
+from accel_fn.checkpoint.tensors import (
+    PAGEABLE,
+    Buffers,
+    Part,
+    Share,
+    Written,
+    new_buffers,
+    write_error,
+)
 from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState, Watchdog
 from accel_fn.errors import CheckpointError

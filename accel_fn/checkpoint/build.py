@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint.argument_checks import check_plan
+from accel_fn.checkpoint.arguments import check_plan
 from accel_fn.checkpoint.by_names import OfRun, by_names
 from accel_fn.checkpoint.compare import is_model, listed
 from accel_fn.checkpoint.run_state import RunState, put_back, run_state_of, with_prefix

@@ -1,4 +1,4 @@
-"""load: resume a run from a checkpoint, at any world size."""
+"""load and resume: go on with a run from a checkpoint, at any world size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from accel_fn.checkpoint import argument_checks as checks
-from accel_fn.checkpoint import compare, frozen
+from accel_fn.checkpoint import arguments as checks
+from accel_fn.checkpoint import compare
+from accel_fn.checkpoint.arguments import check_call, stateful
 from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.by_names import OfRun, by_names, without_new
-from accel_fn.checkpoint.extras import stateful
-from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.names import (
+from accel_fn.checkpoint.files import dict_from_plain
+from accel_fn.checkpoint.manifest import read_manifest, renamed_rest
+from accel_fn.checkpoint.names import (
     COMMON,
     COMMON_KEYS,
     file_of,
@@ -28,10 +29,6 @@ from accel_fn.checkpoint.format.names import (
     reading,
     steps_in,
 )
-from accel_fn.checkpoint.format.old_names import renamed_rest
-from accel_fn.checkpoint.format.plain_data import dict_from_plain
-from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
-from accel_fn.checkpoint.new_checkpoint import Run
 from accel_fn.checkpoint.run_state import (
     in_whole,
     named_steps,
@@ -53,6 +50,8 @@ from accel_fn.checkpoint.schedules import (
     check_match,
     of_other_optimizers,
 )
+from accel_fn.checkpoint.store import Run
+from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
 from accel_fn.core.collectives import all_or_none
 from accel_fn.core.mesh_axes import ranks_along
 from accel_fn.core.plan import unwrapped
@@ -61,7 +60,7 @@ from accel_fn.core.restored import derive_random, in_train_mode, random_state, r
 from accel_fn.core.state import DistState, check_state, check_world, mesh_of
 from accel_fn.core.step import Step
 from accel_fn.errors import AccelError, CheckpointError, check_flag
-from accel_fn.observe.bar import bytes_bar
+from accel_fn.observe.progress import bytes_bar
 
 _LOG = logging.getLogger(__name__)
 _BY_NAMES = 'give match="names" to load into other groups of parameters'
@@ -165,7 +164,7 @@ def load(
         files = loading.manifest.files
         share = sorted(files)[state.rank :: state.world_size]
         all_or_none(lambda: loading.check_share(share), state, "load")
-        here = frozen.hashed(loading.frozen, state, {}, "load")
+        here = compare.hashed(loading.frozen, state, {}, "load")
         all_or_none(lambda: loading.check_frozen(here), state, "load")
         with ExitStack() as undo:
             undo.callback(loading.undo)
@@ -352,9 +351,9 @@ class _Loading:
         with bytes_bar("check", total, is_main=self._state.is_main) as count:
             check_files(self._path, self.manifest, names, count)
 
-    def check_frozen(self, here: Mapping[str, frozen.Hashed]) -> None:
+    def check_frozen(self, here: Mapping[str, compare.Hashed]) -> None:
         try:
-            frozen.check_loaded(self._path, self.manifest.frozen, here)
+            compare.check_loaded(self._path, self.manifest.frozen, here)
         except CheckpointError as error:
             if self._strict:
                 raise
@@ -453,3 +452,70 @@ class _Loading:
             raise CheckpointError(
                 f"load: {self._path} must be of this program, got differences:\n{compare.listed(found)}"
             ) from error
+
+
+def resume(
+    step: Step | Mapping[str, Step],
+    state: DistState,
+    folder: str | os.PathLike[str],
+    extras: Mapping[str, Any] | None = None,
+    *,
+    schedule: Choice = None,
+    match: Match = "program",
+) -> DistState:
+    """Load the newest checkpoint of a folder; return the state itself if there is none.
+
+    Called on every rank, of a world of any size. Rank 0 looks for checkpoints, so all ranks
+    load, or none. The main rank logs the checkpoint and its step, as a warning, which Python
+    shows by default. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a
+    run that has finished, it yields no epoch and logs that.
+
+    Args:
+        step: the step, or a dict of steps by name, as it is saved.
+        state: as `build` returned it.
+        folder: that `save` is given; need not be there.
+        extras: by the names that they are saved under; the loader among them.
+        schedule: as for `load`: "program" or "saved" for a run that goes on with more epochs.
+        match: as for `load`: "names" for a program with other parameters, groups or transforms.
+
+    Returns:
+        What `load` returns, or `state`.
+
+    Raises:
+        RuntimeError: on every rank, as in `load`: the newest checkpoint is damaged, or the program differs.
+        ValueError: on every rank: an argument breaks its rule or differs between ranks, in a new run too.
+
+    Cost: a few small collectives, and `load` where there is a checkpoint.
+
+    >>> import tempfile, accel_fn as af
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = af.resume(step, state, folder)  # a new run: step 0
+    ...     state, _ = step(state, batch)
+    ...     path = af.save(step, state, folder)
+    ...     af.resume(step, state, folder).step
+    1
+    """
+    check_state("resume", state)
+    check_world("resume", state)
+    steps, given = named_steps(step), {} if extras is None else extras
+
+    def check() -> None:
+        check_choice("resume", schedule)
+        check_match("resume", match, schedule)
+
+    def find() -> list[int]:
+        with reading(home, "resume"):
+            return steps_in(home)
+
+    home = check_call("resume", state, folder, steps, given, check, schedule=schedule, match=match)
+    found = all_or_none(find, state, "resume")
+    is_there = bool(exchange(found, state, "resume")[0])
+    if not is_there:
+        return state
+    loaded = load(step, state, folder, extras=extras, schedule=schedule, match=match)
+    if state.is_main:
+        call = f", call {loaded.call}" if loaded.call else ""
+        checkpoint = home / name_of(loaded.step)
+        _LOG.warning("the run resumes at step %d%s, from %s", loaded.step, call, checkpoint)
+    return loaded

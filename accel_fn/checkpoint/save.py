@@ -14,17 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint import argument_checks as checks
-from accel_fn.checkpoint import frozen
+from accel_fn.checkpoint import arguments as checks
+from accel_fn.checkpoint import compare
+from accel_fn.checkpoint.arguments import stateful
 from accel_fn.checkpoint.background import Background, finish_writing
-from accel_fn.checkpoint.extras import stateful
-from accel_fn.checkpoint.format.hashing import hash_of, make_folder, memory_of, sync
-from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
-from accel_fn.checkpoint.format.names import COMMON, absolute, file_of
-from accel_fn.checkpoint.format.plain_data import to_plain
-from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
-from accel_fn.checkpoint.format.write import Share, Written, write_error
-from accel_fn.checkpoint.new_checkpoint import NewCheckpoint, Run, tidy
+from accel_fn.checkpoint.files import hash_of, make_folder, memory_of, sync, to_plain
+from accel_fn.checkpoint.manifest import FrozenEntry, Manifest
+from accel_fn.checkpoint.names import COMMON, absolute, file_of
 from accel_fn.checkpoint.run_state import (
     RunState,
     in_whole,
@@ -34,6 +30,15 @@ from accel_fn.checkpoint.run_state import (
     scale_to_dict,
 )
 from accel_fn.checkpoint.schedules import moved_functions
+from accel_fn.checkpoint.store import NewCheckpoint, Run, tidy
+from accel_fn.checkpoint.tensors import (
+    Share,
+    Written,
+    name_of_dtype,
+    plan_parts,
+    to_entries,
+    write_error,
+)
 from accel_fn.core.collectives import all_or_none
 from accel_fn.core.primitives import exchange
 from accel_fn.core.restored import in_eval_mode, random_state
@@ -49,8 +54,8 @@ from accel_fn.errors import (
     check_only,
     message,
 )
-from accel_fn.observe.bar import bytes_bar
 from accel_fn.observe.explain import explain
+from accel_fn.observe.progress import bytes_bar
 from accel_fn.parallel.file_lock import FileLock
 
 EXTRA = "extras/"
@@ -173,7 +178,7 @@ def save(
     optimizers = chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
     with in_eval_mode(optimizers), in_whole(steps, writes=False):
         contents = all_or_none(lambda: _contents(steps, extras), state, "save")
-        left_out = {**contents.frozen, **(frozen.take_frozen(contents, steps) if only else {})}
+        left_out = {**contents.frozen, **(compare.take_frozen(contents, steps) if only else {})}
         head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)
@@ -304,8 +309,8 @@ def _frozen_entries(
     """Hash what is left out, unless an earlier save or load has, and refuse what has changed."""
     notes = notes_of(steps)
     before = notes.get("frozen", {})
-    found = frozen.hashed(left_out, state, before, "save")
-    frozen.check_unchanged(before, found)  # the same hashes on all ranks
+    found = compare.hashed(left_out, state, before, "save")
+    compare.check_unchanged(before, found)  # the same hashes on all ranks
     notes["frozen"] = {**before, **found}
     return {
         name: FrozenEntry(name_of_dtype(each.dtype), tuple(each.shape), found[name].hash)

@@ -20,7 +20,7 @@ from accel_fn.cli.output import (
 from accel_fn.core.mesh_axes import mesh_name
 
 if TYPE_CHECKING:
-    from accel_fn.checkpoint.listing import Checkpoint
+    from accel_fn.checkpoint.store import Checkpoint
 
 
 @click.command()
@@ -32,7 +32,7 @@ def checkpoints(*, folder: Path, as_json: bool) -> None:
     Whole is one whose files are all there with the right sizes; their content is checked when
     it is loaded. The exit code is 1 where one is not whole.
     """
-    from accel_fn.checkpoint.listing import list_checkpoints
+    from accel_fn.checkpoint.store import list_checkpoints
 
     with one_line_errors():
         found = list_checkpoints(folder)

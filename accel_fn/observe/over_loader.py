@@ -26,7 +26,7 @@ from accel_fn.data.group_batches import Windowed
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
-from accel_fn.observe.bar import loader_length, open_bar
+from accel_fn.observe.progress import loader_length, open_bar
 
 T = TypeVar("T")
 _NOTHING = Looks([], [])

@@ -1,4 +1,4 @@
-"""save_model and load_model: the weights of a model alone, as safetensors files."""
+"""The weights of a model alone: save_model, load_model, whole_state_dict, export_model."""
 
 from __future__ import annotations
 
@@ -10,35 +10,43 @@ from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from accel_fn.checkpoint.format.hashing import hash_of_tensor
-from accel_fn.checkpoint.weights.entries import (
+from accel_fn.checkpoint.files import dict_from_plain, hash_of_tensor
+from accel_fn.checkpoint.manifest import read_manifest
+from accel_fn.checkpoint.names import COMMON, COMMON_KEYS
+from accel_fn.checkpoint.run_state import prefix_of, split_tied, with_prefix
+from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
+from accel_fn.checkpoint.weight_files import (
     Entries,
+    Stored,
+    check_dense,
     check_storable,
     check_writable,
+    open_set,
     read_entries,
+    write_set,
 )
-from accel_fn.checkpoint.weights.files import Stored, open_set, write_set
 from accel_fn.core.collectives import all_or_none, barrier
 from accel_fn.core.dtensor import axes_of, fill, whole
 from accel_fn.core.plan import unwrapped
 from accel_fn.core.primitives import bytes_of
-from accel_fn.core.state import DistState
+from accel_fn.core.state import DistState, check_state
 from accel_fn.core.zero import gathered, is_copied, world_of
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     check_count,
     check_flag,
     check_folder,
     check_only,
     message,
 )
-from accel_fn.observe.bar import bytes_bar
+from accel_fn.observe.progress import bytes_bar
 
 _UNITS = {
     "B": 1,
@@ -345,3 +353,124 @@ def _report(path: Path, differences: list[str]) -> str:
         shown.append(f"and {len(differences) - len(shown)} more")
     count = f"{len(differences)} difference" + "s" * (len(differences) > 1)
     return "\n  ".join([f"load_model: model must be the one saved in {path}, got {count}:", *shown])
+
+
+def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
+    """Copy the whole `state_dict` of a model to the host of the main rank. Every rank calls it.
+
+    For uploads, conversions and checks of your own; `save_model` writes the weights to files. Keys
+    are those of the model as it was before it was wrapped or compiled.
+
+    Args:
+        model: the plan's model, under any strategy. (Under `local_sgd`, and of what
+            a strategy of yours splits into plain tensors, the main rank's own.)
+        state: of this rank.
+
+    Returns:
+        On the main rank, copies of all tensors on the host: later steps do not change them. Tied
+        tensors are one tensor. On the other ranks, an empty dict.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+        RuntimeError: another rank failed, for example out of memory.
+
+    Cost: one gather of each sharded tensor, one after another, and a copy of the model in the memory of
+    the main rank; in a world of several, four small collectives.
+
+    >>> import accel_fn as af
+    >>> whole = af.checkpoint.whole_state_dict(model, af.DistState())
+    >>> {name: list(value.shape) for name, value in whole.items()}
+    {'weight': [1, 4], 'bias': [1]}
+    """
+    check_state("whole_state_dict", state)
+    with gathered(model):
+        return _copied(model, state)
+
+
+def _copied(model: nn.Module, state: DistState) -> dict[str, Any]:
+    saved = all_or_none(lambda: _read(model), state, "whole_state_dict")
+    tensors = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
+    firsts, tied = split_tied(tensors, unwrapped(model))
+    failures: list[Exception] = []
+    for name, tensor in firsts.items():
+        gathered = whole(tensor)
+        try:
+            saved[name] = gathered.to("cpu", copy=True) if state.is_main else None
+        # Not raised at once: other ranks wait in the next gather.
+        except Exception as error:
+            failures.append(error)
+    all_or_none(lambda: _raise_first(failures), state, "whole_state_dict")
+    saved |= {name: saved[first] for name, first in tied.items()}
+    return saved if state.is_main else {}
+
+
+def _read(model: nn.Module) -> dict[str, Any]:
+    if not isinstance(model, nn.Module):
+        rule, got = "be a torch.nn.Module", type(model).__name__
+        raise ArgumentTypeError(message("whole_state_dict", "model", rule, got))
+    return dict(unwrapped(model).state_dict())
+
+
+def _raise_first(failures: list[Exception]) -> None:
+    for failure in failures:
+        raise failure
+
+
+def export_model(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    step: str,
+    max_shard_size: int,
+) -> int:
+    """Write the model of a step of a checkpoint as `save_model` would; return the number of tensors.
+
+    Cost: reads the checkpoint to check it, then the model, which is held on the host.
+    """
+    path, prefix = Path(checkpoint), prefix_of("model", step)
+    with _named_export():
+        manifest = read_manifest(path)
+        if step not in manifest.plans:
+            names = ", ".join(name or "(no name)" for name in manifest.plans)
+            raise CheckpointError(
+                f"export: step must be one of {path}, got {step!r}; there are {names}"
+            )
+        check_sizes(path, manifest)
+        with bytes_bar("check", sum(each.size for each in manifest.files.values())) as count:
+            check_files(path, manifest, manifest.files, count)
+    extra_state = dict_from_plain(path / COMMON, COMMON_KEYS, "export")["steps"][step]["model"]
+    for name, value in extra_state.items():
+        check_dense("export", name, value)
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in manifest.entries.items()
+        if name.startswith(prefix)
+    }
+    total = sum(each.nbytes for each in tensors.values())
+    with bytes_bar("read", total) as count:
+        read_tensors(path, tensors, manifest.entries, count)
+    entries = Entries(
+        with_prefix(prefix, tensors),
+        {
+            name: first.removeprefix(prefix)
+            for name, first in with_prefix(prefix, manifest.tied).items()
+        },
+        frozen={name: each.hash for name, each in with_prefix(prefix, manifest.frozen).items()},
+    )
+    with _named_export():
+        check_storable(entries)
+    try:
+        write_set(Path(folder), entries, max_shard_size)
+    except OSError as error:
+        rule = "be one that can be written to"
+        reason = error.strerror or str(error)
+        raise ArgumentError(message("export", "folder", rule, str(folder), reason)) from error
+    return len(tensors)
+
+
+@contextmanager
+def _named_export() -> Iterator[None]:
+    """Name `export` in errors of what `load` reads and `save_model` checks."""
+    try:
+        yield
+    except (ArgumentError, CheckpointError) as error:
+        raise type(error)(f"export: {str(error).partition(': ')[2]}") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from accel_fn.checkpoint.format.hashing import sync
+from accel_fn.checkpoint.files import sync
 from accel_fn.errors import CheckpointError, message
 
 COMMON = "common.pt"

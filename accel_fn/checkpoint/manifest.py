@@ -15,9 +15,8 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
-from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
-from accel_fn.checkpoint.format.old_names import renamed_manifest
+from accel_fn.checkpoint.files import FileMark, hash_of, opened
+from accel_fn.checkpoint.names import COMMON, file_of, step_of
 from accel_fn.core.mesh_axes import AXES
 from accel_fn.errors import UNPRINTABLE, CheckpointError, printable, shown
 
@@ -26,6 +25,7 @@ NAME = "manifest.json"
 
 LONGEST_NAME = 4096
 _LONGEST_TEXT, _SHOWN, _LARGEST = 10**6, 100, 2**63
+_NAMES = {"num_samples": "count_samples", "average": "ema", "average.uniform": "swa"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,3 +356,18 @@ def _require(fits: bool, name: str, value: object, rule: str) -> None:
     if not fits:
         where = name if len(name) <= LONGEST_NAME else shown(name)
         raise ValueError(f"{where}={shown(value)}, which must be {rule}")
+
+
+def renamed_manifest(body: bytes) -> bytes:
+    """Write the new names into the manifest: those of functions, and of places of tensors."""
+    for old, new in _NAMES.items():
+        body = body.replace(f'"{old}"'.encode(), f'"{new}"'.encode())
+        body = body.replace(f" {old}/".encode(), f" {new}/".encode())
+    return body
+
+
+def renamed_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the new names into what a step saved beside tensors: places of transforms."""
+    places = {place: place.rpartition(" ") for place in rest["transforms"]}
+    new = {place: f"{at}{gap}{_NAMES.get(name, name)}" for place, (at, gap, name) in places.items()}
+    return {**rest, "transforms": {new[at]: values for at, values in rest["transforms"].items()}}
