@@ -15,10 +15,9 @@ from accel_fn.checkpoint.compare import is_model
 from accel_fn.checkpoint.manifest import LONGEST_NAME
 from accel_fn.checkpoint.names import is_name
 from accel_fn.checkpoint.run_state import is_expanded, prefix_of, with_prefix
-from accel_fn.core.collectives import all_or_none
+from accel_fn.core.collectives import agreed
 from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.plan import Plan
-from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step
 from accel_fn.errors import (
@@ -41,19 +40,24 @@ def check_call(
     check_others: Callable[[], None] = lambda: None,
     **others: object,
 ) -> Path:
-    """Refuse arguments that break their rule, or differ between ranks; return the folder's path."""
+    """Refuse arguments that break their rule, or differ between ranks; return the folder's path.
 
-    def check() -> Path:
+    Cost: one small collective.
+    """
+
+    def check() -> dict[str, str]:
         check_steps(steps, function)
         path = check_folder(function, folder)
         check_extras(extras, function)
         check_others()
-        return path
+        given = {"folder": str(path), "step": sorted(steps), "extras": sorted(extras)}
+        return {name: repr(value) for name, value in (given | others).items()}
 
-    path = all_or_none(check, state, function)
-    given = {"folder": str(path), "step": sorted(steps), "extras": sorted(extras)}
-    check_same(given | others, state, function)
-    return path
+    ranks = agreed(check, state, function)
+    for name in ranks[state.rank]:
+        rule = f"{function}: {name} must be the same on every rank"
+        check_equal([each[name] for each in ranks], rule, error=ArgumentError)
+    return check_folder(function, folder)
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:
@@ -106,14 +110,6 @@ def check_at(at: str | int, function: str) -> None:
 def check_plan(plan: Plan, method: str) -> None:
     for function in plan.entries():
         getattr(function, method, lambda: None)()  # raises if it cannot be saved, or loaded, now
-
-
-def check_same(given: Mapping[str, object], state: DistState, function: str) -> None:
-    """Refuse arguments that differ between ranks, on every rank. Cost: one small collective."""
-    ranks = exchange(given, state, function)
-    for name in given:
-        rule = f"{function}: {name} must be the same on every rank"
-        check_equal([repr(each[name]) for each in ranks], rule, error=ArgumentError)
 
 
 def check_extras(extras: Mapping[str, Any], function: str) -> None:

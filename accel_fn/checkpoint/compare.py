@@ -11,10 +11,17 @@ from torch import Tensor
 
 from accel_fn.checkpoint.files import hash_of_tensor
 from accel_fn.checkpoint.manifest import Entry, FrozenEntry, Manifest
-from accel_fn.checkpoint.run_state import RunState, Steps, is_optimizer, key_of, prefix_of
+from accel_fn.checkpoint.run_state import (
+    RunState,
+    Steps,
+    is_optimizer,
+    key_of,
+    prefix_of,
+    read_whole,
+)
 from accel_fn.checkpoint.tensors import name_of_dtype, to_entries
-from accel_fn.core.collectives import all_or_none
-from accel_fn.core.dtensor import local, whole
+from accel_fn.core.collectives import agreed, all_or_none
+from accel_fn.core.dtensor import local
 from accel_fn.core.plan import unwrapped
 from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState
@@ -293,21 +300,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:
-    own: dict[str, str] = {}
-    failures: list[Exception] = []
-    for number, (name, tensor) in enumerate(tensors.items()):
-        gathered = whole(tensor)
-        if number % state.world_size == state.rank:
-            try:
-                own[name] = hash_of_tensor(gathered)
-            # Not raised at once: other ranks wait in the next gather.
-            except Exception as error:
-                failures.append(error)
-
-    def finish() -> dict[str, str]:
-        if failures:
-            raise failures[0]
-        return own
-
-    every = exchange(all_or_none(finish, state, function), state, function)
-    return {name: each for hashes in every for name, each in hashes.items()}
+    """Hash tensors, each on one rank; return the hashes of all."""
+    own = [*tensors][state.rank :: state.world_size]
+    hashes = read_whole(tensors, own, lambda _, gathered: hash_of_tensor(gathered))
+    return {n: each for found in agreed(hashes, state, function) for n, each in found.items()}

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +17,7 @@ import torch
 
 from accel_fn.checkpoint import arguments as checks
 from accel_fn.checkpoint import compare
-from accel_fn.checkpoint.arguments import check_call, stateful
+from accel_fn.checkpoint.arguments import stateful
 from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.by_names import OfRun, by_names, without_new
 from accel_fn.checkpoint.files import dict_from_plain
@@ -46,16 +47,14 @@ from accel_fn.checkpoint.schedules import (
     Choice,
     Match,
     ResumedSchedules,
-    check_choice,
-    check_match,
+    check_choices,
     of_other_optimizers,
 )
 from accel_fn.checkpoint.store import Run
 from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
-from accel_fn.core.collectives import all_or_none
+from accel_fn.core.collectives import agreed, all_or_none
 from accel_fn.core.mesh_axes import ranks_along
 from accel_fn.core.plan import unwrapped
-from accel_fn.core.primitives import exchange
 from accel_fn.core.restored import derive_random, in_train_mode, random_state, restore_random
 from accel_fn.core.state import DistState, check_state, check_world, mesh_of
 from accel_fn.core.step import Step
@@ -143,9 +142,8 @@ def load(
 
     def check() -> None:
         checks.check_at(at, "load")
-        check_match("load", match, schedule)
+        check_choices("load", schedule, match)
         check_flag("load", "strict", strict)
-        check_choice("load", schedule)
         for each in steps.values():
             each.strategy.check_offers("load")
             checks.check_plan(each.plan, "check_loaded")
@@ -153,8 +151,7 @@ def load(
     options = {"at": at, "strict": strict, "schedule": schedule, "match": match}
     home = checks.check_call("load", state, folder, steps, extras, check, **options)
     finish_writing(notes_of(steps), state, "load")
-    path = all_or_none(lambda: _choose(home, at), state, "load")
-    path = exchange(path, state, "load")[0]
+    path = agreed(lambda: _choose(home, at), state, "load")[0]
 
     extras = stateful(extras)
     with in_whole(steps, writes=True):
@@ -499,19 +496,16 @@ def resume(
     check_state("resume", state)
     check_world("resume", state)
     steps, given = named_steps(step), {} if extras is None else extras
-
-    def check() -> None:
-        check_choice("resume", schedule)
-        check_match("resume", match, schedule)
+    check = partial(check_choices, "resume", schedule, match)
+    choices = {"schedule": schedule, "match": match}
+    home = checks.check_call("resume", state, folder, steps, given, check, **choices)
 
     def find() -> list[int]:
         with reading(home, "resume"):
             return steps_in(home)
 
-    home = check_call("resume", state, folder, steps, given, check, schedule=schedule, match=match)
-    found = all_or_none(find, state, "resume")
-    is_there = bool(exchange(found, state, "resume")[0])
-    if not is_there:
+    found = agreed(find, state, "resume")[0]
+    if not found:
         return state
     loaded = load(step, state, folder, extras=extras, schedule=schedule, match=match)
     if state.is_main:

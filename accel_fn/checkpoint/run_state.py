@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.dtensor import is_sharded, local, whole
 from accel_fn.core.plan import Plan, describe, unwrapped
 from accel_fn.core.state import DistState, LossScale
 from accel_fn.core.step import Step
@@ -363,6 +363,32 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
     """Name the optimizer's parameters, in the order of the numbers in its `state_dict`."""
     return list(dict.fromkeys(name for group in _groups(plan, optimizer) for name in group))
+
+
+def read_whole(
+    tensors: Mapping[str, Tensor], own: Collection[str], read: Callable[[str, Tensor], _Value]
+) -> Callable[[], dict[str, _Value]]:
+    """Gather tensors, one after another, and read the own ones of this rank.
+
+    Returns a function that returns the results, or raises the first error. It was not raised at once,
+    since other ranks wait in the next gather.
+    """
+    found: dict[str, _Value] = {}
+    failures: list[Exception] = []
+    for name, tensor in tensors.items():
+        gathered = whole(tensor)
+        if name in own and not failures:
+            try:
+                found[name] = read(name, gathered)
+            except Exception as error:
+                failures.append(error)
+
+    def result() -> dict[str, _Value]:
+        for failure in failures:
+            raise failure
+        return found
+
+    return result
 
 
 def split_tied(

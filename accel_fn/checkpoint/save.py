@@ -39,7 +39,7 @@ from accel_fn.checkpoint.tensors import (
     to_entries,
     write_error,
 )
-from accel_fn.core.collectives import all_or_none
+from accel_fn.core.collectives import agreed, all_or_none
 from accel_fn.core.primitives import exchange
 from accel_fn.core.restored import in_eval_mode, random_state
 from accel_fn.core.state import DistState, check_state, check_world, mesh_of
@@ -213,8 +213,7 @@ def _write(
             all_or_none(lambda: _put_beside(checkpoint, state, beside), state, "save")
         share = _share(state, contents, extras)
         if wait:
-            written = all_or_none(lambda: _written(share, checkpoint, state), state, "save")
-            every = exchange(written, state, "save")
+            every = agreed(lambda: _written(share, checkpoint, state), state, "save")
             all_or_none(lambda: checkpoint.commit(every) if state.is_main else None, state, "save")
             return
         background, locks = notes.setdefault("background", Background()), notes.get("locks")

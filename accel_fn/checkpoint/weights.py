@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel_fn.checkpoint.files import dict_from_plain, hash_of_tensor
 from accel_fn.checkpoint.manifest import read_manifest
 from accel_fn.checkpoint.names import COMMON, COMMON_KEYS
-from accel_fn.checkpoint.run_state import prefix_of, split_tied, with_prefix
+from accel_fn.checkpoint.run_state import prefix_of, read_whole, split_tied, with_prefix
 from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.weight_files import (
     Entries,
@@ -237,17 +237,19 @@ def _write_gathered(
 ) -> None:
     """Gather on all ranks, one tensor after another, and write on the first."""
     barrier(axes[0])
+    every = {**entries.tensors, **frozen}
     is_writer = all(axis.is_main for axis in axes)
-    tensors, hashes = {}, {}
-    for name, tensor in {**entries.tensors, **frozen}.items():
-        gathered = whole(tensor)
-        if is_writer and name in frozen:
-            hashes[name] = hash_of_tensor(gathered)
-        elif is_writer:
-            tensors[name] = gathered.cpu()
+
+    def read(name: str, gathered: Tensor) -> Tensor | str:
+        return hash_of_tensor(gathered) if name in frozen else gathered.cpu()
+
+    gathered = read_whole(every, every if is_writer else (), read)
 
     def write() -> None:
+        found = gathered()
         if is_writer:
+            tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
+            hashes = {name: each for name, each in found.items() if isinstance(each, str)}
             write_set(path, replace(entries, tensors=tensors, frozen=hashes), limit)
 
     _on_all(write, axes, "save_model")
@@ -391,15 +393,9 @@ def _copied(model: nn.Module, state: DistState) -> dict[str, Any]:
     saved = all_or_none(lambda: _read(model), state, "whole_state_dict")
     tensors = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
     firsts, tied = split_tied(tensors, unwrapped(model))
-    failures: list[Exception] = []
-    for name, tensor in firsts.items():
-        gathered = whole(tensor)
-        try:
-            saved[name] = gathered.to("cpu", copy=True) if state.is_main else None
-        # Not raised at once: other ranks wait in the next gather.
-        except Exception as error:
-            failures.append(error)
-    all_or_none(lambda: _raise_first(failures), state, "whole_state_dict")
+    own = firsts if state.is_main else ()
+    copies = read_whole(firsts, own, lambda _, gathered: gathered.to("cpu", copy=True))
+    saved |= all_or_none(copies, state, "whole_state_dict")
     saved |= {name: saved[first] for name, first in tied.items()}
     return saved if state.is_main else {}
 
@@ -409,11 +405,6 @@ def _read(model: nn.Module) -> dict[str, Any]:
         rule, got = "be a torch.nn.Module", type(model).__name__
         raise ArgumentTypeError(message("whole_state_dict", "model", rule, got))
     return dict(unwrapped(model).state_dict())
-
-
-def _raise_first(failures: list[Exception]) -> None:
-    for failure in failures:
-        raise failure
 
 
 def export_model(
@@ -435,25 +426,21 @@ def export_model(
                 f"export: step must be one of {path}, got {step!r}; there are {names}"
             )
         check_sizes(path, manifest)
-        with bytes_bar("check", sum(each.size for each in manifest.files.values())) as count:
+        with bytes_bar("check", manifest.size) as count:
             check_files(path, manifest, manifest.files, count)
     extra_state = dict_from_plain(path / COMMON, COMMON_KEYS, "export")["steps"][step]["model"]
     for name, value in extra_state.items():
         check_dense("export", name, value)
     tensors = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        for name, entry in manifest.entries.items()
-        if name.startswith(prefix)
+        f"{prefix}{name}": torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in with_prefix(prefix, manifest.entries).items()
     }
-    total = sum(each.nbytes for each in tensors.values())
-    with bytes_bar("read", total) as count:
+    with bytes_bar("read", sum(each.nbytes for each in tensors.values())) as count:
         read_tensors(path, tensors, manifest.entries, count)
+    tied = with_prefix(prefix, manifest.tied)
     entries = Entries(
         with_prefix(prefix, tensors),
-        {
-            name: first.removeprefix(prefix)
-            for name, first in with_prefix(prefix, manifest.tied).items()
-        },
+        {name: first.removeprefix(prefix) for name, first in tied.items()},
         frozen={name: each.hash for name, each in with_prefix(prefix, manifest.frozen).items()},
     )
     with _named_export():
@@ -461,8 +448,7 @@ def export_model(
     try:
         write_set(Path(folder), entries, max_shard_size)
     except OSError as error:
-        rule = "be one that can be written to"
-        reason = error.strerror or str(error)
+        rule, reason = "be one that can be written to", error.strerror or str(error)
         raise ArgumentError(message("export", "folder", rule, str(folder), reason)) from error
     return len(tensors)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -135,8 +135,8 @@ def evaluate(
 
     if finish is not None:
         check_finish("evaluate", finish)
-    own_finish = step.plan.finish if metric_fn is None else {}
-    functions = own_finish if finish is None else finish
+    of_plan = step.plan.finish if metric_fn is None else {}
+    functions = of_plan if finish is None else finish
 
     def read() -> tuple[tuple[Totals, Sequence[str] | None], Looks]:
         check_loader("evaluate", loader, state)
@@ -146,31 +146,30 @@ def evaluate(
         given = metric_fn and given_frozen(metric_fn, step.plan.frozen)
         own = _RankTotals(step, state, given)
         looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
-        totals = {name: total.to_host() for name, total in own.totals.items()}
+        totals = {
+            name: replace(each, sum=each.sum.cpu(), count=each.count.cpu())
+            for name, each in own.totals.items()
+        }
         return (totals, own.terms if own.has_losses else None), looks
 
     every = read_on_all_ranks("evaluate", step, state, read)
     found = means([totals for totals, _ in every], is_main=state.is_main)
     terms = max((each for _, each in every if each is not None), key=len, default=())
-    found = _with_sum(found, terms) if len(terms) > 1 or step.plan.terms else found
-    return {**found, **_finished(functions, found)} if functions else found
-
-
-def _finished(
-    functions: Mapping[str, FinishFn], found: Mapping[str, float | Tensor]
-) -> dict[str, float]:
-    """The values of functions of the means."""
-    zero = torch.zeros((), dtype=torch.float64)
-    means = {name: torch.as_tensor(each, dtype=torch.float64) for name, each in found.items()}
-    values = finish_means("evaluate", functions, means, zero)
-    return {name: each.item() for name, each in values.items()}
+    if len(terms) > 1 or step.plan.terms:
+        found = _with_sum(found, terms)
+    if functions:
+        wide = {name: torch.as_tensor(each, dtype=torch.float64) for name, each in found.items()}
+        zero = torch.zeros((), dtype=torch.float64)
+        values = finish_means("evaluate", functions, wide, zero)
+        found |= {name: each.item() for name, each in values.items()}
+    return found
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss, the sum of those terms of which anything was counted; nan where nothing was."""
+    """Add the loss: the sum of the terms of which anything was counted; nan if nothing was."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
-    counted = [each for each in of_terms.values() if not math.isnan(each)]
-    return {**found, "loss": sum(counted) if counted else math.nan, **of_terms}
+    known = [each for each in of_terms.values() if not math.isnan(each)]
+    return {**found, "loss": sum(known) if known else math.nan, **of_terms}
 
 
 class _RankTotals:
@@ -196,7 +195,8 @@ class _RankTotals:
 
     def add(self, each: CutBatch) -> None:
         """Add a batch."""
-        self._add(NOTHING)  # a rank that has batches but no rows knows no names
+        # A rank that has batches but no rows knows no names.
+        self.totals = added(self.totals, NOTHING)
         if self._metric_fn is None:
             self._add_losses(*each.parts)
         else:
@@ -204,7 +204,7 @@ class _RankTotals:
         self._look.after(each.batch, has_means=self._has_means)
 
     def _outputs_of(self, metric_fn: MetricFn | None) -> Outputs | None:
-        """How the look at metrics runs a few rows; None: by the plan's loss."""
+        """Return how `MetricsLook` runs a few rows; None for the plan's loss."""
         if metric_fn is None:
             return None
         plan, strategy = self._step.plan, self._step.strategy
@@ -214,12 +214,6 @@ class _RankTotals:
             return _outcome(plan, *run_placed(self._state, plan, call, rows))
 
         return outputs
-
-    def _note(self, metrics: Mapping[str, Any]) -> None:
-        self._has_means |= not all(isinstance(each, tuple) for each in metrics.values())
-
-    def _add(self, found: Totals) -> None:
-        self.totals = added(self.totals, found)
 
     def _add_losses(self, parts: Parts, weights: Weights) -> None:
         state, plan, strategy = self._state, self._step.plan, self._step.strategy
@@ -235,13 +229,14 @@ class _RankTotals:
         pairs = counted_in(outcome[1])
         if pairs:
             self.terms = [name.removeprefix(COUNTED) for name in pairs]
-        self._note(outcome[1])
-        self._add(totals_of(_sums_of(self._step.plan, outcome, weight, function), None))
+        self._has_means |= not all(isinstance(each, tuple) for each in outcome[1].values())
+        sums = _sums_of(self._step.plan, outcome, weight, function)
+        self.totals = added(self.totals, totals_of(sums, None))
 
     def _add_part(self, part: Any, found: Any) -> None:
         """Add what `metric_fn` returned for a micro-batch."""
         if type(found) is not tuple or len(found) != 2:
-            self._add(totals_of(found, num_rows(part)))
+            self.totals = added(self.totals, totals_of(found, num_rows(part)))
             return
         self.has_losses = True
         plan = self._step.plan
@@ -268,7 +263,7 @@ def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:
 
 
 def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dict[str, Metric]:
-    """Sums and counts of the loss and the metrics of a micro-batch."""
+    """Compute sums and counts of the loss and the metrics of a micro-batch."""
     loss, metrics = outcome
     sums: dict[str, Metric]
     if counted_in(metrics):
@@ -276,10 +271,8 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
     elif isinstance(weight, tuple):
         terms = zip(plan.terms, loss, weight, strict=True)
         sums = {name: _sum_of(mean, each) for name, mean, each in terms}
-    elif plan.reduction == "sum":
-        sums = {"loss": (loss, weight)}
     else:
-        sums = {"loss": _sum_of(loss, weight)}
+        sums = {"loss": (loss, weight) if plan.reduction == "sum" else _sum_of(loss, weight)}
     for name, value in metrics.items():
         if isinstance(value, str):
             raise LossError(f"evaluate: {function} must {value}")
@@ -292,7 +285,7 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
 
 
 def _sum_of(mean: Tensor, weight: float) -> Metric:
-    """A mean as a sum and its count; that of nothing may be 0 / 0."""
+    """Return a mean as a sum and its count; a mean of nothing may be 0 / 0."""
     wide = widest(mean)
     assert wide is not None
     return (wide * weight if weight else 0.0), weight
@@ -318,10 +311,6 @@ class Total:
         num_ones = self.num_ones + other.num_ones if self.num_ones and other.num_ones else 0
         return Total(self.sum + other.sum, self.count + other.count, num_ones)
 
-    def to_host(self) -> Total:
-        """Copy to the host, which waits."""
-        return Total(self.sum.cpu(), self.count.cpu(), self.num_ones)
-
 
 Totals = Mapping[str, Total]
 NOTHING: Totals = {"loss": Total(torch.tensor(0), torch.tensor(0))}
@@ -331,13 +320,12 @@ NOTHING: Totals = {"loss": Total(torch.tensor(0), torch.tensor(0))}
 def totals_of(metrics: Any, rows: int | None) -> Totals:
     """Make totals of the metrics of a micro-batch of `rows` samples; None if they cannot be counted."""
     if not isinstance(metrics, Mapping) or not metrics:
-        rule = "return a mapping of names to values"
-        got = "an empty one" if isinstance(metrics, Mapping) else type(metrics).__name__
-        raise ArgumentTypeError(
-            message(
-                "evaluate", "metric_fn", rule, got, 'return {"name": values} or (loss, metrics)'
-            )
+        rule, repair = (
+            "return a mapping of names to values",
+            'return {"name": values} or (loss, metrics)',
         )
+        got = "an empty one" if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise ArgumentTypeError(message("evaluate", "metric_fn", rule, got, repair))
     return {name: _total(name, value, rows) for name, value in metrics.items()}
 
 
@@ -408,10 +396,10 @@ def added(totals: Totals, found: Totals) -> Totals:
         rule = f"give the same metrics for every batch, {sorted(totals)} before"
         raise ArgumentError(message("evaluate", "metric_fn", rule, sorted(found)))
     for name, new in found.items():
-        shape = list(totals[name].sum.shape)
-        if shape != list(new.sum.shape):
-            rule = f"give {name!r} one shape for every batch, {shape} before"
-            raise ArgumentError(message("evaluate", "metric_fn", rule, list(new.sum.shape)))
+        before, shape = list(totals[name].sum.shape), list(new.sum.shape)
+        if shape != before:
+            rule = f"give {name!r} one shape for every batch, {before} before"
+            raise ArgumentError(message("evaluate", "metric_fn", rule, shape))
     return {name: total.plus(found[name]) for name, total in totals.items()}
 
 
@@ -420,8 +408,14 @@ def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor
 
     The main rank warns of pairs that may be means of means.
     """
-    counted = [{} if _is_nothing(totals) else totals for totals in every]
-    every = counted if any(counted) else every
+    # A rank may have a sum and no count: all anchors, by the number of the positive ones.
+    known = [
+        {}
+        if [*totals] == ["loss"] and not (totals["loss"].count.any() or totals["loss"].sum.any())
+        else totals
+        for totals in every
+    ]
+    every = known if any(known) else every
     shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]
     first = next((rank for rank, totals in enumerate(every) if totals), None)
     if first is None:
@@ -442,13 +436,6 @@ def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor
                 "which is not the mean: give a sum and its count"
             )
     return {name: _mean(name, total) for name, total in whole.items()}
-
-
-def _is_nothing(totals: Totals) -> bool:
-    # A rank may have a sum and no count: all anchors, by the number of the positive ones.
-    if totals.keys() != NOTHING.keys():
-        return False
-    return not (totals["loss"].count.any() or totals["loss"].sum.any())
 
 
 def _mean(name: str, total: Total) -> float | Tensor:

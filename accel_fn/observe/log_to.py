@@ -139,11 +139,11 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     check_count("log_to", "every", every)
     if not isinstance(prefix, str) or len(prefix.splitlines()) > 1:
         raise ArgumentTypeError(message("log_to", "prefix", "be text of one line", prefix))
-    to = " and ".join(map(_name_of, writers))
+    named_by = [path_of(each) or getattr(each, "__name__", type(each).__name__) for each in writers]
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
     slot = SlotFunction(build_log, writers=writers, every=every, prefix=prefix)
     made = named(fill(observers=slot), f"log_to({', '.join(settings)})")
-    slot.source = f"to {to}"
+    slot.source = f"to {' and '.join(map(str, named_by))}"
     return made
 
 
@@ -185,9 +185,8 @@ def log_values(
     if not logs:
         raise PlanError("log_values: step must have a log, got none; add log_to to its plan")
     given = {f"{prefix}{name}": value for name, value in values.items()}
+    _check_names("log_values", "values", given, 'give a prefix, such as prefix="validation/"')
     for log in logs:
-        repair = 'give a prefix, such as prefix="validation/"'
-        log.check_names("log_values", "values", given, repair)
         log.add(state, given)
 
 
@@ -221,18 +220,11 @@ class Log(Observer):
         self._newest = _batch_number(state)
         if not self._has_checked:
             self._has_checked = True
-            self.check_names("log_to", "metrics", report.metrics, "rename them")
+            _check_names("log_to", "metrics", report.metrics, "rename them")
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
         self._newest = _batch_number(state)
-
-    def check_names(self, function: str, parameter: str, names: Iterable[str], repair: str) -> None:
-        """Refuse names that stand for something else in a line, or that break it."""
-        wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
-        if wrong:
-            rule = "have printable names of one line, other than those of the step's own values"
-            raise ArgumentError(message(function, parameter, rule, wrong, repair))
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
         """Log values of the newest step."""
@@ -434,15 +426,22 @@ class Memory:
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
-            with suppress(RuntimeError):  # of a device that does not count its memory
-                self._known = {"peak_memory": self._read()}
+            if self._device.type == "cpu":
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                self._known = {"peak_memory": peak if sys.platform == "darwin" else peak * 1024}
+            else:
+                with suppress(RuntimeError):  # of a device that does not count its memory
+                    peak = torch.accelerator.max_memory_allocated(self._device)
+                    self._known = {"peak_memory": peak}
         return self._known
 
-    def _read(self) -> int:
-        if self._device.type != "cpu":
-            return torch.accelerator.max_memory_allocated(self._device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+
+def _check_names(function: str, parameter: str, names: Iterable[str], repair: str) -> None:
+    """Refuse names that stand for something else in a line, or that break it."""
+    wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
+    if wrong:
+        rule = "have printable names of one line, other than those of the step's own values"
+        raise ArgumentError(message(function, parameter, rule, wrong, repair))
 
 
 def _batch_number(state: DistState) -> int:
@@ -461,12 +460,6 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
                 rate = group["lr"]  # a tensor is written in place
                 found[named] = rate.clone() if isinstance(rate, Tensor) else rate
     return found
-
-
-def _name_of(writer: object) -> str:
-    path = path_of(writer)
-    name = getattr(writer, "__name__", type(writer).__name__)
-    return name if path is None else str(path)
 
 
 def _is_number(value: object) -> bool:
@@ -506,7 +499,7 @@ class Recorder:
             else:
                 self._files.append(open_log(path))
         for file in self._files:
-            file.add_plan(plan)
+            file.plans.append(plan)
             file.recorders.add(self)
         self._prefix, self._plan = prefix, plan
         self._delayed = DelayedFloats()
@@ -539,7 +532,7 @@ class Recorder:
     def _start(self, state: DistState) -> None:
         if self.step is None:
             launch = asdict(launch_options())
-            process = {
+            process: dict[str, object] = {
                 "process_began": _process_began(),
                 "world_size": state.world_size,
                 "device": str(state.device),
@@ -579,17 +572,14 @@ class Recorder:
         if self._prefix:
             values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
-            if len(file.recorders) > 1:  # a walk over weak references would be a tenth of the line
-                self._write_earlier_lines(file, step)
+            # Lines of plans that run less often come first: their values are older, and steps rise.
+            # For one plan, a walk over weak references would take a tenth of the time of the line.
+            for other in file.recorders if len(file.recorders) > 1 else ():
+                if other._line is not None and other._line[0] < step:
+                    other.flush()
             file.values(step, at, values)
         for write in self._writes:
             write(step, dict(values))
-
-    def _write_earlier_lines(self, file: LogFile, step: int) -> None:
-        """Write the lines of plans that run less often, so that steps rise; their values are older."""
-        for other in file.recorders:
-            if other._line is not None and other._line[0] < step:
-                other.flush()
 
     def end(self, process: int) -> None:
         """Write the last line, and that the run has ended in order."""
@@ -600,7 +590,9 @@ class Recorder:
             self.flush(_END_S)
         except Exception as error:  # a tracker that the program has closed
             _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
-        self.event("end", self.step, error=_name_of_last_error())
+        last = getattr(sys, "last_value", None)  # the error that ends this process, if one does
+        ends = last is not None and not hasattr(sys, "ps1")  # at a prompt, an error ends no process
+        self.event("end", self.step, error=type(last).__name__ if ends else None)
 
 
 def path_of(given: object) -> Path | None:
@@ -615,10 +607,3 @@ def _process_began() -> float:
         return time.time() - up + float(began) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return _IMPORTED
-
-
-def _name_of_last_error() -> str | None:
-    """Return the type of the error that ends this process, if one does."""
-    error = getattr(sys, "last_value", None)
-    # In a session at a prompt, an error ends no process.
-    return None if error is None or hasattr(sys, "ps1") else type(error).__name__

@@ -40,29 +40,30 @@ def open_log(path: Path) -> LogFile:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path = path.parent.resolve() / path.name
-        log = _LOGS.get(path) or _new_log(path)
+        log = _LOGS.get(path)
+        if log is None:
+            _check_log(path)
+            log = _LOGS[path] = LogFile(path)
     except OSError as error:
         raise LogError(
             f"log_to: writers must be files that can be written, got {path}: {error.strerror}"
         ) from error
-    _LOGS[path] = log
     return log
 
 
-def _new_log(path: Path) -> LogFile:
-    """Open a log that no plan of this process has opened, unless the file is no log."""
+def _check_log(path: Path) -> None:
+    """Refuse a file that is no log: lines would be lost in it."""
     begin = _TABLES[path.suffix].begin
     with path.open("a+b") as file:
         file.seek(0)
         found = file.read(len(begin))
-    # A log that was cut may be shorter than this. In another file, lines would be lost.
+    # A log that was cut may be shorter than this.
     is_log = begin.startswith(found) or found.startswith(b"\0") or events_file(path).exists()
     if not is_log:
         raise LogError(
             f"log_to: writers must be new files or logs, got {path}, which holds something else; give "
             "the log a name of its own"
         )
-    return LogFile(path)
 
 
 class LogFile:
@@ -70,17 +71,17 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._events = _events_beside(path)
+        beside = events_file(path)
+        self._events = _EVENTS.get(beside) or _Events(path)
+        _EVENTS[beside] = self._events
+        self.plans = self._events.plans
+        """The texts of the plans whose values this log has."""
         self._table = _TABLES[path.suffix](path)
         self._has_begun = False
         self._has_warned = False
         self._has_warned_of_two = False
         self.recorders: WeakSet[Any] = WeakSet()
         """The recorders that write to this log, one for each plan."""
-
-    def add_plan(self, plan: str) -> None:
-        """Add the text of a plan whose values this log will have."""
-        self._events.plans.append(plan)
 
     def note_process(self, step: int, process: Mapping[str, object]) -> None:
         """Note, once, that a process begins to log."""
@@ -260,7 +261,7 @@ class _Csv(_JsonLines):
         if new and self.last:
             self._widen(new)
         elif new:
-            self._columns = list(line)
+            self._columns = [*line]
         super().put(line)
 
     def _widen(self, new: list[str]) -> None:
@@ -316,13 +317,6 @@ class _Events:
         if event != self._newest:
             self._newest = event
             os.write(self._file, f"{json.dumps({**event, 'time': time.time()})}\n".encode())
-
-
-def _events_beside(path: Path) -> _Events:
-    """Return the events of the run that this log is of."""
-    events = _EVENTS.get(events_file(path)) or _Events(path)
-    _EVENTS[events_file(path)] = events
-    return events
 
 
 _quoted = lru_cache(json.dumps)
@@ -464,22 +458,19 @@ def _number(cell: str) -> float | str:
 
 
 def as_writer(given: Any) -> Write:
-    """Return what writes the values of a step to a run, or the given function itself.
+    """Return a function that writes the values of a step to a run, or the given function itself.
 
     Paths are not for it. Runs are known by the names of their types, so no library is imported.
     Call it on the main rank alone, which has the run.
     """
     check_writer(given)
     kind = _kind_of(given)
-    if kind is None:
-        write: Write = given
-        return write
-    make_write, _ = kind
-    return make_write(given)
+    write: Write = given if kind is None else kind[0](given)
+    return write
 
 
 def check_writer(given: object) -> None:
-    """Refuse what is neither a run of these libraries nor a function."""
+    """Refuse anything but a run of these libraries or a function."""
     # A class is callable, too: SummaryWriter in place of SummaryWriter().
     if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
         rule = (
@@ -496,8 +487,7 @@ def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> No
     """
     kind = _kind_of(given)
     if kind is not None:
-        _, write = kind
-        write(given, plan, launch)
+        kind[1](given, {"plan": plan, **launch})
 
 
 def _tensorboard(writer: Any) -> Write:
@@ -511,8 +501,9 @@ def _tensorboard(writer: Any) -> Write:
     return write
 
 
-def _tensorboard_settings(writer: Any, plan: str, launch: Mapping[str, object]) -> None:
-    lines = [*plan.splitlines(), *(f"{name}: {value}" for name, value in launch.items())]
+def _tensorboard_settings(writer: Any, settings: Mapping[str, object]) -> None:
+    plan, *others = (f"{name}: {value}" for name, value in settings.items())
+    lines = [*plan.removeprefix("plan: ").splitlines(), *others]
     # The text is Markdown, in which indented lines stay as they are.
     writer.add_text("accel_fn", "\n".join(f"    {line}" for line in lines), 0)
 
@@ -521,12 +512,12 @@ def _with_log(run: Any) -> Write:
     return lambda step, values: run.log(dict(values), step=step)
 
 
-def _wandb_settings(run: Any, plan: str, launch: Mapping[str, object]) -> None:
-    run.config.update({"accel_fn": {"plan": plan, **launch}}, allow_val_change=True)
+def _wandb_settings(run: Any, settings: Mapping[str, object]) -> None:
+    run.config.update({"accel_fn": settings}, allow_val_change=True)
 
 
-def _config_settings(run: Any, plan: str, launch: Mapping[str, object]) -> None:
-    run.config.update({"accel_fn": {"plan": plan, **launch}})
+def _config_settings(run: Any, settings: Mapping[str, object]) -> None:
+    run.config.update({"accel_fn": settings})
 
 
 def _mlflow(given: Any) -> Write:
@@ -536,10 +527,10 @@ def _mlflow(given: Any) -> Write:
     return lambda step, values: log_metrics(dict(values), step=step, run_id=run_id)
 
 
-def _mlflow_settings(given: Any, plan: str, launch: Mapping[str, object]) -> None:
+def _mlflow_settings(given: Any, settings: Mapping[str, object]) -> None:
     run, client = _mlflow_run(given), sys.modules["mlflow"].MlflowClient()
     # As tags: a parameter of a run cannot change, and a resumed run may have another world size.
-    for name, value in {"plan": plan, **launch}.items():
+    for name, value in settings.items():
         client.set_tag(run.info.run_id, f"accel_fn.{name}", str(value))
 
 
@@ -556,11 +547,11 @@ def _aim(run: Any) -> Write:
     return write
 
 
-def _aim_settings(run: Any, plan: str, launch: Mapping[str, object]) -> None:
-    run["accel_fn"] = {"plan": plan, **launch}
+def _aim_settings(run: Any, settings: Mapping[str, object]) -> None:
+    run["accel_fn"] = settings
 
 
-_Kind = tuple[Callable[[Any], Write], Callable[[Any, str, Mapping[str, object]], None]]
+_Kind = tuple[Callable[[Any], Write], Callable[[Any, Mapping[str, object]], None]]
 _TENSORBOARD: _Kind = (_tensorboard, _tensorboard_settings)
 _WANDB: _Kind = (_with_log, _wandb_settings)
 _MLFLOW: _Kind = (_mlflow, _mlflow_settings)

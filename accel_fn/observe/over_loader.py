@@ -29,8 +29,6 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, messag
 from accel_fn.observe.progress import loader_length, open_bar
 
 T = TypeVar("T")
-_NOTHING = Looks([], [])
-
 _ENDED, _READY, _FAILED = 0, 1, 2
 """Signals of a rank before each batch, if all ranks must run the same number of batches."""
 
@@ -89,17 +87,16 @@ def over_loader(
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
-    looks = _NOTHING if isinstance(loader, ShardedLoader | Epoch) else None
+    looks = Looks([], []) if isinstance(loader, ShardedLoader | Epoch) else None
     # Ranks along other axes than `dp` may meet in a forward.
     together = state.data.world_size < state.world_size
     together = together or (step.strategy.pads and state.world_size > 1)
     with restored_random(state.device):
         batches = numbered_batches(loader)
         modes = in_eval_mode(step.plan.optimizers.values())
-        options = {"desc": function, "unit": "batch", "leave": False}
-        bar = open_bar(
-            is_main=state.is_main, wanted=progress, total=loader_length(loader), **options
-        )
+        options: dict[str, Any] = {"desc": function, "unit": "batch", "leave": False}
+        options |= {"is_main": state.is_main, "wanted": progress, "total": loader_length(loader)}
+        bar = open_bar(**options)
         shown: Any = nullcontext() if bar is None else bar
         module = step.strategy.module  # a loss_fn may be a module too
 
@@ -127,7 +124,7 @@ def over_loader(
             raise
         finally:
             del batches  # workers end with it, also where somebody keeps the error
-    return looks or _NOTHING
+    return looks or Looks([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +210,7 @@ def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
 
 
 def num_rows(part: Any) -> int | None:
-    """Samples of a micro-batch; None where they have no common leading dimension."""
+    """Count the samples of a micro-batch; None if its tensors have no common leading dimension."""
     try:
         return count_samples(part)
     except BatchError:
