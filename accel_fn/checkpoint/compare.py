@@ -16,6 +16,7 @@ from accel_fn.checkpoint.run_state import (
     Steps,
     is_optimizer,
     key_of,
+    of_step,
     prefix_of,
     read_whole,
 )
@@ -32,7 +33,7 @@ _MODEL = ("model/", "model@")
 _FROZEN = ("frozen/", "frozen@")
 Rests = Mapping[str, Mapping[str, Any]]
 """`RunState.rest`: by step name, the non-tensor state."""
-_SAMPLE, _MOST_SHOWN = 64, 3
+_SAMPLE = 64
 
 
 def differences(
@@ -63,11 +64,11 @@ def _other_optimizers(saved: Rests, here: Rests) -> Iterator[tuple[str, str]]:
     for step in (each for each in here if each in saved):
         names, names_here = (sorted(each[step]["optimizers"]) for each in (saved, here))
         if names != names_here:
-            where = f"optimizers of step {step!r}" if step else "optimizers"
             yield (
                 step,
-                f"{where}: {names} saved, {names_here} here; give Plan those that were saved, or load "
-                'with match="names", by which moments go on, or strict=False, which starts them fresh',
+                f"{of_step('optimizers', step)}: {names} saved, {names_here} here; give Plan those that were "
+                'saved, or load with match="names", by which moments go on, or strict=False, which starts '
+                "them fresh",
             )
 
 
@@ -81,7 +82,7 @@ def _facts(
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {"seed": seed}
     for step, plan in plans.items():
-        facts |= {f"{key} of step {step!r}" if step else key: plan[key] for key in plan}
+        facts |= {of_step(key, step): plan[key] for key in plan}
     facts |= {f"{name} is tied to": first for name, first in tied.items()}
     for name, entry in entries.items():
         if name.startswith(compared):
@@ -266,13 +267,13 @@ def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -
     if models:
         raise ArgumentError(
             "save: frozen models must stay as they are, since a checkpoint does not hold them, got a change "
-            f"since they were last saved or loaded in {_listed(models)}; make a model that moves a part of "
+            f"since they were last saved or loaded in {shortened(models)}; make a model that moves a part of "
             "Plan's model, or leave it out of frozen and put it into extras"
         )
     if changed:
         raise ArgumentError(
             'save: only="trained" must leave out parameters that stay as they are, got a change since '
-            f"they were last saved or loaded in {_listed(changed)}; save without only"
+            f"they were last saved or loaded in {shortened(changed)}; save without only"
         )
 
 
@@ -282,8 +283,8 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
     if changed:
         raise CheckpointError(
             f"load: {path} leaves out frozen parameters, which the program must have as they were saved, "
-            f"got other values in {_listed(changed)}; give each model the weights that training began with, "
-            "then load"
+            f"got other values in {shortened(changed)}; give each model the weights that training began "
+            "with, then load"
         )
 
 
@@ -294,9 +295,10 @@ def _mark(tensor: Tensor) -> tuple[int, str]:
     return held._version, hash_of_tensor(few)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_SHOWN
-    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """List the first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
-from accel_fn.checkpoint.run_state import Steps, stateful_functions
+from accel_fn.checkpoint.run_state import Steps, of_step, stateful_functions
 from accel_fn.core.state import DistState
 from accel_fn.errors import ArgumentError, message
 from accel_fn.transforms.schedule.advance import Schedule, StateSchedule, by_optimizer
@@ -22,8 +22,9 @@ Choice = Literal["saved", "program"] | None
 Match = Literal["program", "names"]
 _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 """Attributes of schedulers that count updates of a whole run, so that they change with its length."""
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-_MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
+"""Entries of an optimizer's groups that schedules set."""
 
 
 def check_choices(function: str, schedule: object, match: object) -> None:
@@ -66,7 +67,7 @@ def _of_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[
     for step in steps:
         saved = rests[step]["transforms"] if step in rests else {}
         for place, where, function in stateful_functions(steps[step].plan, step):
-            title, state = f"{where} of step {step!r}" if step else where, saved.get(where)
+            title, state = of_step(where, step), saved.get(where)
             for optimizer, schedule in by_optimizer(function).items():
                 if not optimizer:
                     yield _OfPlan(place, title, title, schedule, state)
@@ -222,7 +223,7 @@ def _is_scheduler(extra: object) -> bool:
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copy the settings of an optimizer's groups that schedules change."""
     return [
-        {key: copy.deepcopy(group[key]) for key in (*_RATES, *_MOMENTA) if key in group}
+        {key: copy.deepcopy(group[key]) for key in (*RATES, *MOMENTA) if key in group}
         for group in optimizer.param_groups
     ]
 
