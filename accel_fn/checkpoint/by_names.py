@@ -62,14 +62,15 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
         before, own = run.plans[step], here.plans[step]
         compared = {key: before[key] for key in before if not _is_matched(key)}
         found.plans[step] = compared | {key: own[key] for key in own if _is_matched(key)}
-        plan = steps[step].plan
+        plan, own_rest = steps[step].plan, here.rest[step]
+        extra_state = run.rests[step]["model"]
         translation = _Translation(step, run, here, names[step], found, plan)
         found.rests[step] = {
-            "model": run.rests[step]["model"],
+            "model": {key: extra_state[key] for key in extra_state if key in own_rest["model"]},
             "optimizers": {
                 n: translation.optimizer(n, each) for n, each in plan.optimizers.items()
             },
-            "transforms": translation.transforms(here.rest[step]["transforms"]),
+            "transforms": translation.transforms(own_rest["transforms"]),
         }
     return found
 
@@ -230,7 +231,7 @@ def _as_here(saved: Any, own: Any) -> Any:
 
 
 def _schedules_in(state: Any) -> Mapping[str, Any]:
-    """Return the states of the schedules of several optimizers, by name; a schedule of one has the name ""."""
+    """Return the states of the schedules of several optimizers, by name; that of one has the name ""."""
     if "scheduler" in state:
         return {"": state}
     return {

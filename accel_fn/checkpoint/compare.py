@@ -164,13 +164,9 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
     for name in {**saved, **here}:
         values = saved.get(name, _NOTHING), here.get(name, _NOTHING)
         if values[0] != values[1]:
-            saved_value, value = (_cut(f"{each}") for each in values)
-            yield f"{name}: {saved_value} saved, {value} here"
-
-
-def _cut(text: str) -> str:
-    """A forged value may be very long."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+            texts = [f"{each}" for each in values]
+            texts = [text[:_LONGEST] + "..." * (len(text) > _LONGEST) for text in texts]
+            yield f"{name}: {texts[0]} saved, {texts[1]} here"  # a forged value may be very long
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
@@ -179,12 +175,9 @@ def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
         for part, values in rest.items():
             there = here[step][part]
             yield from unlike(values, there, part, is_free=True)
-            if part == "optimizers":
-                for name in values:
-                    saved_groups, groups = (
-                        each[name]["others"]["param_groups"] for each in (values, there)
-                    )
-                    yield from unlike(saved_groups, groups, f"{prefix_of(name, step)}param_groups")
+            for name in values if part == "optimizers" else ():
+                groups = [each[name]["others"]["param_groups"] for each in (values, there)]
+                yield from unlike(*groups, f"{prefix_of(name, step)}param_groups")
 
 
 def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:

@@ -118,7 +118,7 @@ def opened(path: Path, function: str = "load") -> Iterator[int]:
 def check_file(
     path: Path, mark: FileMark, pool: Executor, count: Callable[[int], object] = uncounted
 ) -> None:
-    """Read a file to its end, and refuse it if it is not what was written."""
+    """Read a file to its end, and refuse it if its content differs from its mark."""
     with opened(path) as file:
         size, buffers, digests = os.fstat(file).st_size, _Buffers(), []
         starts = range(0, size, _BLOCK)

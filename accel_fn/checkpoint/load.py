@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -165,9 +165,8 @@ def load(
         all_or_none(lambda: loading.check_frozen(here), state, "load")
         with ExitStack() as undo:
             undo.callback(loading.undo)
-            all_or_none(loading.rehearse, state, "load")
-            all_or_none(loading.load_extras, state, "load")
-            all_or_none(loading.call_functions, state, "load")
+            for stage in (loading.rehearse, loading.load_extras, loading.call_functions):
+                all_or_none(partial(loading.run, stage), state, "load")
             undo.pop_all()
         loaded = all_or_none(loading.finish, state, "load")
     notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
@@ -219,7 +218,8 @@ class _Loading:
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._same_mesh = self.manifest.mesh == mesh_of(state)
-        # On another mesh, ranks along axes other than dp must draw alike: each as one of its place on dp.
+        # On another mesh, ranks along axes other than dp must draw the same numbers, so each takes those
+        # of a rank that had its place on dp.
         self._places = ranks_along(self.manifest.mesh, "dp", 0)
         self._is_known = state.data.rank < len(self._places)
         number = self._places[state.data.rank] if self._is_known else 0
@@ -230,71 +230,68 @@ class _Loading:
         read = (dict_from_plain(path / name, keys[name], "load") for name in keys)
         self._common, self._of_rank = read
         self._extras_saved = with_prefix(EXTRA, self._of_rank)
-        with self._expecting():
-            self._rests = self._common["steps"]
-            if self.manifest.format == 1:
-                self._rests = {name: renamed_rest(rest) for name, rest in self._rests.items()}
-            self._compared, self._new = self._before, list[str]()
-            if match == "names":
-                self._take_by_names()
-            self._schedules = ResumedSchedules(
-                steps,
-                self._rests,
-                extras,
-                self._extras_saved,
-                schedule,
-                self._common.get("moved", ()),
-                by_names=match == "names",
-            )
-            # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
-            self._fresh: dict[str, tuple[str, str]] = {}
-            if not strict:
-                for place, name in compare.misfits(self.manifest, self._compared).items():
-                    self._fresh[place] = name, "its state was saved in other shapes"
-                for place, name in of_other_optimizers(steps, self._rests):
-                    self._fresh[place] = name, "it was saved for other optimizers"
-            self._compare(strict=strict)
-            self._choose(strict=strict)
+        self.run(lambda: self._match_program(schedule))
+
+    def run(self, stage: Callable[[], None]) -> None:
+        """Run a stage of the load, and name the checkpoint in any error of it."""
+        try:
+            stage()
+        except AccelError:
+            raise
+        except Exception as error:
+            self._refuse([repr(error)], error)
+
+    def _match_program(self, schedule: Choice) -> None:
+        """Compare the checkpoint with the program, and choose what is loaded."""
+        steps, is_by_names = self._steps, self._match == "names"
+        self._rests = self._common["steps"]
+        if self.manifest.format == 1:
+            self._rests = {name: renamed_rest(rest) for name, rest in self._rests.items()}
+        self._compared, self._new = self._before, list[str]()
+        if is_by_names:
+            self._take_by_names()
+        saved, moved = self._extras_saved, self._common.get("moved", ())
+        self._schedules = ResumedSchedules(
+            steps, self._rests, self._extras, saved, schedule, moved, by_names=is_by_names
+        )
+        # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
+        self._fresh: dict[str, tuple[str, str]] = {}
+        if not self._strict:
+            for place, name in compare.misfits(self.manifest, self._compared).items():
+                self._fresh[place] = name, "its state was saved in other shapes"
+            for place, name in of_other_optimizers(steps, self._rests):
+                self._fresh[place] = name, "it was saved for other optimizers"
+        self._compare()
+        self._choose()
 
     def _take_by_names(self) -> None:
         """Write the checkpoint as one of this program, as far as names are the same."""
         here, saved = self._before, self.manifest
         entries = {**saved.entries, **saved.frozen}
-        known = [name for name in here.tensors if compare.is_model(name)]
-        names = {
-            step: {
-                name: name
-                for name, _ in unwrapped(self._steps[step].plan.model).named_parameters()
-                if f"{prefix_of('model', step)}{name}" in entries
-            }
-            for step in here.plans
-        }
-        if not any(name in entries for name in known):
+        own = [name for name in here.tensors if compare.is_model(name)]
+        names = {}
+        for step in here.plans:
+            parameters = unwrapped(self._steps[step].plan.model).named_parameters()
+            prefix = prefix_of("model", step)
+            names[step] = {name: name for name, _ in parameters if f"{prefix}{name}" in entries}
+        if not any(name in entries for name in own):
             self._refuse(["no tensor of the model has a name that was saved"])
         run = OfRun(dict(saved.entries), dict(self._rests), dict(saved.plans))
         found = by_names(run, here, self._steps, names)
-        # What is left out of a checkpoint, and is not in the program, cannot be compared with anything.
+        # Frozen parameters that the program does not have cannot be compared.
         left_out = {n: each for n, each in saved.frozen.items() if n in here.tensors | here.frozen}
         tied = {n: first for n, first in saved.tied.items() if n in here.tied}
-        found.new += [
-            f"{name}: begins with the program's values" for name in known if name not in entries
-        ]
+        begin = [name for name in own if name not in entries]
+        found.new += [f"{name}: begins with the program's values" for name in begin]
         self.manifest = replace(
             saved, entries=found.entries, plans=found.plans, frozen=left_out, tied=tied
         )
         self._rests, self._new = found.rests, found.new
-        for each in self._steps.keys() & found.rests.keys():
-            self._rests[each]["model"] = {
-                key: value
-                for key, value in found.rests[each]["model"].items()
-                if key in here.rest[each]["model"]
-            }
-        self._compared = replace(
-            without_new(here, {**found.entries, **left_out}),
-            tied={name: first for name, first in here.tied.items() if name in saved.tied},
-        )
+        compared = without_new(here, {**found.entries, **left_out})
+        known = {name: first for name, first in here.tied.items() if name in saved.tied}
+        self._compared = replace(compared, tied=known)
 
-    def _compare(self, *, strict: bool) -> None:
+    def _compare(self) -> None:
         """Refuse another program, or log the differences."""
         manifest, before = self.manifest, self._compared
         self._refuse([*self._schedules.obstacles()])
@@ -305,18 +302,15 @@ class _Loading:
         found = [
             f"{line}; {_BY_NAMES}" if " groups" in line.split(":")[0] else line for line in found
         ]
-        if strict:
+        if self._strict:
             self._refuse(found)
         elif found and self._state.is_main:
             _LOG.warning("%s is of another program:\n%s", self._path, compare.listed(found))
         if self._new and self._state.is_main:
-            _LOG.warning(
-                "%s is loaded by names; all else goes on, but:\n%s",
-                self._path,
-                compare.listed(self._new),
-            )
+            text = "%s is loaded by names; all else goes on, but:\n%s"
+            _LOG.warning(text, self._path, compare.listed(self._new))
 
-    def _choose(self, *, strict: bool) -> None:
+    def _choose(self) -> None:
         """Choose, for each step, the tensors to fill and the state to load; with strict=False what fits."""
         manifest, before = self.manifest, self._before
         fits = compare.fitting(manifest.entries, before)
@@ -332,7 +326,7 @@ class _Loading:
             optimizers = [
                 optimizer
                 for optimizer in plan.optimizers
-                if strict
+                if self._strict
                 or compare.has_optimizer(manifest, before, {**fits, **self.frozen}, name, optimizer)
             ]
             self._options[name] = {"optimizers": optimizers, "fresh": self._fresh}
@@ -359,27 +353,21 @@ class _Loading:
 
     def rehearse(self) -> None:
         """Load the non-tensor state, and refuse values of other types or sizes than the program's."""
-        with self._expecting():
-            scalers = self._put_back(calls=False).scaler, self._state.scaler
-            scale, scale_here = map(scale_to_dict, scalers)
-            here = {name: self._tensors[name] for name in self._buffers}
-            self._refuse(
-                [
-                    *compare.unlike(self._buffers, here, "buffers"),
-                    *compare.unlike(scale, scale_here, "scaler"),
-                    *compare.unlike_rests(run_state_of(self._steps).rest, self._before.rest),
-                ]
-            )
+        scalers = self._put_back(calls=False).scaler, self._state.scaler
+        scale, scale_here = map(scale_to_dict, scalers)
+        here = {name: self._tensors[name] for name in self._buffers}
+        found = [*compare.unlike(self._buffers, here, "buffers")]
+        found += compare.unlike(scale, scale_here, "scaler")
+        found += compare.unlike_rests(run_state_of(self._steps).rest, self._before.rest)
+        self._refuse(found)
 
     def load_extras(self) -> None:
-        with self._expecting():
-            for name in compare.fitting_extras(self._extras_saved, self._extras):
-                self._extras[name].load_state_dict(self._extras_saved[name])
+        for name in compare.fitting_extras(self._extras_saved, self._extras):
+            self._extras[name].load_state_dict(self._extras_saved[name])
 
     def call_functions(self) -> None:
         """Call the functions of schedules, which may read extras, while the load can still be undone."""
-        with self._expecting():
-            self._schedules.follow(self._position())
+        self._schedules.follow(self._position())
 
     def finish(self) -> DistState:
         total = sum(each.nbytes for each in self._tensors.values())
@@ -433,16 +421,6 @@ class _Loading:
         else:
             derive_random(loaded)
         return loaded
-
-    @contextmanager
-    def _expecting(self) -> Iterator[None]:
-        """Name the checkpoint in any error."""
-        try:
-            yield
-        except AccelError:
-            raise
-        except Exception as error:
-            self._refuse([repr(error)], error)
 
     def _refuse(self, found: list[str], error: Exception | None = None) -> None:
         if found:

@@ -108,7 +108,7 @@ class Manifest:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass, as they are: `asdict` copies them, and all that they hold."""
+    """Return the fields of a dataclass, uncopied: `asdict` would copy all that they hold."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
@@ -136,16 +136,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
             )
         if isinstance(found, dict):
             # Checkpoints may have been written before there were these fields.
-            added = {
-                "score": None,
-                "call": 0,
-                "samples": 0,
-                "items": 0,
-                "frozen": {},
-                "mesh": {"dp": found.get("world_size")},
-            }
-            found = {**added, **found}
-            found["format"] = version
+            added: dict[str, Any] = {"score": None, "call": 0, "samples": 0, "items": 0}
+            added |= {"frozen": {}, "mesh": {"dp": found.get("world_size")}}
+            found = {**added, **found, "format": version}
             whole = _whole_entries(found.pop("whole", {}))
             places = read_as(tuple[int, ...], found.pop("places", []), "places")
         manifest: Manifest = read_as(Manifest, found, "manifest")
@@ -367,7 +360,7 @@ def renamed_manifest(body: bytes) -> bytes:
 
 
 def renamed_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the new names into what a step saved beside tensors: places of transforms."""
+    """Write the new names into the non-tensor state of a step: places of transforms."""
     places = {place: place.rpartition(" ") for place in rest["transforms"]}
     new = {place: f"{at}{gap}{_NAMES.get(name, name)}" for place, (at, gap, name) in places.items()}
     return {**rest, "transforms": {new[at]: values for at, values in rest["transforms"].items()}}

@@ -33,7 +33,7 @@ RESULT_SLOTS = (
     "gradients",
     "after_update",
 )
-"""The slots that decide what is computed; the others decide where, and in how many micro-batches."""
+"""The slots that decide what is computed; the rest decides where, and in how many micro-batches."""
 _STATE_SLOTS = (*RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
 _Value = TypeVar("_Value")
@@ -81,7 +81,7 @@ class RunState:
 
 
 def run_state_of(steps: Steps) -> RunState:
-    """Collect what is to be saved, or compared with what was. Tensors are not copied."""
+    """Collect the state to save, or to compare with a saved one. Tensors are not copied."""
     found = RunState({}, {}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
@@ -214,7 +214,7 @@ def put_back(
     fresh: Collection[str],
     again: bool = False,
 ) -> None:
-    """Load what was saved into model, transforms and these optimizers; tensors are read already.
+    """Load saved state into model, transforms and these optimizers; tensors are read already.
 
     Transforms whose entries begin with one of `fresh` stay as they are. `again`: the same tensors
     were loaded before, and have got other values since.
@@ -248,7 +248,7 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Buffers are saved separately: DDP copies rank 0's to the others when a forward starts, so
+    # Buffers are saved separately: DDP copies rank 0's to its peers when a forward starts, so
     # running statistics differ in between. Rank 0's are saved, and another rank's if they differ.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
@@ -257,7 +257,7 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
 def _put_back_model(
     model: nn.Module, tensors: Mapping[str, Tensor], extra_state: Mapping[str, Any]
 ) -> None:
-    """Load extra state, and tensors that a `state_dict` gave as copies; others were read in place."""
+    """Load extra state, and tensors that a `state_dict` gave as copies; the rest was read in place."""
     own = {_address(each) for each in (*model.parameters(), *model.buffers())}
     copies = {key: each for key, each in tensors.items() if _address(each) not in own}
     here = model.state_dict()
@@ -268,7 +268,7 @@ def _put_back_model(
         model.load_state_dict({**here, **found})
         return
     lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
-    # A model may leave keys out of its own accord, but not those that its state_dict gave.
+    # A model may ignore keys, but not those that its state_dict gave.
     if found.keys() & set(lost):
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 

@@ -40,7 +40,7 @@ def check_choices(function: str, schedule: object, match: object) -> None:
 
 
 class _Saved(NamedTuple):
-    """A scheduler of the program and what was saved of it."""
+    """A scheduler of the program and its saved state."""
 
     name: str
     scheduler: Any

@@ -111,7 +111,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint | None:
-    """Describe a checkpoint, by its manifest; None if the run that saves here has removed it."""
+    """Describe a checkpoint by its manifest; None if the run that saves here has removed it meanwhile."""
     damage, size, world_size, score, mesh = "", 0, 0, None, {}
     try:
         manifest = manifest or read_manifest(path)
@@ -161,23 +161,21 @@ class NewCheckpoint:
 
     @property
     def path(self) -> Path:
-        """The folder that it is written to."""
+        """Return the folder that it is written to."""
         return unfinished_folder(self.home, self.head.step)
 
     @property
     def final(self) -> Path:
-        """The folder of the finished checkpoint."""
+        """Return the folder of the finished checkpoint."""
         return self.home / name_of(self.head.step)
 
     def commit(self, written: Sequence[Written]) -> None:
-        """Give it its final name, and remove older ones. On the main rank, once all ranks have written."""
+        """Rename it to its final name, and remove older ones. On the main rank, when all have written."""
         files = {name: mark for each in written for name, mark in each.files.items()}
-        entries = {
-            name: replace(
-                entry, chunks=tuple(c for each in written for c in each.chunks.get(name, ()))
-            )
-            for name, entry in self.head.entries.items()
-        }
+        entries = {}
+        for name, entry in self.head.entries.items():
+            chunks = tuple(chunk for each in written for chunk in each.chunks.get(name, ()))
+            entries[name] = replace(entry, chunks=chunks)
         manifest = replace(self.head, entries=entries, files=files)
         try:
             if not self.path.is_dir():
@@ -214,31 +212,23 @@ class NewCheckpoint:
         The `keep_best` of highest score, multiples of `keep_every`, the one that this run was resumed
         from, and damaged ones stay.
         """
-        whole = sorted(self._whole(), key=lambda each: self.run.age(each.step))
-        best = {each.step for each in _by_score(whole)[: self.keep_best]}
+        paths = {step: self.home / name_of(step) for step in steps_in(self.home)}
+        found = [look(path, step, self.run.manifests.get(path)) for step, path in paths.items()]
+        whole = [each for each in found if each is not None and not each.damage]
+        whole.sort(key=lambda each: self.run.age(each.step))
+        scored = [(each.score, each.step) for each in whole if each.score is not None]
+        scored = sorted((pair for pair in scored if not math.isnan(pair[0])), reverse=True)
+        best = {step for _, step in scored[: self.keep_best]}  # of equal scores, the newer step
         for each in whole[:-keep]:
             stays = each.step == self.run.resumed_from or each.step in best
             if not stays and not (self.keep_every and each.step % self.keep_every == 0):
                 shutil.rmtree(hide(each.path), ignore_errors=True)
-
-    def _whole(self) -> list[Checkpoint]:
-        """The checkpoints of the folder whose files have the right sizes."""
-        paths = {step: self.home / name_of(step) for step in steps_in(self.home)}
-        known = self.run.manifests
-        found = [look(path, step, known.get(path)) for step, path in paths.items()]
-        return [each for each in found if each is not None and not each.damage]
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
-    """Remove what killed runs have left, and rename back what was set aside."""
+    """Remove unfinished checkpoints of killed runs, and rename a checkpoint back that one has set aside."""
     for path in recover(folder):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _by_score(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Sort those with a score that is a number, highest first; of equal ones, the newer first."""
-    scored = [each for each in found if each.score is not None and not math.isnan(each.score)]
-    return sorted(scored, key=lambda each: (each.score, each.step), reverse=True)

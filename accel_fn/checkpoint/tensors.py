@@ -101,7 +101,7 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
 
 
 def _is_one_chunk(tensor: Any, entry: Entry) -> bool:
-    """Does a chunk hold the whole tensor, as it stands on this rank?"""
+    """Return whether one chunk holds the whole tensor of this rank."""
     # Most tensors do, and torch's planners take longer for one than its reading.
     if is_sharded(tensor) or len(entry.chunks) != 1:
         return False

@@ -153,8 +153,7 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
     shards = _split(entries, limit)
     count = len(shards)
     names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
-    if count == 1:
-        names = [SINGLE]
+    names = [SINGLE] if count == 1 else names
     token = secrets.token_hex(4)
     spares = [_spare(name, token) for name in names]
     try:
@@ -196,15 +195,10 @@ def _spare(name: str, token: str) -> str:
 
 
 def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
-    held = {
-        key: entries.tensors[key]
-        .as_subclass(Tensor)
-        .resolve_conj()
-        .resolve_neg()
-        .to(entries.written_dtype(key))
-        .contiguous()
-        for key in keys
-    }
+    held = {}
+    for key in keys:
+        plain = entries.tensors[key].as_subclass(Tensor).resolve_conj().resolve_neg()
+        held[key] = plain.to(entries.written_dtype(key)).contiguous()
     tied = {name: first for name, first in entries.tied.items() if first in held}
     listed = {TIED: tied, FROZEN: entries.frozen}
     metadata = {"format": "pt"} | {key: json.dumps(each) for key, each in listed.items() if each}
@@ -230,12 +224,9 @@ def _commit(
 
     def put_index(files: Sequence[str]) -> None:
         spare = folder / _spare(INDEX, secrets.token_hex(4))
-        content = {
-            "metadata": {"total_size": sum(map(entries.num_bytes, entries.tensors))},
-            "weight_map": {
-                key: name for keys, name in zip(shards, files, strict=True) for key in keys
-            },
-        }
+        total = sum(map(entries.num_bytes, entries.tensors))
+        places = {key: name for keys, name in zip(shards, files, strict=True) for key in keys}
+        content = {"metadata": {"total_size": total}, "weight_map": places}
         spare.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync(spare)
         rename(spare, folder / INDEX)
@@ -290,11 +281,11 @@ class Stored:
         return name if name in self.handles else self.tied.get(name)
 
     def tensor(self, key: str) -> Tensor:
-        """Map a tensor [...] from its file onto the host; what is not touched is not read."""
+        """Map a tensor [...] from its file onto the host; bytes are read when they are used."""
         return cast("Tensor", self.handles[key].get_tensor(self.keys[key]))
 
     def renamed(self, rename: Callable[[str], str]) -> Stored:
-        """The same tensors under other names."""
+        """Return the same tensors under other names."""
         names: dict[str, str] = {}
         olds: dict[str, str] = {}
         for name in [*self.handles, *self.tied, *self.frozen]:
@@ -399,9 +390,8 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
         path, rule = folder / name, f"tie names to its own keys in {TIED}"
         tied |= _listed(path, file, TIED, rule, keys.__contains__)
         frozen |= _listed(path, file, FROZEN, f"list a hash of each parameter in {FROZEN}", bool)
-    for name in tied:
-        if name in handles:
-            raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
+    for name in tied.keys() & handles.keys():
+        raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
     return Stored(handles, {key: key for key in handles}, tied, frozen)
 
 

@@ -319,12 +319,10 @@ def _left_out(entries: Entries, stored: Stored) -> list[str]:
         for first in _absent(entries, stored)
         if stored.frozen.keys().isdisjoint(entries.names_of(first))
     ]
-    known = entries.tensors.keys() | entries.tied.keys()
-    unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
-    unknown |= {name: f"tied to {key}" for name, key in stored.tied.items() if name not in known}
-    return lines + [
-        f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()
-    ]
+    there = {key: _spec(stored.tensor(key)) for key in stored.handles}
+    there |= {name: f"tied to {key}" for name, key in stored.tied.items()}
+    unknown = [key for key in there if key not in entries.tensors.keys() | entries.tied.keys()]
+    return lines + [f"{key}: nothing in the model, {there[key]} in the files" for key in unknown]
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
@@ -333,9 +331,9 @@ def _differences(entries: Entries, stored: Stored) -> list[str]:
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)
         there = {key: _spec(stored.tensor(key)) for key in keys}
-        others = [key for key in keys if there[key] != here]
-        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in others]
-        if not others and not all(_same(stored, keys[0], key) for key in keys[1:]):
+        wrong = [key for key in keys if there[key] != here]
+        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in wrong]
+        if not wrong and not all(_same(stored, keys[0], key) for key in keys[1:]):
             lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
     return lines
 

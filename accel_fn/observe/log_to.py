@@ -455,7 +455,7 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
         of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
         groups = optimizer.param_groups
         for index, group in enumerate(groups):
-            if group.get("lr") is not None:  # Adafactor's may be None: it computes one of its own
+            if group.get("lr") is not None:  # Adafactor's may be None: it computes its rate
                 named = f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer
                 rate = group["lr"]  # a tensor is written in place
                 found[named] = rate.clone() if isinstance(rate, Tensor) else rate
@@ -509,7 +509,7 @@ class Recorder:
         """The newest step; None before the run begins."""
 
     def begin(self, state: DistState) -> None:
-        """Begin to log, where nothing was loaded: what an earlier run has logged of later steps goes."""
+        """Begin to log, if nothing was loaded: lines of later steps, from an earlier run, are removed."""
         if self.step is None:
             self._start(state)
             for file in self._files:

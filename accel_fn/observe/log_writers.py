@@ -186,7 +186,7 @@ class _JsonLines:
         self._put_at(start, {**self.last, **line} if is_same else line)
 
     def is_in_place(self) -> bool:
-        """Whether the file that is written is the one that the path leads to."""
+        """Return whether the path still leads to the file that is written."""
         with suppress(OSError):
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         return False
@@ -333,7 +333,7 @@ def log_lines(file: Path, most: int | None = None) -> Iterator[dict[str, float]]
 
     Args:
         file: a .jsonl or a .csv, which may be missing.
-        most: look at so many lines at most; default: at all.
+        most: look at so many lines at most; default: all.
 
     Returns:
         An iterator over the lines.
@@ -361,7 +361,7 @@ def log_events(file: Path) -> list[dict[str, Any]]:
 
 
 def events_file(file: Path) -> Path:
-    """The file with the events of the run, which a .csv and a .jsonl of one name share."""
+    """Return the file of the run's events, which a .csv and a .jsonl of one name share."""
     return file.with_name(file.stem + EVENTS)
 
 
@@ -375,7 +375,7 @@ def _is_event(found: dict[str, Any]) -> bool:
 
 
 def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int, Line]]:
-    """Lines that have a step, of all or of the first ones: where each starts and ends, and its numbers."""
+    """Yield the lines that have a step: where each starts and ends, and its numbers."""
     parse = _row_parser() if file.suffix == ".csv" else _object_of
     for start, end, found in _placed(file, parse, most):
         if _is_step(found.get("step")):
@@ -385,7 +385,7 @@ def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int
 
 
 def whole_lines(file: Path) -> tuple[bytes, bool]:
-    """The lines of a log that can be read, and whether others stand between or behind them."""
+    """Return the lines of a log that can be read, and whether it has damaged ones."""
     data = file.read_bytes()
     places = [(start, end) for start, end, _ in placed_lines(file)]
     if file.suffix == ".csv" and "step" in heading(file):
@@ -396,7 +396,7 @@ def whole_lines(file: Path) -> tuple[bytes, bool]:
 
 
 def heading(file: Path) -> list[str]:
-    """The names of the columns of a CSV; none if it has no whole line."""
+    """Return the names of the columns of a CSV; none if it has no whole line."""
     return next((parsed for _, _, parsed in _placed(file, _row_of)), [])
 
 
@@ -405,14 +405,14 @@ def _is_step(value: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Is it a float, or an integer that a float can be near to?"""
+    """Return whether it is a float, or an integer in the range of floats."""
     return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
 
 
 def _placed(
     file: Path, parse: Callable[[str], T | None], most: int | None = None
 ) -> Iterator[tuple[int, int, T]]:
-    """What the lines of a file hold, which may be missing, be cut or have damaged bytes."""
+    """Parse the lines of a file, which may be missing, be cut or have damaged bytes."""
     end = 0
     with suppress(FileNotFoundError), file.open("rb") as opened:
         for data in itertools.islice(opened, most):
@@ -436,7 +436,7 @@ def _row_of(line: str) -> list[str] | None:
 
 
 def _row_parser() -> Callable[[str], dict[str, Any] | None]:
-    """What parses rows that have as many cells as the first one; empty cells are left out."""
+    """Make a parser of rows that have as many cells as the first one; it leaves empty cells out."""
     names: list[str] = []
 
     def parse(line: str) -> dict[str, Any] | None:

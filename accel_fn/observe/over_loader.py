@@ -198,7 +198,7 @@ def over_parts(
 
 @contextmanager
 def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
-    """Settle at the end; after an error too, so that this rank joins what the others still gather."""
+    """Settle at the end; after an error too, so that this rank joins the gathers of its peers."""
     try:
         yield
     except Exception:
@@ -219,7 +219,7 @@ def num_rows(part: Any) -> int | None:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and as it was again."""
+    """Put every module into evaluation mode, and back into its mode at the end."""
     before = {module: module.training for module in model.modules()}
     try:
         model.eval()
