@@ -176,8 +176,10 @@ def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
             there = here[step][part]
             yield from unlike(values, there, part, is_free=True)
             for name in values if part == "optimizers" else ():
-                groups = [each[name]["others"]["param_groups"] for each in (values, there)]
-                yield from unlike(*groups, f"{prefix_of(name, step)}param_groups")
+                saved_groups, groups = (
+                    each[name]["others"]["param_groups"] for each in (values, there)
+                )
+                yield from unlike(saved_groups, groups, f"{prefix_of(name, step)}param_groups")
 
 
 def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:

@@ -390,7 +390,7 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
         path, rule = folder / name, f"tie names to its own keys in {TIED}"
         tied |= _listed(path, file, TIED, rule, keys.__contains__)
         frozen |= _listed(path, file, FROZEN, f"list a hash of each parameter in {FROZEN}", bool)
-    for name in tied.keys() & handles.keys():
+    for name in sorted(tied.keys() & handles.keys()):
         raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
     return Stored(handles, {key: key for key in handles}, tied, frozen)
 

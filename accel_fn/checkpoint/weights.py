@@ -319,10 +319,13 @@ def _left_out(entries: Entries, stored: Stored) -> list[str]:
         for first in _absent(entries, stored)
         if stored.frozen.keys().isdisjoint(entries.names_of(first))
     ]
-    there = {key: _spec(stored.tensor(key)) for key in stored.handles}
-    there |= {name: f"tied to {key}" for name, key in stored.tied.items()}
-    unknown = [key for key in there if key not in entries.tensors.keys() | entries.tied.keys()]
-    return lines + [f"{key}: nothing in the model, {there[key]} in the files" for key in unknown]
+    known = entries.tensors.keys() | entries.tied.keys()
+    unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
+    unknown |= {name: f"tied to {key}" for name, key in stored.tied.items() if name not in known}
+    lines += [
+        f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()
+    ]
+    return lines
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
