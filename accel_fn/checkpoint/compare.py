@@ -244,7 +244,7 @@ def hashed(
 ) -> dict[str, Hashed]:
     """Hash whole tensors, each on one rank; those that have their mark of before are not read again.
 
-    Cost: a small collective, and for what is read, a gather of each shard and two more.
+    Cost: a small collective, and for what is read, a gather of each shard and one more.
     """
     marks = all_or_none(lambda: {n: _mark(each) for n, each in tensors.items()}, state, function)
     new = [name for name in tensors if name not in known or known[name].mark != marks[name]]
