@@ -21,11 +21,10 @@ __getattr__, __dir__, __all__ = lazy_names(
         "core.state": ("DistState",),
         "core.weights": ("count_labels",),
         "checkpoint.build": ("build",),
-        "checkpoint.listing": ("latest",),
-        "checkpoint.load": ("load",),
-        "checkpoint.resume": ("resume",),
+        "checkpoint.store": ("latest",),
+        "checkpoint.load": ("load", "resume"),
         "checkpoint.save": ("save",),
-        "checkpoint.weights.save_load_model": (
+        "checkpoint.weights": (
             "load_model",
             "save_model",
         ),

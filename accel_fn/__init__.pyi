@@ -7,12 +7,12 @@ from accel_fn import extend as extend
 from accel_fn import launcher as launcher
 from accel_fn import testing as testing
 from accel_fn.checkpoint.build import build as build
-from accel_fn.checkpoint.listing import latest as latest
 from accel_fn.checkpoint.load import load as load
-from accel_fn.checkpoint.resume import resume as resume
+from accel_fn.checkpoint.load import resume as resume
 from accel_fn.checkpoint.save import save as save
-from accel_fn.checkpoint.weights.save_load_model import load_model as load_model
-from accel_fn.checkpoint.weights.save_load_model import save_model as save_model
+from accel_fn.checkpoint.store import latest as latest
+from accel_fn.checkpoint.weights import load_model as load_model
+from accel_fn.checkpoint.weights import save_model as save_model
 from accel_fn.contrib.deepspeed.wrap_deepspeed import wrap_deepspeed as wrap_deepspeed
 from accel_fn.core.autocast import autocast as autocast
 from accel_fn.core.batch import count_samples as count_samples

@@ -17,9 +17,9 @@ __getattr__, __dir__, __all__ = lazy_names(
             "check_state",
         ),
         "checkpoint.compare": ("unlike",),
-        "checkpoint.format.plain_data": ("from_plain",),
+        "checkpoint.files": ("from_plain",),
         "checkpoint.run_state": ("load_optimizer",),
-        "checkpoint.weights.save_load_model": ("check_weights",),
+        "checkpoint.weights": ("check_weights",),
         "core.collectives": ("all_or_none",),
         "core.dtensor": (
             "is_sharded",
@@ -29,7 +29,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "exchange",
             "exchange_number",
         ),
-        "observe.log_lines": (
+        "observe.log_writers": (
             "log_events",
             "log_lines",
         ),

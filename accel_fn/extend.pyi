@@ -1,7 +1,7 @@
 from accel_fn.checkpoint.compare import unlike as unlike
-from accel_fn.checkpoint.format.plain_data import from_plain as from_plain
+from accel_fn.checkpoint.files import from_plain as from_plain
 from accel_fn.checkpoint.run_state import load_optimizer as load_optimizer
-from accel_fn.checkpoint.weights.save_load_model import check_weights as check_weights
+from accel_fn.checkpoint.weights import check_weights as check_weights
 from accel_fn.core.batch import map_tensors as map_tensors
 from accel_fn.core.batch import tensors_of as tensors_of
 from accel_fn.core.batch import to_device as to_device
@@ -23,7 +23,7 @@ from accel_fn.core.state import check_state as check_state
 from accel_fn.core.transform import fill as fill
 from accel_fn.core.transform import transform as transform
 from accel_fn.core.update import Prepared as Prepared
-from accel_fn.observe.log_lines import log_events as log_events
-from accel_fn.observe.log_lines import log_lines as log_lines
+from accel_fn.observe.log_writers import log_events as log_events
+from accel_fn.observe.log_writers import log_lines as log_lines
 from accel_fn.parallel.launch_options import parse_mesh as parse_mesh
 from accel_fn.transforms.amp.amp import compute_dtype as compute_dtype

@@ -6,10 +6,10 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "contrib.accelerate.checkpoint": ("load_accelerate",),
-        "checkpoint.listing": (
+        "checkpoint.store": (
             "Checkpoint",
             "list_checkpoints",
         ),
-        "checkpoint.weights.whole_state_dict": ("whole_state_dict",),
+        "checkpoint.weights": ("whole_state_dict",),
     },
 )

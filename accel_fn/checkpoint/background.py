@@ -21,12 +21,18 @@ from typing import Any
 
 import torch
 
-from accel_fn.checkpoint.format.host_memory import PAGEABLE, Buffers, new_buffers
-from accel_fn.checkpoint.format.manifest import read_as
-from accel_fn.checkpoint.format.names import file_of, rename
-from accel_fn.checkpoint.format.shard_plan import Part
-from accel_fn.checkpoint.format.write import Share, Written, write_error
-from accel_fn.checkpoint.new_checkpoint import NewCheckpoint
+from accel_fn.checkpoint.manifest import read_as
+from accel_fn.checkpoint.names import file_of, rename
+from accel_fn.checkpoint.store import NewCheckpoint
+from accel_fn.checkpoint.tensors import (
+    PAGEABLE,
+    Buffers,
+    Part,
+    Share,
+    Written,
+    new_buffers,
+    write_error,
+)
 from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState, Watchdog
 from accel_fn.errors import CheckpointError
@@ -39,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Background:
-    """Saving in the background of one run, on one rank: buffers for a copy, and what is being written."""
+    """Saves in the background, for one run on one rank: it has buffers for a copy, and the running thread."""
 
     def __init__(self) -> None:
         self._buffers: Buffers = {}
@@ -61,7 +67,7 @@ class Background:
         self._writing = writing
 
     def drop(self) -> None:
-        """End what was just started: another rank could not start its own."""
+        """End the thread that was just started: another rank could not start its own."""
         writing, self._writing = self._writing, None
         if writing is not None:
             while writing.is_alive():
@@ -71,7 +77,7 @@ class Background:
             writing.finish()
 
     def finish(self, state: DistState, function: str) -> None:
-        """Wait for what is being written; if that failed on one rank, all raise."""
+        """Wait for the thread; if it failed on one rank, all raise."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -88,7 +94,7 @@ class Background:
 
 
 def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) -> None:
-    """Wait for what a run writes in the background. Called on every rank."""
+    """Wait for the save of a run in the background. Called on every rank."""
     if "background" in notes:
         notes["background"].finish(state, function)
 
@@ -111,7 +117,7 @@ class Writing(threading.Thread):
         self._owner = os.getpid()
 
     def finish(self) -> Exception | None:
-        """Wait until it is written, with a warning if that lasts; return what went wrong."""
+        """Wait until the share is written, with a warning if that lasts; return the error, if any."""
         self.join(_REPORT_AFTER_S)
         if self.is_alive():
             _LOG.warning(
@@ -211,9 +217,13 @@ def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | Non
     size, poll_s, since = -1, _POLL_S, 0.0
     while True:
         for rank in ranks:
-            path = _acknowledgement(folder, rank)
+            path = folder / file_of("written", rank, "json")
             if rank not in found and path.exists():
-                found[rank] = _take(path, rank)
+                content = json.loads(path.read_text())
+                path.unlink()
+                if "failure" in content:
+                    raise CheckpointError(f"rank {rank}: {content['failure']}")
+                found[rank] = read_as(Written, content, path.name)
         missing = [rank for rank in ranks if rank not in found]
         if not missing:
             return [found[rank] for rank in ranks]
@@ -230,27 +240,14 @@ def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | Non
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
-def _acknowledgement(folder: Path, rank: int) -> Path:
-    return folder / file_of("written", rank, "json")
-
-
 def _put(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    path = _acknowledgement(folder, rank)
+    path = folder / file_of("written", rank, "json")
     half = path.with_suffix(".half")
     try:
         half.write_text(json.dumps(content))
         rename(half, path)
     except OSError as error:
         raise write_error(folder, error) from error
-
-
-def _take(path: Path, rank: int) -> Written:
-    content = json.loads(path.read_text())
-    path.unlink()
-    if "failure" in content:
-        raise CheckpointError(f"rank {rank}: {content['failure']}")
-    written: Written = read_as(Written, content, path.name)
-    return written
 
 
 def _size_of(folder: Path) -> int:

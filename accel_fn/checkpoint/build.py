@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint.argument_checks import check_plan
+from accel_fn.checkpoint.arguments import check_plan
 from accel_fn.checkpoint.by_names import OfRun, by_names
 from accel_fn.checkpoint.compare import is_model, listed
-from accel_fn.checkpoint.run_state import RunState, put_back, run_state_of, with_prefix
+from accel_fn.checkpoint.run_state import put_back, run_state_of, with_prefix
 from accel_fn.checkpoint.schedules import ResumedSchedules, can_restart, restart
 from accel_fn.checks.first_batches import FirstBatches
 from accel_fn.core import step as step_build
@@ -97,7 +97,7 @@ def build(
     >>> state, step = af.build(plan, af.DistState())
     """
     check_flag("build", "check_loss", check_loss)
-    observers = _default_checks(check_loss) if checks is None else checks
+    observers = (partial(FirstBatches, check_loss=check_loss),) if checks is None else checks
     if not isinstance(observers, Sequence) or not all(map(callable, observers)):
         rule = "be a sequence of functions (plan, strategy, state) -> Observer, or None"
         raise ArgumentTypeError(message("build", "checks", rule, checks))
@@ -114,12 +114,8 @@ def build(
     return built, step
 
 
-def _default_checks(check_loss: bool) -> Sequence[ObserverFn]:
-    return (partial(FirstBatches, check_loss=check_loss),)
-
-
 def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
-    """The names of parameters here -> those in the earlier step; refuses one of another run."""
+    """Map the names of parameters here to those in the earlier step; refuse a step of another run."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))
     if not isinstance(after, Step):
@@ -166,7 +162,14 @@ def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, st
     run = OfRun({**earlier.tensors}, dict(earlier.rest), dict(earlier.plans))
     found = by_names(run, here, {"": step}, {"": names})
     tensors = {n: each for n, each in found.entries.items() if not is_model(n)}
-    _check_shapes(tensors, here)
+    for name, tensor in with_prefix("transforms/", tensors).items():
+        own = here.tensors.get(f"transforms/{name}")
+        if own is not None and own.shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} in the step, {list(own.shape)} here"
+            raise PlanError(
+                "build: after must be a step whose transforms have state of the same shapes, got "
+                f"{name} of {shapes}; give the transform the same settings"
+            )
     kept = {*map(id, after.plan.optimizers.values())}
     moved = [name for name, each in step.plan.optimizers.items() if id(each) not in kept]
     _restart_schedules(step, after)
@@ -179,18 +182,6 @@ def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, st
     put_back(step.plan, "", placed, found.rests[""], optimizers=moved, fresh=())
     resumed.follow(state)
     return found.new
-
-
-def _check_shapes(tensors: Mapping[str, Tensor], here: RunState) -> None:
-    """Refuse state of transforms that has other shapes than this program's."""
-    for name, tensor in tensors.items():
-        own = here.tensors.get(name)
-        if own is not None and name.startswith("transforms/") and own.shape != tensor.shape:
-            shapes = f"{list(tensor.shape)} in the step, {list(own.shape)} here"
-            raise PlanError(
-                "build: after must be a step whose transforms have state of the same shapes, got "
-                f"{name.removeprefix('transforms/')} of {shapes}; give the transform the same settings"
-            )
 
 
 def _restart_schedules(step: Step, after: Step) -> None:
@@ -219,7 +210,7 @@ def _placed(
     optimizers: Collection[str],
     names: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """The tensors that the step takes: those of other parameter objects are copied to where these are."""
+    """Return the tensors that the step takes; those of other parameters are copied to their place."""
     here = dict(unwrapped(step.plan.model).named_parameters())
     before = dict(unwrapped(after.plan.model).named_parameters())
     found = {name: each for name, each in tensors.items() if name.startswith("transforms/")}

@@ -10,27 +10,24 @@ from typing import Any, Generic, TypeVar
 
 from torch.optim import Optimizer
 
+from accel_fn.checkpoint.compare import is_model, shortened
 from accel_fn.checkpoint.run_state import (
     RESULT_SLOTS,
     RunState,
     Steps,
     is_optimizer,
     key_of,
+    of_step,
     prefix_of,
+    with_prefix,
 )
+from accel_fn.checkpoint.schedules import MOMENTA, RATES
 from accel_fn.core.plan import Plan, unwrapped
 from accel_fn.transforms.schedule.advance import schedules_made
 from accel_fn.transforms.schedule.schedule import takes_metric
 
 _Entry = TypeVar("_Entry")
-_OF_SCHEDULES = {"lr", "initial_lr", "max_lr", "min_lr"} | {
-    "momentum",
-    "betas",
-    "base_momentum",
-    "max_momentum",
-}
-"""Entries of a group that schedules set, which follow the program."""
-_MODEL = ("model/", "model@")
+_MOST_SHOWN = 8
 Names = Mapping[str, Mapping[str, str]]
 """By step name: the name of each parameter here -> its name in the run."""
 
@@ -56,51 +53,45 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
     setting gave, such as the step count of a schedule-free optimizer, go on where the parameters of a
     group had one group; so do rates that a schedule by a metric has set.
     """
-    model = {name: run.entries[name] for name in run.entries if name.startswith(_MODEL)}
-    found = OfRun(
-        {name: each for name, each in model.items() if name in here.tensors},
-        dict(run.rests),
-        dict(run.plans),
-    )
-    lost = [name for name in model if name not in here.tensors]
-    found.new += [f"{_listed(lost)} of the run: left out"] if lost else []
+    model = {name: each for name, each in run.entries.items() if is_model(name)}
+    known = {name: each for name, each in model.items() if name in here.tensors}
+    found = OfRun(known, dict(run.rests), dict(run.plans))
+    lost = [name for name in model if name not in known]
+    found.new += [f"{shortened(lost, _MOST_SHOWN)} of the run: left out"] if lost else []
     for step in (each for each in here.plans if each in run.plans):
-        own = here.plans[step]
-        plan = {
-            key: value
-            for key, value in run.plans[step].items()
-            if key not in RESULT_SLOTS and not is_optimizer(key)
-        }
-        same = {key: own[key] for key in own if key in RESULT_SLOTS or is_optimizer(key)}
-        found.plans[step] = {**plan, **same}
-        rest = here.rest[step]
-        translation = _Translation(step, run, here, names[step], found, steps[step].plan)
-        optimizers = {
-            name: translation.optimizer(name, each)
-            for name, each in steps[step].plan.optimizers.items()
-        }
-        transforms = translation.transforms(rest["transforms"])
+        before, own = run.plans[step], here.plans[step]
+        compared = {key: before[key] for key in before if not _is_matched(key)}
+        found.plans[step] = compared | {key: own[key] for key in own if _is_matched(key)}
+        plan, own_rest = steps[step].plan, here.rest[step]
+        extra_state = run.rests[step]["model"]
+        translation = _Translation(step, run, here, names[step], found, plan)
         found.rests[step] = {
-            "model": run.rests[step]["model"],
-            "optimizers": optimizers,
-            "transforms": transforms,
+            "model": {key: extra_state[key] for key in extra_state if key in own_rest["model"]},
+            "optimizers": {
+                n: translation.optimizer(n, each) for n, each in plan.optimizers.items()
+            },
+            "transforms": translation.transforms(own_rest["transforms"]),
         }
     return found
 
 
+def _is_matched(key: str) -> bool:
+    """Return whether a key of a signature is of an optimizer or of transforms, which are matched by name."""
+    return key in RESULT_SLOTS or is_optimizer(key)
+
+
 def without_new(here: RunState, known: Collection[str]) -> RunState:
-    """The program without the tensors that the run does not have, for a comparison of the others."""
-    places = (*_MODEL, *here.stateful)
+    """Leave out the tensors that the run does not have, for a comparison of the rest."""
     kept = {
         name: each
         for name, each in here.tensors.items()
-        if name in known or not name.startswith(places)
+        if name in known or not (is_model(name) or name.startswith(tuple(here.stateful)))
     }
     return replace(here, tensors=kept)
 
 
 class _Translation(Generic[_Entry]):
-    """The state of one step of a run, written as that of the program's."""
+    """Writes the state of one step of a run as that of the program's."""
 
     def __init__(
         self,
@@ -111,41 +102,46 @@ class _Translation(Generic[_Entry]):
         found: OfRun[_Entry],
         own_plan: Plan,
     ) -> None:
-        self._own_plan = own_plan
         self._step, self._run, self._here, self._names, self._found = step, run, here, names, found
+        self._own_plan = own_plan
         self._plan, self._rest = run.plans[step], run.rests[step]
-        self._groups = {
-            name: self._plan.get(f"{key_of(name)} groups", []) for name in self._rest["optimizers"]
-        }
-        self._tensors = {name: self._moments(name) for name in self._groups}
-
-    def _moments(self, optimizer: str) -> dict[str, dict[str, _Entry]]:
-        """The entries of an optimizer of the run, by parameter and key."""
-        prefix, found = prefix_of(optimizer, self._step), defaultdict[str, dict[str, _Entry]](dict)
-        for name, entry in self._run.entries.items():
-            if name.startswith(prefix):
-                parameter, _, key = name.removeprefix(prefix).rpartition("/")
-                found[parameter][key] = entry
-        return found
+        self._groups: dict[str, list[list[str]]] = {}
+        """The names of the parameters in each group of each optimizer of the run."""
+        self._tensors: dict[str, dict[str, dict[str, _Entry]]] = {}
+        """The entries of each optimizer of the run, by parameter and key."""
+        for name in self._rest["optimizers"]:
+            self._groups[name] = self._plan.get(f"{key_of(name)} groups", [])
+            self._tensors[name] = defaultdict(dict)
+            for place, entry in with_prefix(prefix_of(name, step), run.entries).items():
+                parameter, _, key = place.rpartition("/")
+                self._tensors[name][parameter][key] = entry
 
     def optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of one of the program's optimizers."""
+        """Return the state of one of the program's optimizers; note its entries, and what is new in it."""
         groups = self._here.plans[self._step][f"{key_of(name)} groups"]
+        held = [*dict.fromkeys(each for group in groups for each in group)]
         sources = self._sources(type(optimizer))
         state: dict[str, Any] = {}
-        for each in dict.fromkeys(each for group in groups for each in group):
-            if each in sources:
-                source, _ = sources[each]
-                before = self._names[each]
-                for key, entry in self._tensors[source].get(before, {}).items():
-                    self._found.entries[f"{prefix_of(name, self._step)}{each}/{key}"] = entry
-                values = self._rest["optimizers"][source]["state"].get(before)
-                state |= {} if values is None else {each: values}
-        self._list_fresh(name, [each for group in groups for each in group], sources)
+        known = set[str]()
+        for each in (each for each in held if each in sources):
+            source, before = sources[each][0], self._names[each]
+            moments = self._tensors[source]
+            if before in moments or not moments:
+                known.add(each)
+            for key, entry in moments.get(before, {}).items():
+                self._found.entries[f"{prefix_of(name, self._step)}{each}/{key}"] = entry
+            values = self._rest["optimizers"][source]["state"].get(before)
+            state |= {} if values is None else {each: values}
+        model = unwrapped(self._own_plan.model)
+        trained = {each for each, value in model.named_parameters() if value.requires_grad}
+        fresh = [each for each in held if each in trained - known]
+        if fresh:
+            title = of_step(key_of(name), self._step)
+            self._found.new.append(f"{title} begins anew for {shortened(fresh, _MOST_SHOWN)}")
         return {"state": state, "others": self._others(name, optimizer, groups, sources)}
 
     def _sources(self, kind: type) -> dict[str, tuple[str, int]]:
-        """The optimizer of the run and the number of the group that had each parameter, of one class."""
+        """Find each parameter's optimizer in the run, of one class, and the number of its group there."""
         before = {
             each: (source, index)
             for source, groups in self._groups.items()
@@ -155,21 +151,6 @@ class _Translation(Generic[_Entry]):
         }
         return {name: before[old] for name, old in self._names.items() if old in before}
 
-    def _list_fresh(
-        self, name: str, held: Sequence[str], sources: Mapping[str, tuple[str, int]]
-    ) -> None:
-        """List trained parameters whose moments begin anew."""
-        model = unwrapped(self._own_plan.model)
-        trained = {each for each, value in model.named_parameters() if value.requires_grad}
-        known = {
-            each
-            for each, (source, _) in sources.items()
-            if self._names[each] in self._tensors[source] or not self._tensors[source]
-        }
-        fresh = [each for each in held if each in trained - known]
-        if fresh:
-            self._found.new.append(f"{_of(name, self._step)} begins anew for {_listed(fresh)}")
-
     def _others(
         self,
         name: str,
@@ -177,7 +158,7 @@ class _Translation(Generic[_Entry]):
         groups: Sequence[Sequence[str]],
         sources: Mapping[str, tuple[str, int]],
     ) -> dict[str, Any]:
-        """The entries of an optimizer's `state_dict` beside its state: groups, and others of its class."""
+        """Return what an optimizer's `state_dict` has beside its state: groups, and entries of its class."""
         own = self._here.rest[self._step]["optimizers"][name]["others"]
         saved = {each: of_run["others"] for each, of_run in self._rest["optimizers"].items()}
         others = {**own, "param_groups": [dict(each) for each in own["param_groups"]]}
@@ -185,59 +166,62 @@ class _Translation(Generic[_Entry]):
             each.scheduler.optimizer is optimizer and takes_metric(each.scheduler)
             for each in schedules_made(self._own_plan)
         )
+        # A group goes on with the counts of the run: with what no argument of the optimizer's class sets.
+        settings = {*inspect.signature(type(optimizer)).parameters, "params", *RATES, *MOMENTA}
+        used = set[str]()
         for group, members in zip(others["param_groups"], groups, strict=True):
             places = {sources[each] for each in members if each in sources}
+            used |= {source for source, _ in places}
             if len(places) == 1:
                 source, index = places.pop()
                 before = saved[source]["param_groups"][index]
-                group.update(_progress(before, group, type(optimizer)))
+                counts = [key for key in before if key in group and key not in settings]
+                group.update({key: before[key] for key in counts})
                 group.update({"lr": before["lr"]} if follows_metric else {})
-        used = {sources[each][0] for members in groups for each in members if each in sources}
         if len(used) == 1:
             more = saved[used.pop()]
             others |= {key: each for key, each in more.items() if key != "param_groups"}
         return others
 
     def transforms(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the program's transforms, by slot and name."""
+        """Return the state of the program's transforms, by slot and name; note their entries."""
         renamed = {before: name for name, before in self._names.items()}
-        prefix, saved = prefix_of("transforms", self._step), self._rest["transforms"]
+        model, prefix = (prefix_of(kind, self._step) for kind in ("model", "transforms"))
+        saved, new = self._rest["transforms"], self._found.new
         pairs = dict(_pairs([*saved], [*own]))
         for before, where in pairs.items():
-            for name, entry in self._run.entries.items():
-                if name.startswith(f"{prefix}{before}/"):
-                    key = name.removeprefix(f"{prefix}{before}/")
-                    head, slash, parameter = key.partition("/")
-                    if slash and parameter in renamed:
-                        key = f"{head}/{renamed[parameter]}"
-                    elif (
-                        slash
-                        and f"{prefix_of('model', self._step)}{parameter}" in self._run.entries
-                    ):
-                        continue  # of a parameter that the program does not have
-                    self._found.entries[f"{prefix}{where}/{key}"] = entry
-        for where in own:
-            if where not in pairs.values():
-                self._found.new.append(f"{_title(where, self._step)} begins anew")
-        for before in saved:
-            if before not in pairs:
-                self._found.new.append(f"{_title(before, self._step)} of the run is left out")
+            for key, entry in with_prefix(f"{prefix}{before}/", self._run.entries).items():
+                head, slash, parameter = key.partition("/")
+                if slash and parameter in renamed:
+                    key = f"{head}/{renamed[parameter]}"
+                elif slash and f"{model}{parameter}" in self._run.entries:
+                    continue  # of a parameter that the program does not have
+                self._found.entries[f"{prefix}{where}/{key}"] = entry
+        for where in (each for each in own if each not in pairs.values()):
+            new.append(f"{self._title(where)} begins anew")
+        for before in (each for each in saved if each not in pairs):
+            new.append(f"{self._title(before)} of the run is left out")
         return {where: _as_here(saved[before], own[where]) for before, where in pairs.items()}
+
+    def _title(self, where: str) -> str:
+        return of_step(where.partition(" ")[2], self._step)
 
 
 def _pairs(saved: Sequence[str], own: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pair functions of one slot and name, in their order; none of those of which another number is here."""
-    lists: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    """Pair functions of one slot and name, in their order, if run and program have as many of them."""
+    lists: dict[tuple[str, str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for number, wheres in enumerate((saved, own)):
         for where in wheres:
-            lists[_without_index(where)][number].append(where)
+            slot, _, rest = where.partition("/")
+            name = rest.partition(" ")[2]  # "after_update/0 ema" has the name "ema"
+            lists[slot, name][number].append(where)
     for before, here in lists.values():
         if len(before) == len(here):
             yield from zip(before, here, strict=True)
 
 
 def _as_here(saved: Any, own: Any) -> Any:
-    """The state of a schedule of one optimizer as that of several, by name, or the other way round."""
+    """Write the state of a schedule of one optimizer as that of several, by name, or the other way round."""
     of_saved, of_own = _schedules_in(saved), _schedules_in(own)
     if not of_saved or not of_own or of_saved.keys() == of_own.keys():
         return saved
@@ -247,7 +231,7 @@ def _as_here(saved: Any, own: Any) -> Any:
 
 
 def _schedules_in(state: Any) -> Mapping[str, Any]:
-    """The states of the schedules of several optimizers, by name; "" for one; none of any other function."""
+    """Return the states of the schedules of several optimizers, by name; that of one has the name ""."""
     if "scheduler" in state:
         return {"": state}
     return {
@@ -255,30 +239,3 @@ def _schedules_in(state: Any) -> Mapping[str, Any]:
         for name, each in state.items()
         if isinstance(each, Mapping) and "scheduler" in each
     }
-
-
-def _without_index(where: str) -> str:
-    """`after_update/0 average` as `after_update average`."""
-    slot, _, rest = where.partition("/")
-    return f"{slot} {rest.partition(' ')[2]}"
-
-
-def _title(where: str, step: str) -> str:
-    name = where.partition(" ")[2]
-    return f"{name} of step {step!r}" if step else name
-
-
-def _of(optimizer: str, step: str) -> str:
-    name = key_of(optimizer)
-    return f"{name} of step {step!r}" if step else name
-
-
-def _progress(saved: Mapping[str, Any], own: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The entries of a group that count the run: those that no argument of the optimizer's class sets."""
-    settings = {*inspect.signature(kind).parameters, "params", *_OF_SCHEDULES}
-    return {key: each for key, each in saved.items() if key in own and key not in settings}
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint.format.manifest import Entry, FrozenEntry, Manifest
-from accel_fn.checkpoint.format.shard_plan import name_of_dtype, to_entries
-from accel_fn.checkpoint.run_state import RunState, is_optimizer, key_of, prefix_of
+from accel_fn.checkpoint.files import hash_of_tensor
+from accel_fn.checkpoint.manifest import Entry, FrozenEntry, Manifest
+from accel_fn.checkpoint.run_state import (
+    RunState,
+    Steps,
+    is_optimizer,
+    key_of,
+    of_step,
+    prefix_of,
+    read_whole,
+)
+from accel_fn.checkpoint.tensors import name_of_dtype, to_entries
+from accel_fn.core.collectives import agreed, all_or_none
+from accel_fn.core.dtensor import local
+from accel_fn.core.plan import unwrapped
+from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState
+from accel_fn.errors import ArgumentError, CheckpointError
 
 _NOTHING, _LONGEST = "nothing", 10_000
 _MODEL = ("model/", "model@")
 _FROZEN = ("frozen/", "frozen@")
 Rests = Mapping[str, Mapping[str, Any]]
 """`RunState.rest`: by step name, the non-tensor state."""
+_SAMPLE = 64
 
 
 def differences(
@@ -48,11 +64,11 @@ def _other_optimizers(saved: Rests, here: Rests) -> Iterator[tuple[str, str]]:
     for step in (each for each in here if each in saved):
         names, names_here = (sorted(each[step]["optimizers"]) for each in (saved, here))
         if names != names_here:
-            where = f"optimizers of step {step!r}" if step else "optimizers"
             yield (
                 step,
-                f"{where}: {names} saved, {names_here} here; give Plan those that were saved, or load "
-                'with match="names", by which moments go on, or strict=False, which starts them fresh',
+                f"{of_step('optimizers', step)}: {names} saved, {names_here} here; give Plan those that were "
+                'saved, or load with match="names", by which moments go on, or strict=False, which starts '
+                "them fresh",
             )
 
 
@@ -66,7 +82,7 @@ def _facts(
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {"seed": seed}
     for step, plan in plans.items():
-        facts |= {f"{key} of step {step!r}" if step else key: plan[key] for key in plan}
+        facts |= {of_step(key, step): plan[key] for key in plan}
     facts |= {f"{name} is tied to": first for name, first in tied.items()}
     for name, entry in entries.items():
         if name.startswith(compared):
@@ -148,13 +164,9 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
     for name in {**saved, **here}:
         values = saved.get(name, _NOTHING), here.get(name, _NOTHING)
         if values[0] != values[1]:
-            saved_value, value = (_cut(f"{each}") for each in values)
-            yield f"{name}: {saved_value} saved, {value} here"
-
-
-def _cut(text: str) -> str:
-    """A forged value may be very long."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+            texts = [f"{each}" for each in values]
+            texts = [text[:_LONGEST] + "..." * (len(text) > _LONGEST) for text in texts]
+            yield f"{name}: {texts[0]} saved, {texts[1]} here"  # a forged value may be very long
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
@@ -163,12 +175,11 @@ def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
         for part, values in rest.items():
             there = here[step][part]
             yield from unlike(values, there, part, is_free=True)
-            if part == "optimizers":
-                for name in values:
-                    saved_groups, groups = (
-                        each[name]["others"]["param_groups"] for each in (values, there)
-                    )
-                    yield from unlike(saved_groups, groups, f"{prefix_of(name, step)}param_groups")
+            for name in values if part == "optimizers" else ():
+                saved_groups, groups = (
+                    each[name]["others"]["param_groups"] for each in (values, there)
+                )
+                yield from unlike(saved_groups, groups, f"{prefix_of(name, step)}param_groups")
 
 
 def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:
@@ -207,3 +218,86 @@ def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
         largest = torch.finfo(torch.float64).max
         return "a number" if -largest <= value <= largest else f"{value}"
     return f"a {type(value).__name__}"
+
+
+class Hashed(NamedTuple):
+    """A hash of a whole parameter, and a mark of this rank's part that shows whether it has changed."""
+
+    hash: str
+    mark: tuple[int, str]
+
+
+def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
+    """Take the parameters out of the contents that no step of the run trains, or has trained."""
+    trained = set[int]().union(*(each.strategy.parameters.required for each in steps.values()))
+    return {
+        name: contents.tensors.pop(name)
+        for step, each in steps.items()
+        for key, parameter in unwrapped(each.plan.model).named_parameters()
+        if not parameter.requires_grad and id(parameter) not in trained
+        if (name := f"{prefix_of('model', step)}{key}") in contents.tensors
+    }
+
+
+def hashed(
+    tensors: Mapping[str, Tensor], state: DistState, known: Mapping[str, Hashed], function: str
+) -> dict[str, Hashed]:
+    """Hash whole tensors, each on one rank; those that have their mark of before are not read again.
+
+    Cost: a small collective, and for what is read, a gather of each shard and one more.
+    """
+    marks = all_or_none(lambda: {n: _mark(each) for n, each in tensors.items()}, state, function)
+    new = [name for name in tensors if name not in known or known[name].mark != marks[name]]
+    news = {name for names in exchange(new, state, function) for name in names}
+    hashes = {name: each.hash for name, each in known.items()}
+    if news:
+        hashes |= _hashes({n: each for n, each in tensors.items() if n in news}, state, function)
+    return {name: Hashed(hashes[name], mark) for name, mark in marks.items()}
+
+
+def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -> None:
+    """Refuse parameters that are frozen, and which the loop itself moves, as a teacher's."""
+    changed = [n for n in found if n in before and found[n].hash != before[n].hash]
+    models = [name for name in changed if is_frozen(name)]
+    if models:
+        raise ArgumentError(
+            "save: frozen models must stay as they are, since a checkpoint does not hold them, got a change "
+            f"since they were last saved or loaded in {shortened(models)}; make a model that moves a part of "
+            "Plan's model, or leave it out of frozen and put it into extras"
+        )
+    if changed:
+        raise ArgumentError(
+            'save: only="trained" must leave out parameters that stay as they are, got a change since '
+            f"they were last saved or loaded in {shortened(changed)}; save without only"
+        )
+
+
+def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str, Hashed]) -> None:
+    """Refuse a program whose frozen parameters are not those that a checkpoint left out."""
+    changed = [name for name in here if here[name].hash != saved[name].hash]
+    if changed:
+        raise CheckpointError(
+            f"load: {path} leaves out frozen parameters, which the program must have as they were saved, "
+            f"got other values in {shortened(changed)}; give each model the weights that training began "
+            "with, then load"
+        )
+
+
+def _mark(tensor: Tensor) -> tuple[int, str]:
+    """Mark a tensor by its version and a few elements: writes through `.data` keep the version."""
+    held = local(tensor).detach()
+    few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
+    return held._version, hash_of_tensor(few)
+
+
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """List the first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:
+    """Hash tensors, each on one rank; return the hashes of all."""
+    own = [*tensors][state.rank :: state.world_size]
+    hashes = read_whole(tensors, own, lambda _, gathered: hash_of_tensor(gathered))
+    return {n: each for found in agreed(hashes, state, function) for n, each in found.items()}

@@ -1,12 +1,13 @@
-"""load: resume a run from a checkpoint, at any world size."""
+"""load and resume: go on with a run from a checkpoint, at any world size."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 
-from accel_fn.checkpoint import argument_checks as checks
-from accel_fn.checkpoint import compare, frozen
+from accel_fn.checkpoint import arguments as checks
+from accel_fn.checkpoint import compare
+from accel_fn.checkpoint.arguments import stateful
 from accel_fn.checkpoint.background import finish_writing
 from accel_fn.checkpoint.by_names import OfRun, by_names, without_new
-from accel_fn.checkpoint.extras import stateful
-from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.names import (
+from accel_fn.checkpoint.files import dict_from_plain
+from accel_fn.checkpoint.manifest import read_manifest, renamed_rest
+from accel_fn.checkpoint.names import (
     COMMON,
     COMMON_KEYS,
     file_of,
@@ -28,10 +30,6 @@ from accel_fn.checkpoint.format.names import (
     reading,
     steps_in,
 )
-from accel_fn.checkpoint.format.old_names import renamed_rest
-from accel_fn.checkpoint.format.plain_data import dict_from_plain
-from accel_fn.checkpoint.format.read import check_files, check_sizes, read_tensors
-from accel_fn.checkpoint.new_checkpoint import Run
 from accel_fn.checkpoint.run_state import (
     in_whole,
     named_steps,
@@ -49,19 +47,19 @@ from accel_fn.checkpoint.schedules import (
     Choice,
     Match,
     ResumedSchedules,
-    check_choice,
-    check_match,
+    check_choices,
     of_other_optimizers,
 )
-from accel_fn.core.collectives import all_or_none
+from accel_fn.checkpoint.store import Run
+from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
+from accel_fn.core.collectives import agreed, all_or_none
 from accel_fn.core.mesh_axes import ranks_along
 from accel_fn.core.plan import unwrapped
-from accel_fn.core.primitives import exchange
 from accel_fn.core.restored import derive_random, in_train_mode, random_state, restore_random
 from accel_fn.core.state import DistState, check_state, check_world, mesh_of
 from accel_fn.core.step import Step
 from accel_fn.errors import AccelError, CheckpointError, check_flag
-from accel_fn.observe.bar import bytes_bar
+from accel_fn.observe.progress import bytes_bar
 
 _LOG = logging.getLogger(__name__)
 _BY_NAMES = 'give match="names" to load into other groups of parameters'
@@ -144,17 +142,15 @@ def load(
 
     def check() -> None:
         checks.check_at(at, "load")
-        check_match("load", match, schedule)
+        check_choices("load", schedule, match)
         check_flag("load", "strict", strict)
-        check_choice("load", schedule)
         for each in steps.values():
             checks.check_plan(each.plan, "check_loaded")
 
     options = {"at": at, "strict": strict, "schedule": schedule, "match": match}
     home = checks.check_call("load", state, folder, steps, extras, check, **options)
     finish_writing(notes_of(steps), state, "load")
-    path = all_or_none(lambda: _choose(home, at), state, "load")
-    path = exchange(path, state, "load")[0]
+    path = agreed(lambda: _choose(home, at), state, "load")[0]
 
     extras = stateful(extras)
     with in_whole(steps, writes=True):
@@ -164,13 +160,12 @@ def load(
         files = loading.manifest.files
         share = sorted(files)[state.rank :: state.world_size]
         all_or_none(lambda: loading.check_share(share), state, "load")
-        here = frozen.hashed(loading.frozen, state, {}, "load")
+        here = compare.hashed(loading.frozen, state, {}, "load")
         all_or_none(lambda: loading.check_frozen(here), state, "load")
         with ExitStack() as undo:
             undo.callback(loading.undo)
-            all_or_none(loading.rehearse, state, "load")
-            all_or_none(loading.load_extras, state, "load")
-            all_or_none(loading.call_functions, state, "load")
+            for stage in (loading.rehearse, loading.load_extras, loading.call_functions):
+                all_or_none(partial(loading.run, stage), state, "load")
             undo.pop_all()
         loaded = all_or_none(loading.finish, state, "load")
     notes_of(steps).update(run=Run(loading.manifest.step), frozen=here)
@@ -222,7 +217,8 @@ class _Loading:
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._same_mesh = self.manifest.mesh == mesh_of(state)
-        # On another mesh, ranks along axes other than dp must draw alike: each as one of its place on dp.
+        # On another mesh, ranks along axes other than dp must draw the same numbers, so each takes those
+        # of a rank that had its place on dp.
         self._places = ranks_along(self.manifest.mesh, "dp", 0)
         self._is_known = state.data.rank < len(self._places)
         number = self._places[state.data.rank] if self._is_known else 0
@@ -233,71 +229,68 @@ class _Loading:
         read = (dict_from_plain(path / name, keys[name], "load") for name in keys)
         self._common, self._of_rank = read
         self._extras_saved = with_prefix(EXTRA, self._of_rank)
-        with self._expecting():
-            self._rests = self._common["steps"]
-            if self.manifest.format == 1:
-                self._rests = {name: renamed_rest(rest) for name, rest in self._rests.items()}
-            self._compared, self._new = self._before, list[str]()
-            if match == "names":
-                self._take_by_names()
-            self._schedules = ResumedSchedules(
-                steps,
-                self._rests,
-                extras,
-                self._extras_saved,
-                schedule,
-                self._common.get("moved", ()),
-                by_names=match == "names",
-            )
-            # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
-            self._fresh: dict[str, tuple[str, str]] = {}
-            if not strict:
-                for place, name in compare.misfits(self.manifest, self._compared).items():
-                    self._fresh[place] = name, "its state was saved in other shapes"
-                for place, name in of_other_optimizers(steps, self._rests):
-                    self._fresh[place] = name, "it was saved for other optimizers"
-            self._compare(strict=strict)
-            self._choose(strict=strict)
+        self.run(lambda: self._match_program(schedule))
+
+    def run(self, stage: Callable[[], None]) -> None:
+        """Run a stage of the load, and name the checkpoint in any error of it."""
+        try:
+            stage()
+        except AccelError:
+            raise
+        except Exception as error:
+            self._refuse([repr(error)], error)
+
+    def _match_program(self, schedule: Choice) -> None:
+        """Compare the checkpoint with the program, and choose what is loaded."""
+        steps, is_by_names = self._steps, self._match == "names"
+        self._rests = self._common["steps"]
+        if self.manifest.format == 1:
+            self._rests = {name: renamed_rest(rest) for name, rest in self._rests.items()}
+        self._compared, self._new = self._before, list[str]()
+        if is_by_names:
+            self._take_by_names()
+        saved, moved = self._extras_saved, self._common.get("moved", ())
+        self._schedules = ResumedSchedules(
+            steps, self._rests, self._extras, saved, schedule, moved, by_names=is_by_names
+        )
+        # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
+        self._fresh: dict[str, tuple[str, str]] = {}
+        if not self._strict:
+            for place, name in compare.misfits(self.manifest, self._compared).items():
+                self._fresh[place] = name, "its state was saved in other shapes"
+            for place, name in of_other_optimizers(steps, self._rests):
+                self._fresh[place] = name, "it was saved for other optimizers"
+        self._compare()
+        self._choose()
 
     def _take_by_names(self) -> None:
         """Write the checkpoint as one of this program, as far as names are the same."""
         here, saved = self._before, self.manifest
         entries = {**saved.entries, **saved.frozen}
-        known = [name for name in here.tensors if compare.is_model(name)]
-        names = {
-            step: {
-                name: name
-                for name, _ in unwrapped(self._steps[step].plan.model).named_parameters()
-                if f"{prefix_of('model', step)}{name}" in entries
-            }
-            for step in here.plans
-        }
-        if not any(name in entries for name in known):
+        own = [name for name in here.tensors if compare.is_model(name)]
+        names = {}
+        for step in here.plans:
+            parameters = unwrapped(self._steps[step].plan.model).named_parameters()
+            prefix = prefix_of("model", step)
+            names[step] = {name: name for name, _ in parameters if f"{prefix}{name}" in entries}
+        if not any(name in entries for name in own):
             self._refuse(["no tensor of the model has a name that was saved"])
         run = OfRun(dict(saved.entries), dict(self._rests), dict(saved.plans))
         found = by_names(run, here, self._steps, names)
-        # What is left out of a checkpoint, and is not in the program, cannot be compared with anything.
+        # Frozen parameters that the program does not have cannot be compared.
         left_out = {n: each for n, each in saved.frozen.items() if n in here.tensors | here.frozen}
         tied = {n: first for n, first in saved.tied.items() if n in here.tied}
-        found.new += [
-            f"{name}: begins with the program's values" for name in known if name not in entries
-        ]
+        begin = [name for name in own if name not in entries]
+        found.new += [f"{name}: begins with the program's values" for name in begin]
         self.manifest = replace(
             saved, entries=found.entries, plans=found.plans, frozen=left_out, tied=tied
         )
         self._rests, self._new = found.rests, found.new
-        for each in self._steps.keys() & found.rests.keys():
-            self._rests[each]["model"] = {
-                key: value
-                for key, value in found.rests[each]["model"].items()
-                if key in here.rest[each]["model"]
-            }
-        self._compared = replace(
-            without_new(here, {**found.entries, **left_out}),
-            tied={name: first for name, first in here.tied.items() if name in saved.tied},
-        )
+        compared = without_new(here, {**found.entries, **left_out})
+        known = {name: first for name, first in here.tied.items() if name in saved.tied}
+        self._compared = replace(compared, tied=known)
 
-    def _compare(self, *, strict: bool) -> None:
+    def _compare(self) -> None:
         """Refuse another program, or log the differences."""
         manifest, before = self.manifest, self._compared
         self._refuse([*self._schedules.obstacles()])
@@ -308,18 +301,15 @@ class _Loading:
         found = [
             f"{line}; {_BY_NAMES}" if " groups" in line.split(":")[0] else line for line in found
         ]
-        if strict:
+        if self._strict:
             self._refuse(found)
         elif found and self._state.is_main:
             _LOG.warning("%s is of another program:\n%s", self._path, compare.listed(found))
         if self._new and self._state.is_main:
-            _LOG.warning(
-                "%s is loaded by names; all else goes on, but:\n%s",
-                self._path,
-                compare.listed(self._new),
-            )
+            text = "%s is loaded by names; all else goes on, but:\n%s"
+            _LOG.warning(text, self._path, compare.listed(self._new))
 
-    def _choose(self, *, strict: bool) -> None:
+    def _choose(self) -> None:
         """Choose, for each step, the tensors to fill and the state to load; with strict=False what fits."""
         manifest, before = self.manifest, self._before
         fits = compare.fitting(manifest.entries, before)
@@ -335,7 +325,7 @@ class _Loading:
             optimizers = [
                 optimizer
                 for optimizer in plan.optimizers
-                if strict
+                if self._strict
                 or compare.has_optimizer(manifest, before, {**fits, **self.frozen}, name, optimizer)
             ]
             self._options[name] = {"optimizers": optimizers, "fresh": self._fresh}
@@ -351,9 +341,9 @@ class _Loading:
         with bytes_bar("check", total, is_main=self._state.is_main) as count:
             check_files(self._path, self.manifest, names, count)
 
-    def check_frozen(self, here: Mapping[str, frozen.Hashed]) -> None:
+    def check_frozen(self, here: Mapping[str, compare.Hashed]) -> None:
         try:
-            frozen.check_loaded(self._path, self.manifest.frozen, here)
+            compare.check_loaded(self._path, self.manifest.frozen, here)
         except CheckpointError as error:
             if self._strict:
                 raise
@@ -362,27 +352,21 @@ class _Loading:
 
     def rehearse(self) -> None:
         """Load the non-tensor state, and refuse values of other types or sizes than the program's."""
-        with self._expecting():
-            scalers = self._put_back(calls=False).scaler, self._state.scaler
-            scale, scale_here = map(scale_to_dict, scalers)
-            here = {name: self._tensors[name] for name in self._buffers}
-            self._refuse(
-                [
-                    *compare.unlike(self._buffers, here, "buffers"),
-                    *compare.unlike(scale, scale_here, "scaler"),
-                    *compare.unlike_rests(run_state_of(self._steps).rest, self._before.rest),
-                ]
-            )
+        scalers = self._put_back(calls=False).scaler, self._state.scaler
+        scale, scale_here = map(scale_to_dict, scalers)
+        here = {name: self._tensors[name] for name in self._buffers}
+        found = [*compare.unlike(self._buffers, here, "buffers")]
+        found += compare.unlike(scale, scale_here, "scaler")
+        found += compare.unlike_rests(run_state_of(self._steps).rest, self._before.rest)
+        self._refuse(found)
 
     def load_extras(self) -> None:
-        with self._expecting():
-            for name in compare.fitting_extras(self._extras_saved, self._extras):
-                self._extras[name].load_state_dict(self._extras_saved[name])
+        for name in compare.fitting_extras(self._extras_saved, self._extras):
+            self._extras[name].load_state_dict(self._extras_saved[name])
 
     def call_functions(self) -> None:
         """Call the functions of schedules, which may read extras, while the load can still be undone."""
-        with self._expecting():
-            self._schedules.follow(self._position())
+        self._schedules.follow(self._position())
 
     def finish(self) -> DistState:
         total = sum(each.nbytes for each in self._tensors.values())
@@ -437,18 +421,72 @@ class _Loading:
             derive_random(loaded)
         return loaded
 
-    @contextmanager
-    def _expecting(self) -> Iterator[None]:
-        """Name the checkpoint in any error."""
-        try:
-            yield
-        except AccelError:
-            raise
-        except Exception as error:
-            self._refuse([repr(error)], error)
-
     def _refuse(self, found: list[str], error: Exception | None = None) -> None:
         if found:
             raise CheckpointError(
                 f"load: {self._path} must be of this program, got differences:\n{compare.listed(found)}"
             ) from error
+
+
+def resume(
+    step: Step | Mapping[str, Step],
+    state: DistState,
+    folder: str | os.PathLike[str],
+    extras: Mapping[str, Any] | None = None,
+    *,
+    schedule: Choice = None,
+    match: Match = "program",
+) -> DistState:
+    """Load the newest checkpoint of a folder; return the state itself if there is none.
+
+    Called on every rank, of a world of any size. Rank 0 looks for checkpoints, so all ranks
+    load, or none. The main rank logs the checkpoint and its step, as a warning, which Python
+    shows by default. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a
+    run that has finished, it yields no epoch and logs that.
+
+    Args:
+        step: the step, or a dict of steps by name, as it is saved.
+        state: as `build` returned it.
+        folder: that `save` is given; need not be there.
+        extras: by the names that they are saved under; the loader among them.
+        schedule: as for `load`: "program" or "saved" for a run that goes on with more epochs.
+        match: as for `load`: "names" for a program with other parameters, groups or transforms.
+
+    Returns:
+        What `load` returns, or `state`.
+
+    Raises:
+        RuntimeError: on every rank, as in `load`: the newest checkpoint is damaged, or the program differs.
+        ValueError: on every rank: an argument breaks its rule or differs between ranks, in a new run too.
+
+    Cost: a few small collectives, and `load` where there is a checkpoint.
+
+    >>> import tempfile, accel_fn as af
+    >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = af.resume(step, state, folder)  # a new run: step 0
+    ...     state, _ = step(state, batch)
+    ...     path = af.save(step, state, folder)
+    ...     af.resume(step, state, folder).step
+    1
+    """
+    check_state("resume", state)
+    check_world("resume", state)
+    steps, given = named_steps(step), {} if extras is None else extras
+    check = partial(check_choices, "resume", schedule, match)
+    choices = {"schedule": schedule, "match": match}
+    home = checks.check_call("resume", state, folder, steps, given, check, **choices)
+
+    def find() -> list[int]:
+        with reading(home, "resume"):
+            return steps_in(home)
+
+    found = agreed(find, state, "resume")[0]
+    if not found:
+        return state
+    loaded = load(step, state, folder, extras=extras, schedule=schedule, match=match)
+    if state.is_main:
+        call = f", call {loaded.call}" if loaded.call else ""
+        checkpoint = home / name_of(loaded.step)
+        _LOG.warning("the run resumes at step %d%s, from %s", loaded.step, call, checkpoint)
+    return loaded

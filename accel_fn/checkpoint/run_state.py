@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from accel_fn.checkpoint.tied_weights import split_tied
-from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.dtensor import is_sharded, local, whole
 from accel_fn.core.plan import Plan, describe, unwrapped
 from accel_fn.core.state import DistState, LossScale
 from accel_fn.core.step import Step
@@ -25,6 +24,7 @@ from accel_fn.errors import CheckpointError
 Steps = Mapping[str, Step]
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of a group that choose an implementation: those of the running program stay."""
+_KEPT = ("params", *IMPLEMENTATION_OPTIONS)
 RESULT_SLOTS = (
     "init_state",
     "forward_contexts",
@@ -33,7 +33,7 @@ RESULT_SLOTS = (
     "gradients",
     "after_update",
 )
-"""The slots that decide what is computed; the others decide where, and in how many micro-batches."""
+"""The slots that decide what is computed; the rest decides where, and in how many micro-batches."""
 _STATE_SLOTS = (*RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
 _Value = TypeVar("_Value")
@@ -81,20 +81,22 @@ class RunState:
 
 
 def run_state_of(steps: Steps) -> RunState:
-    """Collect what is to be saved, or compared with what was. Tensors are not copied."""
+    """Collect the state to save, or to compare with a saved one. Tensors are not copied."""
     found = RunState({}, {}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
         extra_state = _add_model(found, prefix_of("model", name), unwrapped(plan.model))
         for each, model in plan.frozen.items():
-            _add_frozen(found, f"{prefix_of('frozen', name)}{each}/", model)
+            prefix = f"{prefix_of('frozen', name)}{each}/"
+            values = model.state_dict().items()  # those that are tied too
+            found.frozen.update({f"{prefix}{k}": v for k, v in values if isinstance(v, Tensor)})
         transforms = {}
         for place, where, function in stateful_functions(plan, name):
             # Before the optimizer: a schedule may notice here that its learning rate was changed.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
-            found.stateful[place] = f"{where} of step {name!r}" if name else where
+            found.stateful[place] = of_step(where, name)
             transforms[where] = {key: saved[key] for key in saved if key not in tensors}
         rest = {"model": extra_state, "transforms": transforms, "optimizers": {}}
         for each, optimizer in plan.optimizers.items():
@@ -110,6 +112,11 @@ def prefix_of(kind: str, step: str) -> str:
     return f"{kind}@{step}/" if step else f"{kind}/"
 
 
+def of_step(name: str, step: str) -> str:
+    """Return the name of a part of a step for messages."""
+    return f"{name} of step {step!r}" if step else name
+
+
 def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Select the values whose names begin with `prefix`, and take it off."""
     return {name[len(prefix) :]: each for name, each in values.items() if name.startswith(prefix)}
@@ -118,14 +125,16 @@ def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 def signature(step: Step) -> dict[str, Any]:
     """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
     plan = step.plan
-    named = {slot: [_name(each) for each in _compared(plan, slot)] for slot in RESULT_SLOTS}
+    named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
     found: dict[str, Any] = {"weight_fn": describe(plan.weight_fn)}
     found |= {"reduction": "sum"} if plan.reduction == "sum" else {}
     found |= {slot: each for slot, each in slots.items() if each} | dict(step.strategy.signature())
+    names = {id(each): name for name, each in unwrapped(plan.model).named_parameters()}
     for name, optimizer in plan.optimizers.items():
+        groups = [group["params"] for group in optimizer.param_groups]
         found[key_of(name)] = type(optimizer).__name__
-        found[f"{key_of(name)} groups"] = _groups(plan, optimizer)
+        found[f"{key_of(name)} groups"] = [[names[id(p)] for p in group] for group in groups]
     return found
 
 
@@ -139,12 +148,6 @@ def is_optimizer(key: str) -> bool:
     return key.startswith("optimizer")
 
 
-def _groups(plan: Plan, optimizer: Optimizer) -> list[list[str]]:
-    """Name the parameters of each group."""
-    names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
-    return [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
-
-
 def _name(function: Any) -> str:
     signature_of = getattr(function, "signature", None)
     return signature_of() if signature_of else describe(function).partition("(")[0]
@@ -153,14 +156,10 @@ def _name(function: Any) -> str:
 def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
     """Yield functions of the plan that have state: how their entries begin, slot and name, function."""
     for slot in _STATE_SLOTS:
-        for index, each in enumerate(_compared(plan, slot)):
+        for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
                 where = f"{slot}/{index} {_name(each)}"
                 yield f"{prefix_of('transforms', step)}{where}/", where, each
-
-
-def _compared(plan: Plan, slot: str) -> list[Any]:
-    return list(getattr(plan, slot))
 
 
 def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
@@ -215,7 +214,7 @@ def put_back(
     fresh: Collection[str],
     again: bool = False,
 ) -> None:
-    """Load what was saved into model, transforms and these optimizers; tensors are read already.
+    """Load saved state into model, transforms and these optimizers; tensors are read already.
 
     Transforms whose entries begin with one of `fresh` stay as they are. `again`: the same tensors
     were loaded before, and have got other values since.
@@ -226,7 +225,9 @@ def put_back(
     for name in optimizers:
         own, optimizer = with_prefix(prefix_of(name, step), tensors), plan.optimizers[name]
         if again and _holds(plan, optimizer, own):
-            _put_back_groups(optimizer, rest["optimizers"][name]["others"]["param_groups"])
+            groups = rest["optimizers"][name]["others"]["param_groups"]
+            for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+                ours.update({k: deepcopy(v) for k, v in theirs.items() if k not in _KEPT})
         else:
             _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
     for place, where, function in stateful_functions(plan, step):
@@ -247,23 +248,16 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Buffers are saved separately: DDP copies rank 0's to the others when a forward starts, so
+    # Buffers are saved separately: DDP copies rank 0's to its peers when a forward starts, so
     # running statistics differ in between. Rank 0's are saved, and another rank's if they differ.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
 
 
-def _add_frozen(found: RunState, prefix: str, model: nn.Module) -> None:
-    """Add the tensors of a frozen model, those that are tied too."""
-    saved = model.state_dict()
-    tensors = {key: each for key, each in saved.items() if isinstance(each, Tensor)}
-    found.frozen.update({f"{prefix}{key}": each for key, each in tensors.items()})
-
-
 def _put_back_model(
     model: nn.Module, tensors: Mapping[str, Tensor], extra_state: Mapping[str, Any]
 ) -> None:
-    """Load extra state, and tensors that a `state_dict` gave as copies; others were read in place."""
+    """Load extra state, and tensors that a `state_dict` gave as copies; the rest was read in place."""
     own = {_address(each) for each in (*model.parameters(), *model.buffers())}
     copies = {key: each for key, each in tensors.items() if _address(each) not in own}
     here = model.state_dict()
@@ -274,7 +268,7 @@ def _put_back_model(
         model.load_state_dict({**here, **found})
         return
     lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
-    # A model may leave keys out of its own accord, but not those that its state_dict gave.
+    # A model may ignore keys, but not those that its state_dict gave.
     if found.keys() & set(lost):
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
@@ -336,9 +330,9 @@ def _put_back_optimizer(
 
 
 def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> bool:
-    """Is the state of this optimizer of torch made of these very tensors, and so up to date?
+    """Return whether the state of an optimizer of torch is these very tensors, and so up to date.
 
-    Where it is, torch need not load it a second time, which takes as long as reading it.
+    Then torch need not load it a second time, which takes as long as reading it.
     """
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     if not is_of_torch or has_loading_hooks(optimizer):
@@ -350,17 +344,71 @@ def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> b
     )
 
 
-def _put_back_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Load the options of the parameter groups, but for `IMPLEMENTATION_OPTIONS`."""
-    for ours, theirs in zip(optimizer.param_groups, saved, strict=True):
-        kept = {"params", *IMPLEMENTATION_OPTIONS}
-        ours.update({key: deepcopy(value) for key, value in theirs.items() if key not in kept})
-
-
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return list(dict.fromkeys(each for group in optimizer.param_groups for each in group["params"]))
 
 
 def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
     """Name the optimizer's parameters, in the order of the numbers in its `state_dict`."""
-    return list(dict.fromkeys(name for group in _groups(plan, optimizer) for name in group))
+    names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
+    return [names[id(each)] for each in _parameters(optimizer)]
+
+
+def read_whole(
+    tensors: Mapping[str, Tensor], own: Collection[str], read: Callable[[str, Tensor], _Value]
+) -> Callable[[], dict[str, _Value]]:
+    """Gather tensors, one after another, and read the own ones of this rank.
+
+    Returns a function that returns the results, or raises the first error. It was not raised at once,
+    since other ranks wait in the next gather.
+    """
+    found: dict[str, _Value] = {}
+    failures: list[Exception] = []
+    for name, tensor in tensors.items():
+        gathered = whole(tensor)
+        if name in own and not failures:
+            try:
+                found[name] = read(name, gathered)
+            except Exception as error:
+                failures.append(error)
+
+    def result() -> dict[str, _Value]:
+        for failure in failures:
+            raise failure
+        return found
+
+    return result
+
+
+def split_tied(
+    saved: Mapping[str, Tensor], model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split a `state_dict` into tensors under their first names, and other name -> first name."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    firsts: dict[object, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in saved.items():
+        # Empty shards of two parameters cannot be distinguished by their memory.
+        key = parameters.get(name) if is_sharded(value) else view_key(value)
+        first = firsts.setdefault(key, name) if value.numel() else name
+        if first == name:
+            tensors[name] = value
+        else:
+            tied[name] = first
+    return tensors, tied
+
+
+def view_key(tensor: Tensor) -> object:
+    """Return a key that is equal for two tensors that read the same elements in the same way."""
+    tensor = local(tensor)
+    strides = [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), tensor.shape, tuple(strides), *marks
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements share one place in memory by a stride of 0."""
+    return any(
+        not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

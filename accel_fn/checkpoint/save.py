@@ -14,17 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_fn.checkpoint import argument_checks as checks
-from accel_fn.checkpoint import frozen
+from accel_fn.checkpoint import arguments as checks
+from accel_fn.checkpoint import compare
+from accel_fn.checkpoint.arguments import stateful
 from accel_fn.checkpoint.background import Background, finish_writing
-from accel_fn.checkpoint.extras import stateful
-from accel_fn.checkpoint.format.hashing import hash_of, make_folder, memory_of, sync
-from accel_fn.checkpoint.format.manifest import FrozenEntry, Manifest
-from accel_fn.checkpoint.format.names import COMMON, absolute, file_of
-from accel_fn.checkpoint.format.plain_data import to_plain
-from accel_fn.checkpoint.format.shard_plan import name_of_dtype, plan_parts, to_entries
-from accel_fn.checkpoint.format.write import Share, Written, write_error
-from accel_fn.checkpoint.new_checkpoint import NewCheckpoint, Run, tidy
+from accel_fn.checkpoint.files import hash_of, make_folder, memory_of, sync, to_plain
+from accel_fn.checkpoint.manifest import FrozenEntry, Manifest
+from accel_fn.checkpoint.names import COMMON, absolute, file_of
 from accel_fn.checkpoint.run_state import (
     RunState,
     in_whole,
@@ -34,7 +30,16 @@ from accel_fn.checkpoint.run_state import (
     scale_to_dict,
 )
 from accel_fn.checkpoint.schedules import moved_functions
-from accel_fn.core.collectives import all_or_none
+from accel_fn.checkpoint.store import NewCheckpoint, Run, tidy
+from accel_fn.checkpoint.tensors import (
+    Share,
+    Written,
+    name_of_dtype,
+    plan_parts,
+    to_entries,
+    write_error,
+)
+from accel_fn.core.collectives import agreed, all_or_none
 from accel_fn.core.primitives import exchange
 from accel_fn.core.restored import in_eval_mode, random_state
 from accel_fn.core.state import DistState, check_state, check_world, mesh_of
@@ -49,8 +54,8 @@ from accel_fn.errors import (
     check_only,
     message,
 )
-from accel_fn.observe.bar import bytes_bar
 from accel_fn.observe.explain import explain
+from accel_fn.observe.progress import bytes_bar
 from accel_fn.parallel.file_lock import FileLock
 
 EXTRA = "extras/"
@@ -159,21 +164,42 @@ def save(
         for each in steps.values():
             checks.check_plan(each.plan, "check_saved")
 
-    given: dict[str, object] = {
-        "state.step": state.step,
-        "state.call": state.call,
-        "wait": wait,
-        "only": only,
-    }
-    given |= {"keep": keep, "keep_every": keep_every, "score": score, "keep_best": keep_best}
+    given: dict[str, object] = {"state.step": state.step, "state.call": state.call}
+    given |= {"wait": wait, "only": only, "score": score}
+    given |= {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
     given |= {"beside": None if beside is None else "a function"}
     home = checks.check_call("save", state, folder, steps, extras, check, **given)
     finish_writing(notes_of(steps), state, "save")
     optimizers = chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
+
+    def collect() -> RunState:
+        contents = run_state_of(steps)
+        checks.check_model(contents.tensors, steps, "save")
+        contents.moved.extend(moved_functions(steps, extras))
+        return contents
+
     with in_eval_mode(optimizers), in_whole(steps, writes=False):
-        contents = all_or_none(lambda: _contents(steps, extras), state, "save")
-        left_out = {**contents.frozen, **(frozen.take_frozen(contents, steps) if only else {})}
-        head = _head(state, steps, contents, score, _frozen_entries(left_out, steps, state))
+        contents = all_or_none(collect, state, "save")
+        left_out = {**contents.frozen, **(compare.take_frozen(contents, steps) if only else {})}
+        frozen = _frozen_entries(left_out, notes_of(steps), state)
+        head = Manifest(
+            step=state.step,
+            call=state.call,
+            seed=state.seed,
+            samples=state.samples,
+            items=state.items,
+            world_size=state.world_size,
+            mesh=mesh_of(state),
+            score=None if score is None else float(score),
+            accel_fn=_VERSION,
+            torch=str(torch.__version__),
+            plans=contents.plans,
+            tied=contents.tied,
+            explained={name: explain(each.plan, state) for name, each in steps.items()},
+            entries=to_entries(contents.tensors),
+            frozen=frozen,
+            files={},
+        )
         run = notes_of(steps).setdefault("run", Run())
         checkpoint = NewCheckpoint(absolute(home), head, keep, keep_every, keep_best, run)
         _write(checkpoint, contents, stateful(extras), state, notes_of(steps), beside, wait=wait)
@@ -181,13 +207,6 @@ def save(
     for observer in chain.from_iterable(each.observers.every for each in steps.values()):
         observer.saved(state, seconds, checkpoint.final)
     return checkpoint.final
-
-
-def _contents(steps: Mapping[str, Step], extras: Mapping[str, Any]) -> RunState:
-    contents = run_state_of(steps)
-    checks.check_model(contents.tensors, steps, "save")
-    contents.moved.extend(moved_functions(steps, extras))
-    return contents
 
 
 def _write(
@@ -201,15 +220,21 @@ def _write(
     wait: bool,
 ) -> None:
     """Write all, or copy it and start to write."""
-    all_or_none(lambda: _begin(checkpoint, state, notes), state, "save")
+
+    def on_main(fn: Callable[..., object], *arguments: object) -> None:
+        all_or_none(lambda: fn(*arguments) if state.is_main else None, state, "save")
+
+    def write() -> Written:
+        with bytes_bar("save", share.num_bytes(), is_main=state.is_main) as count:
+            return share.write(checkpoint.path, count)
+
+    on_main(_begin, checkpoint, notes)
     try:
         if beside is not None:
-            all_or_none(lambda: _put_beside(checkpoint, state, beside), state, "save")
+            on_main(_put_beside, checkpoint.path, beside)
         share = _share(state, contents, extras)
         if wait:
-            written = all_or_none(lambda: _written(share, checkpoint, state), state, "save")
-            every = exchange(written, state, "save")
-            all_or_none(lambda: checkpoint.commit(every) if state.is_main else None, state, "save")
+            on_main(checkpoint.commit, agreed(write, state, "save"))
             return
         background, locks = notes.setdefault("background", Background()), notes.get("locks")
         writing = all_or_none(
@@ -224,46 +249,31 @@ def _write(
         raise
 
 
-def _written(share: Share, checkpoint: NewCheckpoint, state: DistState) -> Written:
-    with bytes_bar("save", share.num_bytes(), is_main=state.is_main) as count:
-        return share.write(checkpoint.path, count)
-
-
-def _begin(checkpoint: NewCheckpoint, state: DistState, notes: dict[str, Any]) -> None:
-    if not state.is_main:
-        return
+def _begin(checkpoint: NewCheckpoint, notes: dict[str, Any]) -> None:
+    """Lock the folder, or refuse a second run that saves to it; make the folder of the checkpoint."""
     home = checkpoint.home
     try:
         make_folder(home)
         locks, real = notes.setdefault("locks", {}), home.resolve()
         if real not in locks or not locks[real].holds():
-            locks[real] = _locked(home)
+            lock = FileLock(home / ".lock")
+            if lock.owner is not None:
+                raise CheckpointError(
+                    f"save: {home} must be saved to by one run at a time, got a second one beside "
+                    f"{lock.owner}; give each run a folder of its own"
+                )
+            locks[real] = lock
         tidy(home)
         checkpoint.path.mkdir()
     except OSError as error:
         raise write_error(checkpoint.path, error) from error
 
 
-def _locked(home: Path) -> FileLock:
-    """Lock the folder of checkpoints, or refuse a second run that saves to it."""
-    lock = FileLock(home / ".lock")
-    if lock.owner is not None:
-        raise CheckpointError(
-            f"save: {home} must be saved to by one run at a time, got a second one beside "
-            f"{lock.owner}; give each run a folder of its own"
-        )
-    return lock
-
-
-def _put_beside(
-    checkpoint: NewCheckpoint, state: DistState, beside: Callable[[Path], object]
-) -> None:
+def _put_beside(path: Path, beside: Callable[[Path], object]) -> None:
     """Let the user write into the unfinished folder; wait until all of it is on the disk."""
-    if not state.is_main:
-        return
-    beside(checkpoint.path)
-    for path in checkpoint.path.rglob("*"):
-        sync(path)
+    beside(path)
+    for each in path.rglob("*"):
+        sync(each)
 
 
 def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> Share:
@@ -279,9 +289,8 @@ def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> S
         data |= {f"{EXTRA}{name}": extra.state_dict() for name, extra in extras.items()}
         packed = {file_of("rank", state.rank, "pt"): to_plain(data, "save")}
         if state.is_main:
-            common: dict[str, Any] = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
-            common["moved"] = contents.moved
-            packed[COMMON] = to_plain(common, "save")
+            common = {"scaler": scale_to_dict(state.scaler), "steps": contents.rest}
+            packed[COMMON] = to_plain({**common, "moved": contents.moved}, "save")
         return packed
 
     return Share(state.rank, all_or_none(files, state, "save"), parts)
@@ -298,42 +307,14 @@ def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
 
 
 def _frozen_entries(
-    left_out: Mapping[str, Tensor], steps: Mapping[str, Step], state: DistState
+    left_out: Mapping[str, Tensor], notes: dict[str, Any], state: DistState
 ) -> dict[str, FrozenEntry]:
-    """Hash what is left out, unless an earlier save or load has, and refuse what has changed."""
-    notes = notes_of(steps)
+    """Hash tensors that are left out, unless an earlier save or load has; refuse those that have changed."""
     before = notes.get("frozen", {})
-    found = frozen.hashed(left_out, state, before, "save")
-    frozen.check_unchanged(before, found)  # the same hashes on all ranks
+    found = compare.hashed(left_out, state, before, "save")
+    compare.check_unchanged(before, found)  # the same hashes on all ranks
     notes["frozen"] = {**before, **found}
     return {
         name: FrozenEntry(name_of_dtype(each.dtype), tuple(each.shape), found[name].hash)
         for name, each in left_out.items()
     }
-
-
-def _head(
-    state: DistState,
-    steps: Mapping[str, Step],
-    contents: RunState,
-    score: float | None,
-    left_out: Mapping[str, FrozenEntry],
-) -> Manifest:
-    return Manifest(
-        step=state.step,
-        call=state.call,
-        seed=state.seed,
-        samples=state.samples,
-        items=state.items,
-        world_size=state.world_size,
-        mesh=mesh_of(state),
-        score=None if score is None else float(score),
-        accel_fn=_VERSION,
-        torch=str(torch.__version__),
-        plans=contents.plans,
-        tied=contents.tied,
-        explained={name: explain(each.plan, state) for name, each in steps.items()},
-        entries=to_entries(contents.tensors),
-        frozen=left_out,
-        files={},
-    )

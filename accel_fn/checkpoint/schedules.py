@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
-from accel_fn.checkpoint.run_state import Steps, stateful_functions
+from accel_fn.checkpoint.run_state import Steps, of_step, stateful_functions
 from accel_fn.core.state import DistState
 from accel_fn.errors import ArgumentError, message
 from accel_fn.transforms.schedule.advance import Schedule, StateSchedule, by_optimizer
@@ -22,20 +22,16 @@ Choice = Literal["saved", "program"] | None
 Match = Literal["program", "names"]
 _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 """Attributes of schedulers that count updates of a whole run, so that they change with its length."""
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-_MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
+"""Entries of an optimizer's groups that schedules set."""
 
 
-def check_choice(function: str, schedule: object) -> None:
-    """Refuse all but the names of the two choices, and None."""
+def check_choices(function: str, schedule: object, match: object) -> None:
+    """Refuse values that no choice has, and the saved schedules of another program."""
     if schedule not in (None, "saved", "program"):
-        raise ArgumentError(
-            message(function, "schedule", 'be "saved" or "program", or left out', schedule)
-        )
-
-
-def check_match(function: str, match: object, schedule: Choice) -> None:
-    """Refuse all but the two ways to compare programs, and the saved schedules of another program."""
+        rule = 'be "saved" or "program", or left out'
+        raise ArgumentError(message(function, "schedule", rule, schedule))
     if match not in ("program", "names"):
         raise ArgumentError(message(function, "match", 'be "program" or "names"', match))
     if match == "names" and schedule == "saved":
@@ -44,7 +40,7 @@ def check_match(function: str, match: object, schedule: Choice) -> None:
 
 
 class _Saved(NamedTuple):
-    """A scheduler of the program and what was saved of it."""
+    """A scheduler of the program and its saved state."""
 
     name: str
     scheduler: Any
@@ -53,16 +49,40 @@ class _Saved(NamedTuple):
     """The plan's schedule that advances it; None for an extra, which the loop advances."""
 
 
+class _OfPlan(NamedTuple):
+    """A schedule of a plan."""
+
+    place: str
+    """How the names of the entries of its function begin."""
+    function: str
+    """The name of its function in errors."""
+    name: str
+    """Its own name: a function may have a schedule for each of several optimizers."""
+    schedule: Schedule
+    saved: Mapping[str, Any] | None
+    """The saved state; None if its function was not saved."""
+
+
+def _of_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[_OfPlan]:
+    for step in steps:
+        saved = rests[step]["transforms"] if step in rests else {}
+        for place, where, function in stateful_functions(steps[step].plan, step):
+            title, state = of_step(where, step), saved.get(where)
+            for optimizer, schedule in by_optimizer(function).items():
+                if not optimizer:
+                    yield _OfPlan(place, title, title, schedule, state)
+                else:
+                    own = None if state is None else state.get(optimizer, {})
+                    yield _OfPlan(place, title, f"{title} of {optimizer}", schedule, own)
+
+
 def of_other_optimizers(
     steps: Steps, rests: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """Yield schedules saved for optimizers of other names: the prefix of their entries, and a name."""
-    for step in (each for each in steps if each in rests):
-        saved = rests[step]["transforms"]
-        for place, where, function in stateful_functions(steps[step].plan, step):
-            parts = _parts(function, saved.get(where, {}))
-            if where in saved and any("scheduler" not in state for _, _, state in parts):
-                yield place, _name_of(where, step)
+    for each in _of_plans(steps, rests):
+        if each.saved is not None and "scheduler" not in each.saved:
+            yield each.place, each.function
 
 
 def moved_functions(steps: Steps, extras: Mapping[str, Any]) -> list[str]:
@@ -71,7 +91,7 @@ def moved_functions(steps: Steps, extras: Mapping[str, Any]) -> list[str]:
     They read a figure that the program has moved since, such as a count of tokens in `extras`. `load` does
     not call them: it could not know what they read then.
     """
-    found = [(name, each.scheduler) for name, each in _schedules_of(steps)]
+    found = [(each.name, each.schedule.scheduler) for each in _of_plans(steps, {})]
     found += [(f"extras/{name}", each) for name, each in extras.items() if _is_scheduler(each)]
     return [name for name, scheduler in found if _has_moved(scheduler)]
 
@@ -101,10 +121,20 @@ class ResumedSchedules:
         by_names: bool = False,
     ) -> None:
         self._by_names = by_names
-        """Do those that follow a metric go on, while all others are stepped to the saved update?"""
+        """Whether schedules that follow a metric go on, while the rest are stepped to the saved update."""
         self._moved = moved
         """The schedules whose functions are not called."""
-        self._found = [*_in_plans(steps, rests), *_in_extras(extras, extras_saved)]
+        self._found = [
+            _Saved(each.name, each.schedule.scheduler, each.saved["scheduler"], each.schedule)
+            for each in _of_plans(steps, rests)
+            # Else it was saved of several optimizers and is of one here, or the other way round.
+            if each.saved and "scheduler" in each.saved
+        ]
+        self._found += [
+            _Saved(f"extras/{name}", extra, extras_saved[name], None)
+            for name, extra in extras.items()
+            if name in extras_saved and _is_scheduler(extra)
+        ]
         self._choice: Choice = "program" if by_names else choice
         optimizers = [each for step in steps.values() for each in step.plan.optimizers.values()]
         optimizers += [each.scheduler.optimizer for each in self._found]
@@ -160,10 +190,8 @@ class ResumedSchedules:
             if self._by_names and takes_metric(each.scheduler)
         ]
         for optimizer, settings in self._groups:
-            if optimizer in goes_on:
-                continue
             for group, values in zip(optimizer.param_groups, settings, strict=True):
-                group.update(copy.deepcopy(values))
+                group.update({} if optimizer in goes_on else copy.deepcopy(values))
         for each, state in zip(self._found, self._states, strict=True):
             if each.scheduler.optimizer not in goes_on:
                 each.scheduler.load_state_dict(copy.deepcopy(state))
@@ -188,46 +216,6 @@ class ResumedSchedules:
                 _step_again(each.scheduler)
 
 
-def _in_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[_Saved]:
-    for step in (each for each in steps if each in rests):
-        saved = rests[step]["transforms"]
-        for _, where, function in stateful_functions(steps[step].plan, step):
-            name = _name_of(where, step)
-            for ending, schedule, state in _parts(function, saved.get(where, {})):
-                if "scheduler" in state:  # else it was saved of several optimizers, or of one
-                    yield _Saved(name + ending, schedule.scheduler, state["scheduler"], schedule)
-
-
-def _schedules_of(steps: Steps) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedules of plans, by the names that errors have for them."""
-    for step in steps:
-        for _, where, function in stateful_functions(steps[step].plan, step):
-            for ending, schedule, _ in _parts(function, {}):
-                yield f"{_name_of(where, step)}{ending}", schedule
-
-
-def _name_of(where: str, step: str) -> str:
-    return f"{where} of step {step!r}" if step else where
-
-
-def _parts(
-    function: object, saved: Mapping[str, Any]
-) -> Iterator[tuple[str, Schedule, Mapping[str, Any]]]:
-    """Yield the schedule that a function of a plan is, or that it has for each of several optimizers."""
-    for optimizer, schedule in by_optimizer(function).items():
-        yield (
-            (f" of {optimizer}", schedule, saved.get(optimizer, {}))
-            if optimizer
-            else ("", schedule, saved)
-        )
-
-
-def _in_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[_Saved]:
-    for name, extra in extras.items():
-        if name in saved and _is_scheduler(extra):
-            yield _Saved(f"extras/{name}", extra, saved[name], None)
-
-
 def _is_scheduler(extra: object) -> bool:
     return isinstance(extra, LRScheduler) or takes_metric(extra)
 
@@ -235,7 +223,7 @@ def _is_scheduler(extra: object) -> bool:
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copy the settings of an optimizer's groups that schedules change."""
     return [
-        {key: copy.deepcopy(group[key]) for key in (*_RATES, *_MOMENTA) if key in group}
+        {key: copy.deepcopy(group[key]) for key in (*RATES, *MOMENTA) if key in group}
         for group in optimizer.param_groups
     ]
 
@@ -286,7 +274,7 @@ def _count(state: Mapping[str, Any]) -> int:
 
 
 def can_restart(scheduler: Any) -> bool:
-    """Does a scheduler begin from the rates of its groups? A `SequentialLR` sets the first ones by itself."""
+    """Return whether a scheduler begins from the rates of its groups; a `SequentialLR` does not."""
     parts = scheduler._schedulers if isinstance(scheduler, ChainedScheduler) else [scheduler]
     return not any(isinstance(each, SequentialLR) for each in parts)
 

@@ -21,7 +21,7 @@ from accel_fn.cli.output import (
 from accel_fn.core.mesh_axes import mesh_name
 
 if TYPE_CHECKING:
-    from accel_fn.checkpoint.listing import Checkpoint
+    from accel_fn.checkpoint.store import Checkpoint
 
 
 @click.command()
@@ -33,7 +33,7 @@ def checkpoints(*, folder: Path, as_json: bool) -> None:
     Whole is one whose files are all there with the right sizes; their content is checked when
     it is loaded. The exit code is 1 where one is not whole.
     """
-    from accel_fn.checkpoint.listing import list_checkpoints
+    from accel_fn.checkpoint.store import list_checkpoints
 
     with one_line_errors():
         found = list_checkpoints(folder)
@@ -99,8 +99,7 @@ def export(*, checkpoint: Path, folder: Path, step: str, max_shard_size: str) ->
     The layout is Hugging Face's, as af.save_model writes it. The program that saved the checkpoint is
     not needed. Every file is checked against its hash first.
     """
-    from accel_fn.checkpoint.weights.export import export_model
-    from accel_fn.checkpoint.weights.save_load_model import parse_size
+    from accel_fn.checkpoint.weights import export_model, parse_size
 
     with interruptible(), one_line_errors():
         count = export_model(checkpoint, folder, step, parse_size("export", max_shard_size))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}")
+_TORCH = find_spec("torch")  # not imported: a command that reads logs warns without it
+assert _TORCH is not None
+assert _TORCH.origin is not None
+LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(_TORCH.origin).parent}{os.sep}")
 
 
 def warn_user(text: str) -> None:

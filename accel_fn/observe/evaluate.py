@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ from accel_fn.core.mean import finish_means
 from accel_fn.core.plan import FinishFn, Plan, check_finish
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step
+from accel_fn.core.warn import warn_user
 from accel_fn.core.weights import Weight, weigh
-from accel_fn.errors import ArgumentTypeError, LossError, message
-from accel_fn.observe.metrics import NOTHING, Totals, added, means, totals_of, widest
+from accel_fn.errors import ArgumentError, ArgumentTypeError, LossError, ReplicaError, message
 from accel_fn.observe.over_loader import (
     CutBatch,
     check_loader,
@@ -134,8 +135,8 @@ def evaluate(
 
     if finish is not None:
         check_finish("evaluate", finish)
-    own_finish = step.plan.finish if metric_fn is None else {}
-    functions = own_finish if finish is None else finish
+    of_plan = step.plan.finish if metric_fn is None else {}
+    functions = of_plan if finish is None else finish
 
     def read() -> tuple[tuple[Totals, Sequence[str] | None], Looks]:
         check_loader("evaluate", loader, state)
@@ -145,31 +146,30 @@ def evaluate(
         given = metric_fn and given_frozen(metric_fn, step.plan.frozen)
         own = _RankTotals(step, state, given)
         looks = over_loader("evaluate", step, loader, state, own.cut_up, own.add, progress)
-        totals = {name: total.to_host() for name, total in own.totals.items()}
+        totals = {
+            name: replace(each, sum=each.sum.cpu(), count=each.count.cpu())
+            for name, each in own.totals.items()
+        }
         return (totals, own.terms if own.has_losses else None), looks
 
     every = read_on_all_ranks("evaluate", step, state, read)
     found = means([totals for totals, _ in every], is_main=state.is_main)
     terms = max((each for _, each in every if each is not None), key=len, default=())
-    found = _with_sum(found, terms) if len(terms) > 1 or step.plan.terms else found
-    return {**found, **_finished(functions, found)} if functions else found
-
-
-def _finished(
-    functions: Mapping[str, FinishFn], found: Mapping[str, float | Tensor]
-) -> dict[str, float]:
-    """The values of functions of the means."""
-    zero = torch.zeros((), dtype=torch.float64)
-    means = {name: torch.as_tensor(each, dtype=torch.float64) for name, each in found.items()}
-    values = finish_means("evaluate", functions, means, zero)
-    return {name: each.item() for name, each in values.items()}
+    if len(terms) > 1 or step.plan.terms:
+        found = _with_sum(found, terms)
+    if functions:
+        wide = {name: torch.as_tensor(each, dtype=torch.float64) for name, each in found.items()}
+        zero = torch.zeros((), dtype=torch.float64)
+        values = finish_means("evaluate", functions, wide, zero)
+        found |= {name: each.item() for name, each in values.items()}
+    return found
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss, the sum of those terms of which anything was counted; nan where nothing was."""
+    """Add the loss: the sum of the terms of which anything was counted; nan if nothing was."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
-    counted = [each for each in of_terms.values() if not math.isnan(each)]
-    return {**found, "loss": sum(counted) if counted else math.nan, **of_terms}
+    known = [each for each in of_terms.values() if not math.isnan(each)]
+    return {**found, "loss": sum(known) if known else math.nan, **of_terms}
 
 
 class _RankTotals:
@@ -195,7 +195,8 @@ class _RankTotals:
 
     def add(self, each: CutBatch) -> None:
         """Add a batch."""
-        self._add(NOTHING)  # a rank that has batches but no rows knows no names
+        # A rank that has batches but no rows knows no names.
+        self.totals = added(self.totals, NOTHING)
         if self._metric_fn is None:
             self._add_losses(*each.parts)
         else:
@@ -203,7 +204,7 @@ class _RankTotals:
         self._look.after(each.batch, has_means=self._has_means)
 
     def _outputs_of(self, metric_fn: MetricFn | None) -> Outputs | None:
-        """How the look at metrics runs a few rows; None: by the plan's loss."""
+        """Return how `MetricsLook` runs a few rows; None for the plan's loss."""
         if metric_fn is None:
             return None
         plan, strategy = self._step.plan, self._step.strategy
@@ -213,12 +214,6 @@ class _RankTotals:
             return _outcome(plan, *run_placed(self._state, plan, call, rows))
 
         return outputs
-
-    def _note(self, metrics: Mapping[str, Any]) -> None:
-        self._has_means |= not all(isinstance(each, tuple) for each in metrics.values())
-
-    def _add(self, found: Totals) -> None:
-        self.totals = added(self.totals, found)
 
     def _add_losses(self, parts: Parts, weights: Weights) -> None:
         state, plan, strategy = self._state, self._step.plan, self._step.strategy
@@ -234,13 +229,14 @@ class _RankTotals:
         pairs = counted_in(outcome[1])
         if pairs:
             self.terms = [name.removeprefix(COUNTED) for name in pairs]
-        self._note(outcome[1])
-        self._add(totals_of(_sums_of(self._step.plan, outcome, weight, function), None))
+        self._has_means |= not all(isinstance(each, tuple) for each in outcome[1].values())
+        sums = _sums_of(self._step.plan, outcome, weight, function)
+        self.totals = added(self.totals, totals_of(sums, None))
 
     def _add_part(self, part: Any, found: Any) -> None:
         """Add what `metric_fn` returned for a micro-batch."""
         if type(found) is not tuple or len(found) != 2:
-            self._add(totals_of(found, num_rows(part)))
+            self.totals = added(self.totals, totals_of(found, num_rows(part)))
             return
         self.has_losses = True
         plan = self._step.plan
@@ -267,7 +263,7 @@ def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:
 
 
 def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dict[str, Metric]:
-    """Sums and counts of the loss and the metrics of a micro-batch."""
+    """Compute sums and counts of the loss and the metrics of a micro-batch."""
     loss, metrics = outcome
     sums: dict[str, Metric]
     if counted_in(metrics):
@@ -290,7 +286,162 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
 
 
 def _sum_of(mean: Tensor, weight: float) -> Metric:
-    """A mean as a sum and its count; that of nothing may be 0 / 0."""
+    """Return a mean as a sum and its count; a mean of nothing may be 0 / 0."""
     wide = widest(mean)
     assert wide is not None
     return (wide * weight if weight else 0.0), weight
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The running total of a metric, on the device: the host does not wait for it.
+
+    Attributes:
+        sum: int64 or float64, of any shape.
+        count: int64 or float64, [] or of the sum's shape.
+        num_ones: number of micro-batches, if each had several samples and a count of 1, which
+            suggests means in place of sums; else 0.
+    """
+
+    sum: Tensor
+    count: Tensor
+    num_ones: int = 0
+
+    def plus(self, other: Total) -> Total:
+        """Add another total."""
+        num_ones = self.num_ones + other.num_ones if self.num_ones and other.num_ones else 0
+        return Total(self.sum + other.sum, self.count + other.count, num_ones)
+
+
+Totals = Mapping[str, Total]
+NOTHING: Totals = {"loss": Total(torch.tensor(0), torch.tensor(0))}
+"""Totals of a batch without items: `loss_fn` is not called, so its metrics are unknown."""
+
+
+def totals_of(metrics: Any, rows: int | None) -> Totals:
+    """Make totals of the metrics of a micro-batch of `rows` samples; None if they cannot be counted."""
+    if not isinstance(metrics, Mapping) or not metrics:
+        rule, repair = (
+            "return a mapping of names to values",
+            'return {"name": values} or (loss, metrics)',
+        )
+        got = "an empty one" if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise ArgumentTypeError(message("evaluate", "metric_fn", rule, got, repair))
+    return {name: _total(name, value, rows) for name, value in metrics.items()}
+
+
+def _total(name: str, value: Any, rows: int | None) -> Total:
+    if isinstance(value, tuple) and len(value) == 2:
+        return _pair(name, *value, rows)
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.size(0) != rows:
+        wanted = f"[{rows}, ...], or " if rows is not None else ""
+        repair = (
+            "means cannot be averaged, since a mean of means is not the mean"
+            if not isinstance(value, Tensor) or value.ndim == 0
+            else "a value that is not one a sample needs a count"
+        )
+        raise ArgumentError(
+            f"evaluate: metric_fn must give {name!r} as one value a sample, {wanted}(sum, count), "
+            f"got {_shown(value)}; {repair}"
+        )
+    if value.is_complex():
+        rule = f"give {name!r} as real numbers"
+        raise ArgumentError(message("evaluate", "metric_fn", rule, str(value.dtype)))
+    values = _where_wide(value)
+    return Total(values.sum(dim=0, dtype=_widest_dtype(values)), torch.tensor(rows))
+
+
+def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
+    wide_sum, wide_count = widest(total), widest(count)
+    if wide_sum is None:
+        rule = f"give {name!r} a sum of real numbers"
+        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_shown(total)}")
+    if wide_count is None or wide_count.shape not in ((), wide_sum.shape):
+        rule = f"give {name!r} a count"
+        repair = "one number, or one for each of the sum's"
+        raise ArgumentError(f"evaluate: metric_fn must {rule}, got {_shown(count)}; {repair}")
+    counts_one = isinstance(count, int) and count == 1 and rows is not None and rows > 1
+    return Total(wide_sum, wide_count, int(counts_one))
+
+
+def widest(value: Any) -> Tensor | None:
+    """Convert a number or real tensor to int64 if it is whole, else to float64; anything else to None."""
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    if not isinstance(value, Tensor) or value.is_complex():
+        return None
+    tensor = _where_wide(value)
+    return tensor.to(_widest_dtype(tensor))
+
+
+def _where_wide(tensor: Tensor) -> Tensor:
+    """Detach, and leave a device that has no float64."""
+    return tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach()
+
+
+def _widest_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.is_floating_point() else torch.int64
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def added(totals: Totals, found: Totals) -> Totals:
+    """Add the totals of one more micro-batch."""
+    if not totals or totals is NOTHING:
+        return found
+    if found is NOTHING:
+        return totals
+    if totals.keys() != found.keys():
+        rule = f"give the same metrics for every batch, {sorted(totals)} before"
+        raise ArgumentError(message("evaluate", "metric_fn", rule, sorted(found)))
+    for name, new in found.items():
+        before, shape = list(totals[name].sum.shape), list(new.sum.shape)
+        if shape != before:
+            rule = f"give {name!r} one shape for every batch, {before} before"
+            raise ArgumentError(message("evaluate", "metric_fn", rule, shape))
+    return {name: total.plus(found[name]) for name, total in totals.items()}
+
+
+def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor]:
+    """Compute the means from the totals of all ranks, on the host, the same on every rank.
+
+    The main rank warns of pairs that may be means of means.
+    """
+    # A rank may have a sum and no count: all anchors, by the number of the positive ones.
+    known = [
+        {}
+        if [*totals] == ["loss"] and not (totals["loss"].count.any() or totals["loss"].sum.any())
+        else totals
+        for totals in every
+    ]
+    every = known if any(known) else every
+    shapes = [{name: list(total.sum.shape) for name, total in totals.items()} for totals in every]
+    first = next((rank for rank, totals in enumerate(every) if totals), None)
+    if first is None:
+        repair = "an iterator gives its batches only once"
+        raise ArgumentError(message("evaluate", "loader", "give a batch", "none", repair))
+    for rank, found in enumerate(shapes):
+        if found and found != shapes[first]:
+            raise ReplicaError(
+                f"evaluate: metric_fn must give the same metrics on every rank, got {found} on rank "
+                f"{rank} and {shapes[first]} on rank {first}"
+            )
+    whole = reduce(added, filter(None, every))
+    for name, total in whole.items():
+        if total.num_ones > 1 and is_main:
+            warn_user(
+                f"evaluate: metric_fn gave {name!r} with a count of 1 for each of {total.num_ones} "
+                "micro-batches of several samples; if its sums are means, this is a mean of means, "
+                "which is not the mean: give a sum and its count"
+            )
+    return {name: _mean(name, total) for name, total in whole.items()}
+
+
+def _mean(name: str, total: Total) -> float | Tensor:
+    if not bool(((total.count >= 0) & total.count.isfinite()).all()):
+        rule = f"give {name!r} finite counts >= 0"
+        raise ArgumentError(message("evaluate", "metric_fn", rule, total.count.tolist()))
+    mean = (total.sum.double() / total.count).where(total.count > 0, torch.nan)
+    return mean if mean.ndim else mean.item()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.checks.first_batches import FirstBatches
@@ -70,46 +70,34 @@ def explain(plan: Plan | Step, state: DistState) -> str:
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
-    """Describe what one step does, by the names of its phases, in their order; idle ones are left out."""
+    """Describe what one step does, by the names of its phases, without idle ones."""
+    model = [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
+    accepted = " and ".join(map(describe, plan.accept))
+    stops = " or ".join(map(describe, plan.should_stop))
     texts = {
         "start": _listed(plan.init_state),
-        "model": _listed(
-            [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
-        ),
+        "model": _listed(model),
         "frozen": _frozen(plan),
         "data": _data(state),
-        "split": _split(plan),
+        "split": _listed([*plan.having("virtual_ranks"), *plan.split])
+        or "the whole batch of the rank",
         "weigh": describe(plan.weight_fn) + _summed(state),
         "place": _listed(plan.place_batch) or "batches stay where they are",
         "forward": _forward(plan),
         "backward": describe_backward(state, plan),
         "wrapped": _listed(plan.wrap_grad_fn),
-        "accept": _accept(plan),
+        "accept": f"the update, if {accepted} accepts it" if accepted else "",
         "gradients": _listed(plan.gradients),
         "update": _update(plan),
         "after": _listed(plan.after_update),
-        "stop": _stops(plan),
+        "stop": f"after this step, if {stops} requests it on any rank" if stops else "",
         "watched": _listed(plan.observers),
     }
     return {phase: text for phase, text in texts.items() if text}
 
 
-def _split(plan: Plan) -> str:
-    return _listed([*plan.having("virtual_ranks"), *plan.split]) or "the whole batch of the rank"
-
-
-def _accept(plan: Plan) -> str:
-    calls = " and ".join(map(describe, plan.accept))
-    return f"the update, if {calls} accepts it" if calls else ""
-
-
-def _stops(plan: Plan) -> str:
-    calls = " or ".join(map(describe, plan.should_stop))
-    return f"after this step, if {calls} requests it on any rank" if calls else ""
-
-
 def _data(state: DistState) -> str:
-    """Which ranks share a batch; nothing where all of them do."""
+    """Describe which ranks share a batch; nothing if all of them do."""
     others = [axis for axis, size in mesh_of(state).items() if size > 1 and axis != "dp"]
     if not others:
         return ""
@@ -139,17 +127,16 @@ def _forward(plan: Plan) -> str:
 
 
 def _frozen(plan: Plan) -> str:
-    """The frozen models, with their sizes and dtypes, and what places them."""
-    models = "; ".join(f"{name}: {_model(each)}" for name, each in plan.frozen.items())
-    placed = _listed(plan.place_frozen)
+    """Describe the frozen models, with their sizes and dtypes, and what places them."""
+    texts = []
+    for name, model in plan.frozen.items():
+        parameters = [*model.parameters()]
+        dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in parameters})
+        numbers = sum(each.numel() for each in parameters)
+        kind = ", ".join([type(model).__name__, f"{numbers:,} numbers", *dtypes])
+        texts.append(f"{name}: {kind}")
+    models, placed = "; ".join(texts), _listed(plan.place_frozen)
     return f"{models}, by {placed}" if models and placed else models
-
-
-def _model(model: nn.Module) -> str:
-    parameters = [*model.parameters()]
-    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in parameters})
-    numbers = sum(each.numel() for each in parameters)
-    return ", ".join([type(model).__name__, f"{numbers:,} numbers", *dtypes])
 
 
 def _update(plan: Plan) -> str:
@@ -172,22 +159,20 @@ def _optimizer(optimizer: Optimizer) -> str:
 
 
 def _groups(optimizer: Optimizer) -> str:
-    """The settings in which groups differ, and how many trained tensors have each."""
+    """List the settings in which groups differ, and how many trained tensors have each."""
     groups = [
         {name: _setting(value) for name, value in group.items() if name not in _NO_SETTINGS}
         for group in optimizer.param_groups
     ]
     differing = [name for name in groups[0] if len({group.get(name) for group in groups}) > 1]
+    if not differing:
+        return ""
     counts: Counter[str] = Counter()
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         text = " and ".join(f"{name} {settings.get(name)}" for name in differing)
         counts[text] += sum(p.requires_grad for p in group["params"])
-    listed = ", ".join(f"{text}: {_tensors(count)}" for text, count in counts.items())
-    return f" ({listed})" if differing else ""
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor" if count == 1 else f"{count} tensors"
+    texts = (f"{text}: {count} tensor{'s' * (count != 1)}" for text, count in counts.items())
+    return f" ({', '.join(texts)})"
 
 
 def _setting(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import numbers
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.core.batch import count_samples
+from accel_fn.core.delayed_read import DelayedFloats
 from accel_fn.core.loop import Strategy
 from accel_fn.core.observers import Observer
 from accel_fn.core.plan import Plan, SlotFunction
@@ -39,10 +42,18 @@ from accel_fn.errors import (
     message,
 )
 from accel_fn.observe.explain import explain
-from accel_fn.observe.log_lines import EVENTS, SUFFIXES
+from accel_fn.observe.log_writers import (
+    EVENTS,
+    SUFFIXES,
+    LogFile,
+    Write,
+    as_writer,
+    check_writer,
+    open_log,
+    write_settings,
+)
 from accel_fn.observe.over_loader import check_step
-from accel_fn.observe.recorder import Recorder, path_of
-from accel_fn.observe.writers import check_writer
+from accel_fn.parallel.launch_options import launch_options
 
 _NAMES = (
     "step",
@@ -60,6 +71,10 @@ _NAMES = (
 """The names of values that the step gives to a line, beside those of the user."""
 _MEMORY_S = 1.0
 """How old the peak of the memory in a line may be."""
+_LOG = logging.getLogger(__name__)
+_IMPORTED = time.time()
+_END_S = 10.0
+"""How long the end of a process waits for the last values: a device may hang."""
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
@@ -124,11 +139,11 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     check_count("log_to", "every", every)
     if not isinstance(prefix, str) or len(prefix.splitlines()) > 1:
         raise ArgumentTypeError(message("log_to", "prefix", "be text of one line", prefix))
-    to = " and ".join(map(_name_of, writers))
+    named_by = [path_of(each) or getattr(each, "__name__", type(each).__name__) for each in writers]
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
     slot = SlotFunction(build_log, writers=writers, every=every, prefix=prefix)
     made = named(fill(observers=slot), f"log_to({', '.join(settings)})")
-    slot.source = f"to {to}"
+    slot.source = f"to {' and '.join(map(str, named_by))}"
     return made
 
 
@@ -170,9 +185,8 @@ def log_values(
     if not logs:
         raise PlanError("log_values: step must have a log, got none; add log_to to its plan")
     given = {f"{prefix}{name}": value for name, value in values.items()}
+    _check_names("log_values", "values", given, 'give a prefix, such as prefix="validation/"')
     for log in logs:
-        repair = 'give a prefix, such as prefix="validation/"'
-        log.check_names("log_values", "values", given, repair)
         log.add(state, given)
 
 
@@ -206,18 +220,11 @@ class Log(Observer):
         self._newest = _batch_number(state)
         if not self._has_checked:
             self._has_checked = True
-            self.check_names("log_to", "metrics", report.metrics, "rename them")
+            _check_names("log_to", "metrics", report.metrics, "rename them")
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
         self._newest = _batch_number(state)
-
-    def check_names(self, function: str, parameter: str, names: Iterable[str], repair: str) -> None:
-        """Refuse names that stand for something else in a line, or that break it."""
-        wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
-        if wrong:
-            rule = "have printable names of one line, other than those of the step's own values"
-            raise ArgumentError(message(function, parameter, rule, wrong, repair))
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
         """Log values of the newest step."""
@@ -419,15 +426,22 @@ class Memory:
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
-            with suppress(RuntimeError):  # of a device that does not count its memory
-                self._known = {"peak_memory": self._read()}
+            if self._device.type == "cpu":
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                self._known = {"peak_memory": peak if sys.platform == "darwin" else peak * 1024}
+            else:
+                with suppress(RuntimeError):  # of a device that does not count its memory
+                    peak = torch.accelerator.max_memory_allocated(self._device)
+                    self._known = {"peak_memory": peak}
         return self._known
 
-    def _read(self) -> int:
-        if self._device.type != "cpu":
-            return torch.accelerator.max_memory_allocated(self._device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+
+def _check_names(function: str, parameter: str, names: Iterable[str], repair: str) -> None:
+    """Refuse names that stand for something else in a line, or that break it."""
+    wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
+    if wrong:
+        rule = "have printable names of one line, other than those of the step's own values"
+        raise ArgumentError(message(function, parameter, rule, wrong, repair))
 
 
 def _batch_number(state: DistState) -> int:
@@ -441,17 +455,11 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
         of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
         groups = optimizer.param_groups
         for index, group in enumerate(groups):
-            if group.get("lr") is not None:  # Adafactor's may be None: it computes one of its own
+            if group.get("lr") is not None:  # Adafactor's may be None: it computes its rate
                 named = f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer
                 rate = group["lr"]  # a tensor is written in place
                 found[named] = rate.clone() if isinstance(rate, Tensor) else rate
     return found
-
-
-def _name_of(writer: object) -> str:
-    path = path_of(writer)
-    name = getattr(writer, "__name__", type(writer).__name__)
-    return name if path is None else str(path)
 
 
 def _is_number(value: object) -> bool:
@@ -474,3 +482,128 @@ def _check_writer(given: object) -> None:
     elif path.suffix not in SUFFIXES or path.name.endswith(EVENTS):
         rule = "be paths that end in .jsonl or .csv, and not in .events.jsonl"
         raise ArgumentError(message("log_to", "writers", rule, str(path)))
+
+
+class Recorder:
+    """Reads the values of a line one step later and writes them; it outlives its step by one line."""
+
+    def __init__(self, writers: Sequence[object], prefix: str, plan: str) -> None:
+        self._files: list[LogFile] = []
+        self._trackers: list[object] = []
+        self._writes: list[Write] = []
+        for each in writers:
+            path = path_of(each)
+            if path is None:
+                self._trackers.append(each)
+                self._writes.append(as_writer(each))
+            else:
+                self._files.append(open_log(path))
+        for file in self._files:
+            file.plans.append(plan)
+            file.recorders.add(self)
+        self._prefix, self._plan = prefix, plan
+        self._delayed = DelayedFloats()
+        self._line: tuple[int, float] | None = None
+        """Step and time of the line whose values are copied from the device."""
+        self.step: int | None = None
+        """The newest step; None before the run begins."""
+
+    def begin(self, state: DistState) -> None:
+        """Begin to log, if nothing was loaded: lines of later steps, from an earlier run, are removed."""
+        if self.step is None:
+            self._start(state)
+            for file in self._files:
+                file.begin_run(state.step)
+
+    def resume(self, state: DistState, seconds: float, folder: Path) -> None:
+        """Continue from the step of a checkpoint."""
+        self._delayed.last()
+        self._line = None
+        self._start(state)
+        for file in self._files:
+            file.resume(state.step, seconds, folder)
+
+    def rewind(self, step: int) -> None:
+        """Cut the log back to where it was before an earlier step, which the program runs again."""
+        self.flush()
+        for file in self._files:
+            file.rewind(step)
+
+    def _start(self, state: DistState) -> None:
+        if self.step is None:
+            launch = asdict(launch_options())
+            process: dict[str, object] = {
+                "process_began": _process_began(),
+                "world_size": state.world_size,
+                "device": str(state.device),
+                "launch": launch,
+            }
+            for file in self._files:
+                file.note_process(state.step, process)
+            for tracker in self._trackers:
+                write_settings(tracker, self._plan, launch)
+        self.step = state.step
+
+    def event(self, event: str, step: int, **facts: object) -> None:
+        """Add an event of a run that has begun."""
+        if self.step is not None:
+            for file in self._files:
+                file.event(event, step, **facts)
+
+    def read(self, step: int, values: Mapping[str, Any]) -> None:
+        """Copy the values of a line from the device; those of a CPU are written at once."""
+        self._line = step, time.time()
+        self._write_line(self._delayed(values, values["loss"].device))
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Write the line whose values were copied."""
+        if self._line is not None:
+            self._write_line(self._delayed.last(timeout_s))
+
+    def _write_line(self, values: Mapping[str, float] | None) -> None:
+        if self._line is None or values is None:
+            return
+        step, at = self._line
+        self._line = None
+        self.write(step, at, values)
+
+    def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """Write a line of this step."""
+        if self._prefix:
+            values = {f"{self._prefix}{name}": value for name, value in values.items()}
+        for file in self._files:
+            # Lines of plans that run less often come first: their values are older, and steps rise.
+            # For one plan, a walk over weak references would take a tenth of the time of the line.
+            for other in file.recorders if len(file.recorders) > 1 else ():
+                if other._line is not None and other._line[0] < step:
+                    other.flush()
+            file.values(step, at, values)
+        for write in self._writes:
+            write(step, dict(values))
+
+    def end(self, process: int) -> None:
+        """Write the last line, and that the run has ended in order."""
+        if os.getpid() != process or self.step is None:  # not in a process that it forked
+            return
+        step = self._line[0] if self._line else self.step
+        try:
+            self.flush(_END_S)
+        except Exception as error:  # a tracker that the program has closed
+            _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
+        last = getattr(sys, "last_value", None)  # the error that ends this process, if one does
+        ends = last is not None and not hasattr(sys, "ps1")  # at a prompt, an error ends no process
+        self.event("end", self.step, error=type(last).__name__ if ends else None)
+
+
+def path_of(given: object) -> Path | None:
+    return Path(os.path.expanduser(given)) if isinstance(given, str | os.PathLike) else None
+
+
+def _process_began() -> float:
+    """Return when this process began, or when it imported this file where only that is known."""
+    try:
+        began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - up + float(began) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return _IMPORTED

@@ -26,11 +26,9 @@ from accel_fn.data.group_batches import Windowed
 from accel_fn.data.loader import Epoch, Numbered, ShardedLoader, numbered_batches
 from accel_fn.data.prefetch import Prefetched
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
-from accel_fn.observe.bar import loader_length, open_bar
+from accel_fn.observe.progress import loader_length, open_bar
 
 T = TypeVar("T")
-_NOTHING = Looks([], [])
-
 _ENDED, _READY, _FAILED = 0, 1, 2
 """Signals of a rank before each batch, if all ranks must run the same number of batches."""
 
@@ -89,17 +87,16 @@ def over_loader(
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
-    looks = _NOTHING if isinstance(loader, ShardedLoader | Epoch) else None
+    looks = Looks([], []) if isinstance(loader, ShardedLoader | Epoch) else None
     # Ranks along other axes than `dp` may meet in a forward.
     together = state.data.world_size < state.world_size
     together = together or (step.strategy.pads and state.world_size > 1)
     with restored_random(state.device):
         batches = numbered_batches(loader)
         modes = in_eval_mode(step.plan.optimizers.values())
-        options = {"desc": function, "unit": "batch", "leave": False}
-        bar = open_bar(
-            is_main=state.is_main, wanted=progress, total=loader_length(loader), **options
-        )
+        options: dict[str, Any] = {"desc": function, "unit": "batch", "leave": False}
+        options |= {"is_main": state.is_main, "wanted": progress, "total": loader_length(loader)}
+        bar = open_bar(**options)
         shown: Any = nullcontext() if bar is None else bar
         module = step.strategy.module  # a loss_fn may be a module too
 
@@ -127,7 +124,7 @@ def over_loader(
             raise
         finally:
             del batches  # workers end with it, also where somebody keeps the error
-    return looks or _NOTHING
+    return looks or Looks([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +198,7 @@ def over_parts(
 
 @contextmanager
 def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
-    """Settle at the end; after an error too, so that this rank joins what the others still gather."""
+    """Settle at the end; after an error too, so that this rank joins the gathers of its peers."""
     try:
         yield
     except Exception:
@@ -213,7 +210,7 @@ def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
 
 
 def num_rows(part: Any) -> int | None:
-    """Samples of a micro-batch; None where they have no common leading dimension."""
+    """Count the samples of a micro-batch; None if its tensors have no common leading dimension."""
     try:
         return count_samples(part)
     except BatchError:
@@ -222,7 +219,7 @@ def num_rows(part: Any) -> int | None:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, and as it was again."""
+    """Put every module into evaluation mode, and back into its mode at the end."""
     before = {module: module.training for module in model.modules()}
     try:
         model.eval()

@@ -32,12 +32,12 @@ class PhaseTimes:
 
     @property
     def step(self) -> float:
-        """The time from one step to the next."""
+        """Return the time from one step to the next."""
         return sum(self.host.values())
 
     @property
     def waiting(self) -> float:
-        """The time in which a rank waits in collectives."""
+        """Return the time in which a rank waits in collectives."""
         return self.host[COLLECTIVES] + self.device.get(COLLECTIVES, 0.0)
 
 
@@ -45,7 +45,7 @@ def phase_times(trace: Mapping[str, Any]) -> PhaseTimes:
     """Compute the time of each phase from a Chrome trace of torch's profiler.
 
     The phases of a step do not overlap. Of the time of each, that in which a collective is under way and
-    the rank runs nothing of its own counts as `collectives` instead.
+    the rank computes nothing counts as `collectives` instead.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "cat" in each]
     ranges = _ranges(events)
@@ -63,7 +63,7 @@ def phase_times(trace: Mapping[str, Any]) -> PhaseTimes:
 
 
 def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
-    """The intervals of steps and of each phase; the rest of a step is a phase, too."""
+    """Find the intervals of steps and of each phase; the rest of a step is a phase, too."""
     found: dict[str, list[Interval]] = {name: [] for name in (STEP, *PHASES) if name != COLLECTIVES}
     for each in events:
         if each["cat"] == "user_annotation" and each["name"].startswith(PREFIX):
@@ -74,7 +74,7 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
-    """The parts of ranges in which a collective is under way that the host may wait for in them."""
+    """Cut ranges to the times in which a collective is under way that the host may wait for in them."""
     # A sum that was started before the forward is awaited after it, in what is left of the step.
     return [
         (max(begin, start), min(end, stop))
@@ -85,7 +85,7 @@ def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str)
 
 
 def _own_operations(events: Iterable[Event]) -> list[Interval]:
-    """The times in which the host computes: operations that call no others, and no collectives."""
+    """Find when the host computes: in operations that call no further ones and are no collectives."""
     threads: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
     for each in events:
         if each["cat"] == "cpu_op":
@@ -104,7 +104,7 @@ def _own_operations(events: Iterable[Event]) -> list[Interval]:
 def _device_times(
     events: Sequence[Event], ranges: Mapping[str, Sequence[Interval]], num_steps: int
 ) -> dict[str, float]:
-    """The time in which the device runs what the host launched in each phase."""
+    """Compute how long the device runs what the host launched in each phase."""
     kernels = [each for each in events if each["cat"] in _KERNELS]
     if not kernels:
         return {}
@@ -149,7 +149,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The parts of the first that are not in the second; both are unions."""
+    """Return the parts of the first that are not in the second; both are unions."""
     found, place = [], 0
     for begin, end in first:
         while place < len(second) and second[place][1] <= begin:
@@ -166,12 +166,12 @@ def minus(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interva
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The length of a union of intervals."""
+    """Add the lengths of a union of intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
 def table(ranks: Mapping[int, PhaseTimes], heading: str) -> str:
-    """A line for each rank, a column for each phase, and the straggler."""
+    """Make a table: a line for each rank, a column for each phase, and the straggler."""
     lines = [heading, _row("", [*PHASES, STEP])]
     for rank, each in ranks.items():
         times = [each.host[phase] for phase in PHASES]
@@ -196,7 +196,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _verdict(ranks: Mapping[int, PhaseTimes]) -> str:
-    """Name the rank that the others wait for, and the phase that takes it longer than them."""
+    """Name the straggler, which its peers wait for, and the phase that takes it longer than them."""
     slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
     others = [each for rank, each in ranks.items() if rank != slowest]
     lost = sum(each.waiting for each in others) / len(others) - ranks[slowest].waiting

@@ -1,4 +1,4 @@
-"""predict: what a function of model and batch returns for every sample of a loader."""
+"""predict: collect what a function of model and batch returns for every sample of a loader."""
 
 from __future__ import annotations
 
@@ -109,9 +109,8 @@ def predict(
             over_parts(step, state, given, each.parts, rows.add)
             rows.end_batch(each.numbers, _window(step.plan, each.batch))
 
-        looks = over_loader(
-            "predict", step, loader, state, partial(parts_with_rows, step.plan), use, progress
-        )
+        cut_up = partial(parts_with_rows, step.plan)
+        looks = over_loader("predict", step, loader, state, cut_up, use, progress)
         return (rows.count, rows.are_numbered, rows.form), looks
 
     every = read_on_all_ranks("predict", step, state, read)
@@ -133,7 +132,11 @@ def predict(
     tree, numbers, batches = join_rows(rows.joined(), state, "predict", "fn's tree")
     order = torch.argsort(batches, stable=True)  # the ranks' rows of one batch stay in rank order
     if all(every[rank][1] for rank in with_rows):
-        order = _once(order[torch.argsort(numbers[order], stable=True)], numbers)
+        order = order[torch.argsort(numbers[order], stable=True)]
+        in_order = numbers[order]
+        is_new = torch.ones(len(order), dtype=torch.bool)
+        is_new[1:] = in_order[1:] != in_order[:-1]
+        order = order[is_new]  # one row of each sample, also if a sampler repeats it
     found: T = tree if torch.equal(order, torch.arange(len(batches))) else _picked(tree, order)
     return found
 
@@ -144,14 +147,6 @@ def _window(plan: Plan, batch: Any) -> list[Any] | None:
         return None
     parts = [*plan.split[0](batch)]
     return batch if [*map(id, parts)] == [*map(id, batch)] else None
-
-
-def _once(order: Tensor, numbers: Tensor) -> Tensor:
-    """Leave out rows whose sample is that of the row before."""
-    sorted_ = numbers[order]
-    is_new = torch.ones(len(order), dtype=torch.bool)
-    is_new[1:] = sorted_[1:] != sorted_[:-1]
-    return order[is_new]
 
 
 def _picked(tree: Any, order: Tensor) -> Any:
@@ -165,7 +160,7 @@ def _picked(tree: Any, order: Tensor) -> Any:
 
 
 class _Rows:
-    """The rows of this rank: pieces of each leaf, one a micro-batch, and where each row comes from."""
+    """Collects the rows of this rank: pieces of each leaf, one a micro-batch, and the source of each row."""
 
     def __init__(self) -> None:
         self.structure: pytree.TreeSpec | None = None
@@ -211,9 +206,9 @@ class _Rows:
             count += num
         if numbers is not None:
             repair = (
-                "where collate_fn leaves samples out or makes several of one, give iter(loader)"
+                "where collate_fn leaves samples out or makes several of one, give iter(loader), "
             )
-            _check_count(count, len(numbers), f"{repair}, whose rows come as they are read")
+            _check_count(count, len(numbers), f"{repair}whose rows come as they are read")
         if count:
             known = numbers is not None and all(type(each) is int for each in numbers)
             self.are_numbered &= known
@@ -237,9 +232,11 @@ class _Rows:
     def joined(self) -> tuple[Any, Tensor, Tensor]:
         """Return the tree of all rows of this rank, and the sample and the batch of each."""
         assert self.structure is not None
-        leaves = []
+        leaves: list[Any] = []
         while self.pieces:  # a column is dropped once it is joined, so one alone is in memory twice
-            leaves.append(_cat(self.pieces.pop(0)))
+            column = self.pieces.pop(0)
+            is_tensor = isinstance(column[0], Tensor)
+            leaves.append(torch.cat(column) if is_tensor else _joined(column))
         tree = pytree.tree_unflatten(leaves, self.structure)
         return tree, torch.cat(self._numbers), torch.cat(self._batches)
 
@@ -278,9 +275,7 @@ def _form(piece: Any) -> str:
     return type(piece).__name__
 
 
-def _cat(column: Sequence[Any]) -> Any:
-    if isinstance(column[0], Tensor):
-        return torch.cat([*column])
+def _joined(column: Sequence[Any]) -> Any:
     joined = type(column[0])()
     for piece in column:
         joined += piece

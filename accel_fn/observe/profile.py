@@ -46,7 +46,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     - `data`: from one step to the next, so the loader, your own code, `save` and `evaluate`;
     - `forward`: `loss_fn`, with the move of the batch to the device;
     - `backward`;
-    - `collectives`: a collective is under way, and the rank computes nothing of its own;
+    - `collectives`: a collective is under way, and the rank computes nothing;
     - `update`: transforms of gradients, optimizers, loss scale;
     - `checks`: those of batches 1, 2, 10 and 100 of a process;
     - `rest`: cutting and weighing the batch, functions of `after_update`, and with
@@ -54,7 +54,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
 
     These times are the host's, and no two of them overlap. Gradients that DDP averages beside the backward
     count as `backward` until its last operation has run, and as `collectives` from then on. The straggler
-    is the rank that waits least in collectives, since the others wait for it there; the table names the
+    is the rank that waits least in collectives, since its peers wait for it there; the table names the
     phase that takes it longer than them.
 
     On an accelerator a second table has the time in which the device runs what each phase launched, and
@@ -126,7 +126,7 @@ class Profile(Observer):
         self._at_program_end = weakref.finalize(self, self._trace.abandon)
 
     def _phases(self) -> list[tuple[Any, str, str]]:
-        """The methods that run the phases of a step."""
+        """List the methods that run the phases of a step."""
         strategy = self._strategy()
         assert strategy is not None
         return [
@@ -229,7 +229,7 @@ class RankTrace:
             self._places.append((weakref.ref(owner), name))
 
     def _ranged(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """The method, inside a range of the trace unless another phase calls it."""
+        """Wrap a method into a range of the trace, unless another phase calls it."""
 
         @wraps(method)
         def call(*args: Any, **keywords: Any) -> Any:

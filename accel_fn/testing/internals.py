@@ -15,12 +15,11 @@ from typing import Any
 from unittest import mock
 from unittest.mock import patch
 
-from accel_fn.checkpoint import background, frozen, new_checkpoint
+from accel_fn.checkpoint import background, compare, files, store, tensors
 from accel_fn.checkpoint.background import Writing
-from accel_fn.checkpoint.format import hashing, host_memory, write
-from accel_fn.checkpoint.format.manifest import read_manifest
-from accel_fn.checkpoint.format.write import Share
-from accel_fn.checkpoint.weights.export import export_model
+from accel_fn.checkpoint.manifest import read_manifest
+from accel_fn.checkpoint.tensors import Share
+from accel_fn.checkpoint.weights import export_model
 from accel_fn.core import primitives, update
 from accel_fn.core import restored as rng
 from accel_fn.core import step as step_file
@@ -37,7 +36,7 @@ from accel_fn.core.warn import warn_user
 from accel_fn.data import prefetch, workers
 from accel_fn.data.loader import ShardedLoader
 from accel_fn.data.set_epoch import InEpoch
-from accel_fn.observe import bar
+from accel_fn.observe import progress
 from accel_fn.observe.log_to import _NAMES
 from accel_fn.parallel import file_lock, messages, rendezvous
 from accel_fn.parallel import watchdog as watchdog_file
@@ -235,8 +234,8 @@ _LIMITS: dict[str, list[tuple[Any, str]]] = {
     "share of a rank": [(background, "_TIMEOUT_S")],
     "share of a lost rank": [(background, "_TIMEOUT_AFTER_LOSS_S")],
     "tries for a lock": [(file_lock, "_TRIES")],
-    "delay of a bar": [(bar, "_DELAY_S")],
-    "bytes of a block": [(host_memory, "_BLOCK_BYTES")],
+    "delay of a bar": [(progress, "_DELAY_S")],
+    "bytes of a block": [(tensors, "_BLOCK_BYTES")],
 }
 
 
@@ -261,7 +260,7 @@ def limited(name: str, value: float) -> Iterator[None]:
 
 def hashes_of_frozen() -> tuple[Any, str]:
     """The owner and the name of the function that reads frozen parameters for their hashes."""
-    return frozen, "_hashes"
+    return compare, "_hashes"
 
 
 @contextmanager
@@ -291,7 +290,7 @@ def finish_saving(state: DistState, step: Step) -> None:
 @contextmanager
 def saves_killed_after(num_files: int) -> Iterator[None]:
     """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
-    write_file, left = hashing.write_file, itertools.count(num_files, -1)
+    write_file, left = files.write_file, itertools.count(num_files, -1)
 
     def writing(path: Path, *arguments: Any) -> Any:
         if next(left) <= 0:
@@ -300,9 +299,9 @@ def saves_killed_after(num_files: int) -> Iterator[None]:
         return write_file(path, *arguments)
 
     with (
-        mock.patch.object(write, "write_file", writing),
-        mock.patch.object(new_checkpoint, "write_file", writing),
-        mock.patch.object(new_checkpoint.NewCheckpoint, "discard"),
+        mock.patch.object(tensors, "write_file", writing),
+        mock.patch.object(store, "write_file", writing),
+        mock.patch.object(store.NewCheckpoint, "discard"),
     ):
         yield
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 _LOADED = (
-    "checkpoint.weights.export",
+    "checkpoint.weights",
     "cli.app",
     "cli.config",
     "cli.explain",

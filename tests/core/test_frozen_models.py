@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accel_fn as af
-from accel_fn.checkpoint.format.manifest import read_manifest
+from accel_fn.checkpoint.manifest import read_manifest
 from accel_fn.errors import ArgumentError, ArgumentTypeError, CheckpointError, PlanError
 from accel_fn.testing import assert_equivalent, simulate
 from tests.support import strategies as ours

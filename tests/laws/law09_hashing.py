@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_fn.checkpoint.format.hashing import check_file, write_file
+from accel_fn.checkpoint.files import check_file, write_file
 from accel_fn.errors import CheckpointError
 
 BLOCK = 1 << 24

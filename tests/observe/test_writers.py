@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from accel_fn.errors import ArgumentError
-from accel_fn.observe.writers import as_writer, write_settings
+from accel_fn.observe.log_writers import as_writer, write_settings
 
 BOTH = pytest.mark.parametrize("library", ["torch.utils.tensorboard", "tensorboardX"])
 
@@ -56,7 +56,7 @@ def test_tensorboard_has_what_is_written_as_the_process_ends(library, tmp_path, 
     program = f"""
 import atexit
 from {library} import SummaryWriter
-from accel_fn.observe.writers import as_writer
+from accel_fn.observe.log_writers import as_writer
 
 writer = SummaryWriter({str(tmp_path)!r})
 write = as_writer(writer)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.checkpoint import background
-from accel_fn.checkpoint.format import host_memory
-from accel_fn.checkpoint.format.shard_plan import Part
+from accel_fn.checkpoint import background, tensors
+from accel_fn.checkpoint.tensors import Part
 from tests.sim.device import recorded
 from tests.sim.programs import OPTIMIZERS, loss_fn, make_batches, make_model, whole
 
@@ -127,10 +126,10 @@ def test_a_save_that_did_not_wait_for_its_copies_would_hold_what_is_not_there(
 
 @pytest.mark.parametrize("block_bytes", [1, 2**28])
 def test_a_save_waits_for_a_block_of_tensors_at_once(block_bytes, monkeypatch):
-    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensors, "_BLOCK_BYTES", block_bytes)
     parts = [Part(str(number), (0,), torch.full((4,), number, device="sim")) for number in range(8)]
     with recorded() as seen:
-        found = [tensor.tolist() for _, tensor in host_memory.copied_to_host(parts)]
+        found = [tensor.tolist() for _, tensor in tensors.copied_to_host(parts)]
     assert found == [[number] * 4 for number in range(8)]
     assert len([each for each in seen if each.kind in ("sync", "copy")]) == (
         8 if block_bytes == 1 else 1

@@ -71,7 +71,7 @@ def test_a_run_stores_the_values_of_the_file(library, num_processes, tmp_path):
 def test_mlflow_stores_values_after_the_end_of_the_active_run(tmp_path):
     program = f"""
 from pathlib import Path
-from accel_fn.observe.writers import as_writer
+from accel_fn.observe.log_writers import as_writer
 from tests.trackers.mlflow_run import start
 
 mlflow = start(Path({str(tmp_path)!r}))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import accel_fn as af
 from accel_fn.checkpoint.background import finish_writing
-from accel_fn.checkpoint.format.hashing import memory_of, read_into
+from accel_fn.checkpoint.files import memory_of, read_into
 from tests.tools.benchmarks.measuring import Block, Work, in_turns, time_block
 from tests.tools.benchmarks.results import Row, Table, make_row
 

@@ -627,7 +627,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint of adapters leaves the adapters out",
-        "checkpoint/frozen.py",
+        "checkpoint/compare.py",
         "if not parameter.requires_grad and id(parameter) not in trained",
         "if True",
         "tests/checkpoint/test_adapters.py",

@@ -1,7 +1,8 @@
-"""Files of a run's log: values by step, as JSON lines or CSV, and beside them the events of the run."""
+"""What a log is written to: files of values and events, and runs of trackers."""
 
 from __future__ import annotations
 
+import atexit
 import csv
 import io
 import itertools
@@ -10,20 +11,27 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary, finalize
 
 from accel_fn.core.warn import warn_user
-from accel_fn.errors import LogError
-from accel_fn.observe.log_lines import Line, events_file, heading, placed_lines, whole_lines
+from accel_fn.errors import ArgumentTypeError, LogError, message
 from accel_fn.parallel.file_lock import FileLock
 
 _LOG = logging.getLogger(__name__)
+EVENTS = ".events.jsonl"
+SUFFIXES = (".csv", ".jsonl")
+_LARGEST, _LONGEST_S = 2**63, 1e12
+Line = dict[str, float]
+T = TypeVar("T")
+Write = Callable[[int, Mapping[str, float]], None]
 
 
 def open_log(path: Path) -> LogFile:
@@ -32,29 +40,30 @@ def open_log(path: Path) -> LogFile:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path = path.parent.resolve() / path.name
-        log = _LOGS.get(path) or _new_log(path)
+        log = _LOGS.get(path)
+        if log is None:
+            _check_log(path)
+            log = _LOGS[path] = LogFile(path)
     except OSError as error:
         raise LogError(
             f"log_to: writers must be files that can be written, got {path}: {error.strerror}"
         ) from error
-    _LOGS[path] = log
     return log
 
 
-def _new_log(path: Path) -> LogFile:
-    """Open a log that no plan of this process has opened, unless the file is no log."""
+def _check_log(path: Path) -> None:
+    """Refuse a file that is no log: lines would be lost in it."""
     begin = _TABLES[path.suffix].begin
     with path.open("a+b") as file:
         file.seek(0)
         found = file.read(len(begin))
-    # A log that was cut may be shorter than this. In another file, lines would be lost.
+    # A log that was cut may be shorter than this.
     is_log = begin.startswith(found) or found.startswith(b"\0") or events_file(path).exists()
     if not is_log:
         raise LogError(
             f"log_to: writers must be new files or logs, got {path}, which holds something else; give "
             "the log a name of its own"
         )
-    return LogFile(path)
 
 
 class LogFile:
@@ -62,17 +71,17 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._events = _events_beside(path)
+        beside = events_file(path)
+        self._events = _EVENTS.get(beside) or _Events(path)
+        _EVENTS[beside] = self._events
+        self.plans = self._events.plans
+        """The texts of the plans whose values this log has."""
         self._table = _TABLES[path.suffix](path)
         self._has_begun = False
         self._has_warned = False
         self._has_warned_of_two = False
         self.recorders: WeakSet[Any] = WeakSet()
         """The recorders that write to this log, one for each plan."""
-
-    def add_plan(self, plan: str) -> None:
-        """Add the text of a plan whose values this log will have."""
-        self._events.plans.append(plan)
 
     def note_process(self, step: int, process: Mapping[str, object]) -> None:
         """Note, once, that a process begins to log."""
@@ -177,7 +186,7 @@ class _JsonLines:
         self._put_at(start, {**self.last, **line} if is_same else line)
 
     def is_in_place(self) -> bool:
-        """Whether the file that is written is the one that the path leads to."""
+        """Return whether the path still leads to the file that is written."""
         with suppress(OSError):
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         return False
@@ -252,7 +261,7 @@ class _Csv(_JsonLines):
         if new and self.last:
             self._widen(new)
         elif new:
-            self._columns = list(line)
+            self._columns = [*line]
         super().put(line)
 
     def _widen(self, new: list[str]) -> None:
@@ -310,14 +319,264 @@ class _Events:
             os.write(self._file, f"{json.dumps({**event, 'time': time.time()})}\n".encode())
 
 
-def _events_beside(path: Path) -> _Events:
-    """Return the events of the run that this log is of."""
-    events = _EVENTS.get(events_file(path)) or _Events(path)
-    _EVENTS[events_file(path)] = events
-    return events
-
-
 _quoted = lru_cache(json.dumps)
 _TABLES: dict[str, type[_JsonLines]] = {".jsonl": _JsonLines, ".csv": _Csv}
 _LOGS: WeakValueDictionary[Path, LogFile] = WeakValueDictionary()
 _EVENTS: WeakValueDictionary[Path, _Events] = WeakValueDictionary()
+
+
+def log_lines(file: Path, most: int | None = None) -> Iterator[dict[str, float]]:
+    """Read the lines of a log that `log_to` wrote: `step` and the other values, by name.
+
+    Lines that were cut or damaged are left out, and values that are no numbers. A value that is not
+    finite is nan.
+
+    Args:
+        file: a .jsonl or a .csv, which may be missing.
+        most: look at so many lines at most; default: all.
+
+    Returns:
+        An iterator over the lines.
+
+    >>> from pathlib import Path
+    >>> from accel_fn.extend import log_lines
+    >>> [*log_lines(Path("runs/missing/log.jsonl"))]
+    []
+    """
+    return (line for _, _, line in placed_lines(file, most))
+
+
+def log_events(file: Path) -> list[dict[str, Any]]:
+    """Return the events of the run of this log, such as starts, saves and loads.
+
+    Each has `event`, the integer `step` and the number `time`, in seconds since 1970. They stand beside
+    the log, in `NAME.events.jsonl`.
+
+    >>> from pathlib import Path
+    >>> from accel_fn.extend import log_events
+    >>> log_events(Path("runs/missing/log.jsonl"))
+    []
+    """
+    return [each for _, _, each in _placed(events_file(file), _object_of) if _is_event(each)]
+
+
+def events_file(file: Path) -> Path:
+    """Return the file of the run's events, which a .csv and a .jsonl of one name share."""
+    return file.with_name(file.stem + EVENTS)
+
+
+def _is_event(found: dict[str, Any]) -> bool:
+    return (
+        isinstance(found.get("event"), str)
+        and _is_step(found.get("step"))
+        and _is_number(found.get("time"))
+        and abs(found["time"]) < _LONGEST_S
+    )
+
+
+def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int, Line]]:
+    """Yield the lines that have a step: where each starts and ends, and its numbers."""
+    parse = _row_parser() if file.suffix == ".csv" else _object_of
+    for start, end, found in _placed(file, parse, most):
+        if _is_step(found.get("step")):
+            # JSON has null for a number that is not finite.
+            values = {name: math.nan if each is None else each for name, each in found.items()}
+            yield start, end, {name: value for name, value in values.items() if _is_number(value)}
+
+
+def whole_lines(file: Path) -> tuple[bytes, bool]:
+    """Return the lines of a log that can be read, and whether it has damaged ones."""
+    data = file.read_bytes()
+    places = [(start, end) for start, end, _ in placed_lines(file)]
+    if file.suffix == ".csv" and "step" in heading(file):
+        places.insert(0, (0, data.index(b"\n") + 1))
+    whole = b"".join(data[start:end] for start, end in places)
+    # The last line may have been cut in its middle by the end of its process.
+    return whole, whole != data[: data.rfind(b"\n") + 1]
+
+
+def heading(file: Path) -> list[str]:
+    """Return the names of the columns of a CSV; none if it has no whole line."""
+    return next((parsed for _, _, parsed in _placed(file, _row_of)), [])
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether it is a float, or an integer in the range of floats."""
+    return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
+
+
+def _placed(
+    file: Path, parse: Callable[[str], T | None], most: int | None = None
+) -> Iterator[tuple[int, int, T]]:
+    """Parse the lines of a file, which may be missing, be cut or have damaged bytes."""
+    end = 0
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        for data in itertools.islice(opened, most):
+            start, end = end, end + len(data)
+            found = parse(data.decode(errors="replace")) if data.endswith(b"\n") else None
+            if found is not None:
+                yield start, end, found
+
+
+def _object_of(line: str) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(line), dict):
+            return found
+    return None
+
+
+def _row_of(line: str) -> list[str] | None:
+    with suppress(csv.Error):  # a cell of a damaged file that is too long
+        return next(csv.reader([line]), None)
+    return None
+
+
+def _row_parser() -> Callable[[str], dict[str, Any] | None]:
+    """Make a parser of rows that have as many cells as the first one; it leaves empty cells out."""
+    names: list[str] = []
+
+    def parse(line: str) -> dict[str, Any] | None:
+        row = _row_of(line) or []
+        if not names:
+            names.extend(row)
+        elif len(row) == len(names):
+            return {name: _number(cell) for name, cell in zip(names, row, strict=True) if cell}
+        return None
+
+    return parse
+
+
+def _number(cell: str) -> float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(cell)
+    return cell
+
+
+def as_writer(given: Any) -> Write:
+    """Return a function that writes the values of a step to a run, or the given function itself.
+
+    Paths are not for it. Runs are known by the names of their types, so no library is imported.
+    Call it on the main rank alone, which has the run.
+    """
+    check_writer(given)
+    kind = _kind_of(given)
+    write: Write = given if kind is None else kind[0](given)
+    return write
+
+
+def check_writer(given: object) -> None:
+    """Refuse anything but a run of these libraries or a function."""
+    # A class is callable, too: SummaryWriter in place of SummaryWriter().
+    if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
+        rule = (
+            "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "
+            "trackio, aim or swanlab, or a function (step, values)"
+        )
+        raise ArgumentTypeError(message("log_to", "writers", rule, given))
+
+
+def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> None:
+    """Write the text of a plan and the settings of its launch to a run; a function has no place for them.
+
+    Call it before the first values, with which trackio stores them. A resumed run overwrites them.
+    """
+    kind = _kind_of(given)
+    if kind is not None:
+        kind[1](given, {"plan": plan, **launch})
+
+
+def _tensorboard(writer: Any) -> Write:
+    # Its thread is a daemon: the last events would be lost with the process.
+    atexit.register(writer.close)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return write
+
+
+def _tensorboard_settings(writer: Any, settings: Mapping[str, object]) -> None:
+    plan, *others = (f"{name}: {value}" for name, value in settings.items())
+    lines = [*plan.removeprefix("plan: ").splitlines(), *others]
+    # The text is Markdown, in which indented lines stay as they are.
+    writer.add_text("accel_fn", "\n".join(f"    {line}" for line in lines), 0)
+
+
+def _with_log(run: Any) -> Write:
+    return lambda step, values: run.log(dict(values), step=step)
+
+
+def _wandb_settings(run: Any, settings: Mapping[str, object]) -> None:
+    run.config.update({"accel_fn": settings}, allow_val_change=True)
+
+
+def _config_settings(run: Any, settings: Mapping[str, object]) -> None:
+    run.config.update({"accel_fn": settings})
+
+
+def _mlflow(given: Any) -> Write:
+    # Looked up once: after the end of the active run, `mlflow` would start another one.
+    run_id = _mlflow_run(given).info.run_id
+    log_metrics = sys.modules["mlflow"].log_metrics
+    return lambda step, values: log_metrics(dict(values), step=step, run_id=run_id)
+
+
+def _mlflow_settings(given: Any, settings: Mapping[str, object]) -> None:
+    run, client = _mlflow_run(given), sys.modules["mlflow"].MlflowClient()
+    # As tags: a parameter of a run cannot change, and a resumed run may have another world size.
+    for name, value in settings.items():
+        client.set_tag(run.info.run_id, f"accel_fn.{name}", str(value))
+
+
+def _mlflow_run(given: Any) -> Any:
+    is_module = isinstance(given, ModuleType)
+    return given.active_run() or given.start_run() if is_module else given
+
+
+def _aim(run: Any) -> Write:
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            run.track(value, name=name, step=step)
+
+    return write
+
+
+def _aim_settings(run: Any, settings: Mapping[str, object]) -> None:
+    run["accel_fn"] = settings
+
+
+_Kind = tuple[Callable[[Any], Write], Callable[[Any, Mapping[str, object]], None]]
+_TENSORBOARD: _Kind = (_tensorboard, _tensorboard_settings)
+_WANDB: _Kind = (_with_log, _wandb_settings)
+_MLFLOW: _Kind = (_mlflow, _mlflow_settings)
+_CONFIGURED: _Kind = (_with_log, _config_settings)
+
+_KINDS: dict[str, _Kind] = {
+    "torch.SummaryWriter": _TENSORBOARD,
+    "tensorboardX.SummaryWriter": _TENSORBOARD,
+    "wandb.Run": _WANDB,
+    "wandb": _WANDB,
+    "mlflow.Run": _MLFLOW,
+    "mlflow": _MLFLOW,
+    "trackio.Run": _CONFIGURED,
+    "trackio": _CONFIGURED,
+    "swanlab.Run": _CONFIGURED,
+    "swanlab.SwanLabRun": _CONFIGURED,  # before 0.8
+    "swanlab": _CONFIGURED,
+    "aim.Run": (_aim, _aim_settings),
+}
+"""By library and class, or by a library whose module stands for the active run."""
+
+
+def _kind_of(given: object) -> _Kind | None:
+    """Find the kind of a run, of a user's subclass of one too, or of a module."""
+    if isinstance(given, ModuleType):
+        return _KINDS.get(given.__name__)
+    names = (f"{each.__module__.split('.')[0]}.{each.__name__}" for each in type(given).__mro__)
+    return next((_KINDS[name] for name in names if name in _KINDS), None)

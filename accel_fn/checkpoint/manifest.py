@@ -15,9 +15,8 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from accel_fn.checkpoint.format.hashing import FileMark, hash_of, opened
-from accel_fn.checkpoint.format.names import COMMON, file_of, step_of
-from accel_fn.checkpoint.format.old_names import renamed_manifest
+from accel_fn.checkpoint.files import FileMark, hash_of, opened
+from accel_fn.checkpoint.names import COMMON, file_of, step_of
 from accel_fn.core.mesh_axes import AXES
 from accel_fn.errors import UNPRINTABLE, CheckpointError, printable, shown
 
@@ -26,6 +25,7 @@ NAME = "manifest.json"
 
 LONGEST_NAME = 4096
 _LONGEST_TEXT, _SHOWN, _LARGEST = 10**6, 100, 2**63
+_NAMES = {"num_samples": "count_samples", "average": "ema", "average.uniform": "swa"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Manifest:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass, as they are: `asdict` copies them, and all that they hold."""
+    """Return the fields of a dataclass, uncopied: `asdict` would copy all that they hold."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
@@ -136,16 +136,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
             )
         if isinstance(found, dict):
             # Checkpoints may have been written before there were these fields.
-            added = {
-                "score": None,
-                "call": 0,
-                "samples": 0,
-                "items": 0,
-                "frozen": {},
-                "mesh": {"dp": found.get("world_size")},
-            }
-            found = {**added, **found}
-            found["format"] = version
+            added: dict[str, Any] = {"score": None, "call": 0, "samples": 0, "items": 0}
+            added |= {"frozen": {}, "mesh": {"dp": found.get("world_size")}}
+            found = {**added, **found, "format": version}
             whole = _whole_entries(found.pop("whole", {}))
             places = read_as(tuple[int, ...], found.pop("places", []), "places")
         manifest: Manifest = read_as(Manifest, found, "manifest")
@@ -356,3 +349,18 @@ def _require(fits: bool, name: str, value: object, rule: str) -> None:
     if not fits:
         where = name if len(name) <= LONGEST_NAME else shown(name)
         raise ValueError(f"{where}={shown(value)}, which must be {rule}")
+
+
+def renamed_manifest(body: bytes) -> bytes:
+    """Write the new names into the manifest: those of functions, and of places of tensors."""
+    for old, new in _NAMES.items():
+        body = body.replace(f'"{old}"'.encode(), f'"{new}"'.encode())
+        body = body.replace(f" {old}/".encode(), f" {new}/".encode())
+    return body
+
+
+def renamed_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the new names into the non-tensor state of a step: places of transforms."""
+    places = {place: place.rpartition(" ") for place in rest["transforms"]}
+    new = {place: f"{at}{gap}{_NAMES.get(name, name)}" for place, (at, gap, name) in places.items()}
+    return {**rest, "transforms": {new[at]: values for at, values in rest["transforms"].items()}}

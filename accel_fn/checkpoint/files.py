@@ -1,13 +1,14 @@
-"""Files that are written and read together with their hash."""
+"""Files that are written and read together with their hash, and plain data in them."""
 
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import xxhash
 from torch import Tensor
 
 from accel_fn.core.primitives import bytes_of
-from accel_fn.errors import CheckpointError
+from accel_fn.errors import ArgumentError, CheckpointError
 
 _BLOCK = 1 << 24
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -116,7 +118,7 @@ def opened(path: Path, function: str = "load") -> Iterator[int]:
 def check_file(
     path: Path, mark: FileMark, pool: Executor, count: Callable[[int], object] = uncounted
 ) -> None:
-    """Read a file to its end, and refuse it if it is not what was written."""
+    """Read a file to its end, and refuse it if its content differs from its mark."""
     with opened(path) as file:
         size, buffers, digests = os.fstat(file).st_size, _Buffers(), []
         starts = range(0, size, _BLOCK)
@@ -169,3 +171,46 @@ def memory_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(cast("Any", bytes_of(tensor).numpy()))
+
+
+def to_plain(values: Mapping[str, Any], function: str) -> bytes:
+    """Make a file's content; refuse what could not be read back without running code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(values), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        names = list(values)
+        if len(names) > 1:  # find the first that is at fault
+            for name in names:
+                to_plain({name: values[name]}, function)
+        raise ArgumentError(
+            f"{function}: {', '.join(names)} must hold tensors, numbers, strings and "
+            f"containers of them, got something else; {_first_line(error)}"
+        ) from None
+    return buffer.getvalue()
+
+
+def from_plain(path: Path, function: str) -> Any:
+    with opened(path, function) as file, open(file, "rb", closefd=False) as stream:
+        try:
+            return torch.load(stream, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{function}: {path} must hold tensors and plain data, got something else; "
+                f"{_first_line(error)}"
+            ) from error
+
+
+def dict_from_plain(path: Path, keys: Set[str], function: str) -> dict[str, Any]:
+    """Read a file that holds a dict with at least these keys."""
+    found = from_plain(path, function)
+    if not isinstance(found, dict) or not keys <= found.keys():
+        raise CheckpointError(f"{function}: {path} must hold {', '.join(sorted(keys))}")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
+    return (lines or str(error).splitlines() or [""])[0].strip()

@@ -1,4 +1,4 @@
-"""save_model and load_model: the weights of a model alone, as safetensors files."""
+"""The weights of a model alone: save_model, load_model, whole_state_dict, export_model."""
 
 from __future__ import annotations
 
@@ -10,35 +10,43 @@ from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from accel_fn.checkpoint.format.hashing import hash_of_tensor
-from accel_fn.checkpoint.weights.entries import (
+from accel_fn.checkpoint.files import dict_from_plain, hash_of_tensor
+from accel_fn.checkpoint.manifest import read_manifest
+from accel_fn.checkpoint.names import COMMON, COMMON_KEYS
+from accel_fn.checkpoint.run_state import prefix_of, read_whole, split_tied, with_prefix
+from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
+from accel_fn.checkpoint.weight_files import (
     Entries,
+    Stored,
+    check_dense,
     check_storable,
     check_writable,
+    open_set,
     read_entries,
+    write_set,
 )
-from accel_fn.checkpoint.weights.files import Stored, open_set, write_set
 from accel_fn.core.collectives import all_or_none, barrier
 from accel_fn.core.dtensor import axes_of, fill, whole
 from accel_fn.core.plan import unwrapped
 from accel_fn.core.primitives import bytes_of
-from accel_fn.core.state import DistState
+from accel_fn.core.state import DistState, check_state
 from accel_fn.core.zero import gathered, is_copied, world_of
 from accel_fn.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     check_count,
     check_flag,
     check_folder,
     check_only,
     message,
 )
-from accel_fn.observe.bar import bytes_bar
+from accel_fn.observe.progress import bytes_bar
 
 _UNITS = {
     "B": 1,
@@ -229,17 +237,19 @@ def _write_gathered(
 ) -> None:
     """Gather on all ranks, one tensor after another, and write on the first."""
     barrier(axes[0])
+    every = {**entries.tensors, **frozen}
     is_writer = all(axis.is_main for axis in axes)
-    tensors, hashes = {}, {}
-    for name, tensor in {**entries.tensors, **frozen}.items():
-        gathered = whole(tensor)
-        if is_writer and name in frozen:
-            hashes[name] = hash_of_tensor(gathered)
-        elif is_writer:
-            tensors[name] = gathered.cpu()
+
+    def read(name: str, gathered: Tensor) -> Tensor | str:
+        return hash_of_tensor(gathered) if name in frozen else gathered.cpu()
+
+    gathered = read_whole(every, every if is_writer else (), read)
 
     def write() -> None:
+        found = gathered()
         if is_writer:
+            tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
+            hashes = {name: each for name, each in found.items() if isinstance(each, str)}
             write_set(path, replace(entries, tensors=tensors, frozen=hashes), limit)
 
     _on_all(write, axes, "save_model")
@@ -312,9 +322,10 @@ def _left_out(entries: Entries, stored: Stored) -> list[str]:
     known = entries.tensors.keys() | entries.tied.keys()
     unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
     unknown |= {name: f"tied to {key}" for name, key in stored.tied.items() if name not in known}
-    return lines + [
+    lines += [
         f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()
     ]
+    return lines
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
@@ -323,9 +334,9 @@ def _differences(entries: Entries, stored: Stored) -> list[str]:
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)
         there = {key: _spec(stored.tensor(key)) for key in keys}
-        others = [key for key in keys if there[key] != here]
-        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in others]
-        if not others and not all(_same(stored, keys[0], key) for key in keys[1:]):
+        wrong = [key for key in keys if there[key] != here]
+        lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in wrong]
+        if not wrong and not all(_same(stored, keys[0], key) for key in keys[1:]):
             lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
     return lines
 
@@ -345,3 +356,108 @@ def _report(path: Path, differences: list[str]) -> str:
         shown.append(f"and {len(differences) - len(shown)} more")
     count = f"{len(differences)} difference" + "s" * (len(differences) > 1)
     return "\n  ".join([f"load_model: model must be the one saved in {path}, got {count}:", *shown])
+
+
+def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
+    """Copy the whole `state_dict` of a model to the host of the main rank. Every rank calls it.
+
+    For uploads, conversions and checks of your own; `save_model` writes the weights to files. Keys
+    are those of the model as it was before it was wrapped or compiled.
+
+    Args:
+        model: the plan's model, under any strategy. (Under `local_sgd`, and of what
+            a strategy of yours splits into plain tensors, the main rank's own.)
+        state: of this rank.
+
+    Returns:
+        On the main rank, copies of all tensors on the host: later steps do not change them. Tied
+        tensors are one tensor. On the other ranks, an empty dict.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`.
+        RuntimeError: another rank failed, for example out of memory.
+
+    Cost: one gather of each sharded tensor, one after another, and a copy of the model in the memory of
+    the main rank; in a world of several, four small collectives.
+
+    >>> import accel_fn as af
+    >>> whole = af.checkpoint.whole_state_dict(model, af.DistState())
+    >>> {name: list(value.shape) for name, value in whole.items()}
+    {'weight': [1, 4], 'bias': [1]}
+    """
+    check_state("whole_state_dict", state)
+    with gathered(model):
+        return _copied(model, state)
+
+
+def _copied(model: nn.Module, state: DistState) -> dict[str, Any]:
+    saved = all_or_none(lambda: _read(model), state, "whole_state_dict")
+    tensors = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
+    firsts, tied = split_tied(tensors, unwrapped(model))
+    own = firsts if state.is_main else ()
+    copies = read_whole(firsts, own, lambda _, gathered: gathered.to("cpu", copy=True))
+    saved |= all_or_none(copies, state, "whole_state_dict")
+    saved |= {name: saved[first] for name, first in tied.items()}
+    return saved if state.is_main else {}
+
+
+def _read(model: nn.Module) -> dict[str, Any]:
+    if not isinstance(model, nn.Module):
+        rule, got = "be a torch.nn.Module", type(model).__name__
+        raise ArgumentTypeError(message("whole_state_dict", "model", rule, got))
+    return dict(unwrapped(model).state_dict())
+
+
+def export_model(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    step: str,
+    max_shard_size: int,
+) -> int:
+    """Write the model of a step of a checkpoint as `save_model` would; return the number of tensors.
+
+    Cost: reads the checkpoint to check it, then the model, which is held on the host.
+    """
+    path, prefix = Path(checkpoint), prefix_of("model", step)
+    with _named_export():
+        manifest = read_manifest(path)
+        if step not in manifest.plans:
+            names = ", ".join(name or "(no name)" for name in manifest.plans)
+            raise CheckpointError(
+                f"export: step must be one of {path}, got {step!r}; there are {names}"
+            )
+        check_sizes(path, manifest)
+        with bytes_bar("check", manifest.size) as count:
+            check_files(path, manifest, manifest.files, count)
+    extra_state = dict_from_plain(path / COMMON, COMMON_KEYS, "export")["steps"][step]["model"]
+    for name, value in extra_state.items():
+        check_dense("export", name, value)
+    tensors = {
+        f"{prefix}{name}": torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in with_prefix(prefix, manifest.entries).items()
+    }
+    with bytes_bar("read", sum(each.nbytes for each in tensors.values())) as count:
+        read_tensors(path, tensors, manifest.entries, count)
+    tied = with_prefix(prefix, manifest.tied)
+    entries = Entries(
+        with_prefix(prefix, tensors),
+        {name: first.removeprefix(prefix) for name, first in tied.items()},
+        frozen={name: each.hash for name, each in with_prefix(prefix, manifest.frozen).items()},
+    )
+    with _named_export():
+        check_storable(entries)
+    try:
+        write_set(Path(folder), entries, max_shard_size)
+    except OSError as error:
+        rule, reason = "be one that can be written to", error.strerror or str(error)
+        raise ArgumentError(message("export", "folder", rule, str(folder), reason)) from error
+    return len(tensors)
+
+
+@contextmanager
+def _named_export() -> Iterator[None]:
+    """Name `export` in errors of what `load` reads and `save_model` checks."""
+    try:
+        yield
+    except (ArgumentError, CheckpointError) as error:
+        raise type(error)(f"export: {str(error).partition(': ')[2]}") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from accel_fn.checkpoint.format.hashing import sync
+from accel_fn.checkpoint.files import sync
 from accel_fn.errors import CheckpointError, message
 
 COMMON = "common.pt"
@@ -107,7 +107,7 @@ def rename_finished(unfinished: Path, final: Path) -> None:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Rename back what a killed run has set aside; return what else is to be removed."""
+    """Rename a checkpoint back that a killed run has set aside; return the folders to remove."""
     _rename_back(folder)
     return [path for start in (_NEW, _OLD) for path in folder.glob(f"{start}*")]
 
@@ -120,7 +120,7 @@ def hide(path: Path) -> Path:
 
 
 def _rename_back(folder: Path) -> None:
-    """Rename back what was set aside, unless its name is in use: no rename replaces a full folder."""
+    """Rename a checkpoint back, unless its name is in use: rename replaces no folder that has files."""
     for aside in folder.glob(f"{_OLD}*"):
         final = aside.with_name(aside.name.removeprefix(_OLD))
         if not final.exists():

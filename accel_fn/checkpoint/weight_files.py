@@ -1,9 +1,4 @@
-"""Weights as a set of safetensors files, which replaces another as a whole, and is checked when opened.
-
-huggingface_hub 2.4 is not used: its `save_torch_state_dict` removes the old files before it writes the new,
-its `load_torch_model` overwrites the model before all shards are checked, and its split counts whole storages
-in place of views: it would replace 12 lines here, by nine packages.
-"""
+"""The tensors of a module by name, and which names are one tensor."""
 
 from __future__ import annotations
 
@@ -14,19 +9,24 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
 
-from accel_fn.checkpoint.format.hashing import make_folder, sync
-from accel_fn.checkpoint.format.names import rename
-from accel_fn.checkpoint.weights.entries import Entries
+from accel_fn.checkpoint.files import make_folder, sync
+from accel_fn.checkpoint.names import rename
+from accel_fn.checkpoint.run_state import is_expanded, split_tied, view_key
+from accel_fn.core.dtensor import local
+from accel_fn.core.plan import unwrapped
 from accel_fn.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, message
-from accel_fn.observe.bar import bytes_bar
+from accel_fn.observe.progress import bytes_bar
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,12 +34,115 @@ TIED = "accel_fn.tied"
 """The key of a file's metadata that lists the other names of its tensors."""
 FROZEN = "accel_fn.frozen"
 """The key of a file's metadata that lists parameters which the set leaves out, with a hash of each."""
-
 _WRITTEN_HERE = re.compile(
     r"model(\.new-[0-9a-f]{8})?\.safetensors"
     r"|model-\d{5,}-of-\d{5,}(\.new-[0-9a-f]{8})?\.safetensors"
     r"|model\.safetensors\.index(\.new-[0-9a-f]{8})?\.json"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The tensors of a module, each under its first name, and the other names of tied ones."""
+
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    """Another name -> the first name of the same tensor."""
+    dtype: torch.dtype | None = None
+    """The dtype in which floating-point tensors are written; None: their own."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Name of a parameter that is left out -> hash of its bytes."""
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        own = self.tensors[name].dtype
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+    def num_bytes(self, name: str) -> int:
+        return self.tensors[name].numel() * self.written_dtype(name).itemsize
+
+    def names_of(self, first: str) -> list[str]:
+        return [first, *(name for name, other in self.tied.items() if other == first)]
+
+
+def read_entries(function: str, model: nn.Module) -> Entries:
+    """Collect the persistent tensors of a module as it was before it was wrapped or compiled."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(message(function, "model", "be a torch.nn.Module", model))
+    plain = unwrapped(model)
+    saved = plain.state_dict()
+    for name, value in saved.items():
+        check_dense(function, name, value)
+    tensors, tied = split_tied(saved, plain)
+    _check_disjoint(function, {name: local(tensor) for name, tensor in tensors.items()})
+    return Entries({name: tensor.detach() for name, tensor in tensors.items()}, tied)
+
+
+def check_dense(function: str, name: str, value: object) -> None:
+    """Refuse an entry of a `state_dict` that cannot be written as it is."""
+    if name == "__metadata__":  # the name of a safetensors file's own notes
+        raise _model_refusal(function, "not use that name", name, "a tensor")
+    if not isinstance(value, Tensor):
+        kind = f"a {type(value).__name__}"
+        raise _model_refusal(function, "hold nothing but tensors in state_dict", name, kind)
+    if nn.parameter.is_lazy(value):
+        raise _model_refusal(function, "hold values", name, "a parameter without a shape")
+    value = local(value)
+    if value.layout is not torch.strided or hasattr(value, "__tensor_flatten__"):
+        kind = f"a {type(value).__name__} of layout {value.layout}"
+        raise _model_refusal(function, "hold dense tensors", name, kind)
+    if value.is_meta:
+        raise _model_refusal(function, "hold values", name, "a tensor on the meta device")
+
+
+def check_storable(entries: Entries) -> None:
+    for name, tensor in entries.tensors.items():
+        dtype = entries.written_dtype(name)
+        if not _has_code(dtype, is_number=not tensor.ndim):
+            rule = "hold tensors of the dtypes that safetensors knows"
+            raise _model_refusal("save_model", rule, name, dtype)
+
+
+def check_writable(model: nn.Module, entries: Entries) -> None:
+    plain = unwrapped(model)
+    own = {view_key(tensor) for tensor in [*plain.parameters(), *plain.buffers()]}
+    for name, tensor in entries.tensors.items():
+        if tensor.numel() and view_key(tensor) not in own:
+            rule = "give its own parameters and buffers in state_dict, no copies"
+            raise _model_refusal("load_model", rule, name, "a copy")
+        if is_expanded(tensor):
+            rule = "hold tensors that can be written, none that was expanded"
+            raise _model_refusal("load_model", rule, name, f"strides {tensor.stride()}")
+
+
+def _model_refusal(function: str, rule: str, name: str, found: object) -> ArgumentError:
+    return ArgumentError(f"{function}: model must {rule}, got {found} for {name!r}")
+
+
+@cache
+def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
+    try:
+        save({"": torch.empty(() if is_number else 0, dtype=dtype)})
+    except Exception:  # the class depends on the version
+        return False
+    return True
+
+
+def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors whose spans of memory overlap: only the whole of a tensor may have two names."""
+    spans = sorted(
+        (str(each.device), *_span(each), name) for name, each in tensors.items() if each.numel()
+    )
+    for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < end:
+            rule = "hold tensors that are one or do not overlap in memory"
+            pair = f"{name!r} and {other!r}, which overlap"
+            raise ArgumentError(f"{function}: model must {rule}, got {pair}; clone one of them")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first element and of the end of the last."""
+    steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (1 + sum(steps)) * tensor.itemsize
 
 
 # -- writing
@@ -50,8 +153,7 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
     shards = _split(entries, limit)
     count = len(shards)
     names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
-    if count == 1:
-        names = [SINGLE]
+    names = [SINGLE] if count == 1 else names
     token = secrets.token_hex(4)
     spares = [_spare(name, token) for name in names]
     try:
@@ -93,15 +195,10 @@ def _spare(name: str, token: str) -> str:
 
 
 def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
-    held = {
-        key: entries.tensors[key]
-        .as_subclass(Tensor)
-        .resolve_conj()
-        .resolve_neg()
-        .to(entries.written_dtype(key))
-        .contiguous()
-        for key in keys
-    }
+    held = {}
+    for key in keys:
+        plain = entries.tensors[key].as_subclass(Tensor).resolve_conj().resolve_neg()
+        held[key] = plain.to(entries.written_dtype(key)).contiguous()
     tied = {name: first for name, first in entries.tied.items() if first in held}
     listed = {TIED: tied, FROZEN: entries.frozen}
     metadata = {"format": "pt"} | {key: json.dumps(each) for key, each in listed.items() if each}
@@ -127,12 +224,9 @@ def _commit(
 
     def put_index(files: Sequence[str]) -> None:
         spare = folder / _spare(INDEX, secrets.token_hex(4))
-        content = {
-            "metadata": {"total_size": sum(map(entries.num_bytes, entries.tensors))},
-            "weight_map": {
-                key: name for keys, name in zip(shards, files, strict=True) for key in keys
-            },
-        }
+        total = sum(map(entries.num_bytes, entries.tensors))
+        places = {key: name for keys, name in zip(shards, files, strict=True) for key in keys}
+        content = {"metadata": {"total_size": total}, "weight_map": places}
         spare.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync(spare)
         rename(spare, folder / INDEX)
@@ -187,11 +281,11 @@ class Stored:
         return name if name in self.handles else self.tied.get(name)
 
     def tensor(self, key: str) -> Tensor:
-        """Map a tensor [...] from its file onto the host; what is not touched is not read."""
+        """Map a tensor [...] from its file onto the host; bytes are read when they are used."""
         return cast("Tensor", self.handles[key].get_tensor(self.keys[key]))
 
     def renamed(self, rename: Callable[[str], str]) -> Stored:
-        """The same tensors under other names."""
+        """Return the same tensors under other names."""
         names: dict[str, str] = {}
         olds: dict[str, str] = {}
         for name in [*self.handles, *self.tied, *self.frozen]:
@@ -296,9 +390,8 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
         path, rule = folder / name, f"tie names to its own keys in {TIED}"
         tied |= _listed(path, file, TIED, rule, keys.__contains__)
         frozen |= _listed(path, file, FROZEN, f"list a hash of each parameter in {FROZEN}", bool)
-    for name in tied:
-        if name in handles:
-            raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
+    for name in sorted(tied.keys() & handles.keys()):
+        raise _refusal(folder, "hold a tied name once", f"{name!r} as a tensor too")
     return Stored(handles, {key: key for key in handles}, tied, frozen)
 
 

@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel_fn.checkpoint.compare import is_model
-from accel_fn.checkpoint.extras import check_extras
-from accel_fn.checkpoint.format.manifest import LONGEST_NAME
-from accel_fn.checkpoint.format.names import is_name
-from accel_fn.checkpoint.run_state import prefix_of, with_prefix
-from accel_fn.checkpoint.tied_weights import is_expanded
-from accel_fn.core.collectives import all_or_none
+from accel_fn.checkpoint.manifest import LONGEST_NAME
+from accel_fn.checkpoint.names import is_name
+from accel_fn.checkpoint.run_state import is_expanded, prefix_of, with_prefix
+from accel_fn.core.collectives import agreed
 from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.plan import Plan
-from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step
 from accel_fn.errors import (
@@ -42,19 +40,24 @@ def check_call(
     check_others: Callable[[], None] = lambda: None,
     **others: object,
 ) -> Path:
-    """Refuse arguments that break their rule, or differ between ranks; return the folder's path."""
+    """Refuse arguments that break their rule, or differ between ranks; return the folder's path.
 
-    def check() -> Path:
+    Cost: one small collective.
+    """
+
+    def check() -> dict[str, str]:
         check_steps(steps, function)
         path = check_folder(function, folder)
         check_extras(extras, function)
         check_others()
-        return path
+        given = {"folder": str(path), "step": sorted(steps), "extras": sorted(extras)}
+        return {name: repr(value) for name, value in (given | others).items()}
 
-    path = all_or_none(check, state, function)
-    given = {"folder": str(path), "step": sorted(steps), "extras": sorted(extras)}
-    check_same(given | others, state, function)
-    return path
+    ranks = agreed(check, state, function)
+    for name in ranks[state.rank]:
+        rule = f"{function}: {name} must be the same on every rank"
+        check_equal([each[name] for each in ranks], rule, error=ArgumentError)
+    return check_folder(function, folder)
 
 
 def check_steps(steps: Mapping[str, Step], function: str) -> None:
@@ -109,9 +112,50 @@ def check_plan(plan: Plan, method: str) -> None:
         getattr(function, method, lambda: None)()  # raises if it cannot be saved, or loaded, now
 
 
-def check_same(given: Mapping[str, object], state: DistState, function: str) -> None:
-    """Refuse arguments that differ between ranks, on every rank. Cost: one small collective."""
-    ranks = exchange(given, state, function)
-    for name in given:
-        rule = f"{function}: {name} must be the same on every rank"
-        check_equal([repr(each[name]) for each in ranks], rule, error=ArgumentError)
+def check_extras(extras: Mapping[str, Any], function: str) -> None:
+    if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
+        raise ArgumentTypeError(message(function, "extras", "be a dict, by names", extras))
+    for name, extra in extras.items():
+        if not _has_state(extra) and not isinstance(extra, dict | torch.Generator):
+            rule = "have state_dict and load_state_dict, or be a dict or a torch.Generator"
+            raise ArgumentTypeError(message(function, f"extras[{name!r}]", rule, extra))
+
+
+def stateful(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Give dicts and generators a `state_dict`."""
+    found = {}
+    for name, extra in extras.items():
+        if not _has_state(extra):
+            extra = _Generator(extra) if isinstance(extra, torch.Generator) else _Dict(extra)
+        found[name] = extra
+    return found
+
+
+def _has_state(extra: object) -> bool:
+    return hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")
+
+
+class _Dict:
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, saved: Mapping[Any, Any]) -> None:
+        """Overwrite what was saved, tensors on their device, and keep other keys."""
+        for key, value in saved.items():
+            here: Any = self._values.get(key)
+            is_moved = isinstance(value, Tensor) and isinstance(here, Tensor)
+            self._values[key] = value.to(here.device) if is_moved else value
+
+
+class _Generator:
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        self._generator.set_state(saved["state"])

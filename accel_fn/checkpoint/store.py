@@ -1,0 +1,234 @@
+"""The folder of a run's checkpoints: list them, commit a new one, remove older ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from accel_fn.checkpoint.files import sync, write_file
+from accel_fn.checkpoint.manifest import NAME, Manifest, read_manifest
+from accel_fn.checkpoint.names import (
+    hide,
+    name_of,
+    reading,
+    recover,
+    rename_finished,
+    steps_in,
+    unfinished_folder,
+)
+from accel_fn.checkpoint.tensors import Written, check_sizes, write_error
+from accel_fn.errors import CheckpointError, check_folder
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One of a folder's checkpoints.
+
+    Attributes:
+        path: its folder.
+        step: batches consumed before it.
+        saved_at: when it was written.
+        size: bytes; 0 if it cannot be read.
+        world_size: ranks that saved it; 0 if it cannot be read.
+        damage: why it is not complete; empty if all files have the right sizes.
+        score: what `save` was given; None if nothing, or if it cannot be read.
+        mesh: the number of ranks along each axis; without a mesh, all were along "dp"; empty if it cannot
+            be read.
+    """
+
+    path: Path
+    step: int
+    saved_at: datetime
+    size: int = 0
+    world_size: int = 0
+    damage: str = ""
+    score: float | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """List the checkpoints of a folder, oldest first, without any that is being written.
+
+    Args:
+        folder: where `save` writes; need not be there.
+
+    Returns:
+        One entry each. Contents are not read: `load` does that.
+
+    Raises:
+        RuntimeError: the folder may not be read.
+        TypeError: `folder` is no path.
+
+    Cost: reads each manifest, and the sizes of files.
+
+    >>> import accel_fn as af
+    >>> af.checkpoint.list_checkpoints("no such folder")
+    []
+    """
+    path = check_folder("list_checkpoints", folder)
+    with reading(path, "list_checkpoints"):
+        found = [look(path / name_of(step), step) for step in steps_in(path)]
+    return [each for each in found if each is not None]
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Find the newest complete checkpoint of a folder.
+
+    Args:
+        folder: where `save` writes; need not be there.
+
+    Returns:
+        Its folder; None if there is none. Newer ones that are not complete are logged.
+
+    Raises:
+        RuntimeError: the folder may not be read.
+        TypeError: `folder` is no path.
+
+    Cost: reads a manifest, and the sizes of files.
+
+    >>> import accel_fn as af
+    >>> af.latest("no such folder") is None
+    True
+    """
+    path = check_folder("latest", folder)
+    with reading(path, "latest"):
+        for step in reversed(steps_in(path)):
+            found = look(path / name_of(step), step)
+            if found is not None and not found.damage:
+                return found.path
+            if found is not None:
+                _LOG.warning("latest: %s is skipped: %s", found.path, found.damage)
+    return None
+
+
+def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint | None:
+    """Describe a checkpoint by its manifest; None if the run that saves here has removed it meanwhile."""
+    damage, size, world_size, score, mesh = "", 0, 0, None, {}
+    try:
+        manifest = manifest or read_manifest(path)
+        check_sizes(path, manifest)
+        size, world_size, score = manifest.size, manifest.world_size, manifest.score
+        mesh = dict(manifest.mesh)
+    except CheckpointError as error:
+        damage = str(error).removeprefix("load: ")
+    for each in (path / NAME, path):
+        with suppress(OSError):
+            saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
+            return Checkpoint(path, step, saved_at, size, world_size, damage, score, mesh)
+    with suppress(FileNotFoundError):
+        path.stat()  # raises where the folder can be listed and not searched
+    return None
+
+
+class Run:
+    """The checkpoint that a run was resumed from, and those that it has saved since, by step."""
+
+    def __init__(self, resumed_from: int | None = None) -> None:
+        self.resumed_from = resumed_from
+        self.saved: set[int] = set()
+        self.manifests: dict[Path, Manifest] = {}
+        """The manifests that this run has written, without entries, so that `keep` need not read them."""
+
+    def age(self, step: int) -> tuple[bool, bool, int]:
+        """Key of an order, oldest first: steps after the resumed one, those up to it, those saved since.
+
+        Times of files would not do: clocks differ between machines, and a copy has its own.
+        """
+        is_continued = self.resumed_from is not None and step <= self.resumed_from
+        return step in self.saved, is_continued, step
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """A checkpoint that is being written."""
+
+    home: Path
+    head: Manifest
+    """The manifest without what the ranks write: no files, and entries without chunks."""
+    keep: int | None
+    keep_every: int | None
+    keep_best: int
+    run: Run
+
+    @property
+    def path(self) -> Path:
+        """Return the folder that it is written to."""
+        return unfinished_folder(self.home, self.head.step)
+
+    @property
+    def final(self) -> Path:
+        """Return the folder of the finished checkpoint."""
+        return self.home / name_of(self.head.step)
+
+    def commit(self, written: Sequence[Written]) -> None:
+        """Rename it to its final name, and remove older ones. On the main rank, when all have written."""
+        files = {name: mark for each in written for name, mark in each.files.items()}
+        entries = {}
+        for name, entry in self.head.entries.items():
+            chunks = tuple(chunk for each in written for chunk in each.chunks.get(name, ()))
+            entries[name] = replace(entry, chunks=chunks)
+        manifest = replace(self.head, entries=entries, files=files)
+        try:
+            if not self.path.is_dir():
+                raise CheckpointError(
+                    f"save: folder must stay while it is written to, got {self.home}, in which "
+                    f"{self.path.name} is gone: it was moved or removed"
+                )
+            for name, mark in files.items():
+                path = self.path / name
+                if not path.exists() or path.stat().st_size != mark.size:
+                    raise CheckpointError(
+                        "save: folder must be on a file system that all ranks share, got "
+                        f"{self.home}, in which rank 0 does not find {name}"
+                    )
+            write_file(self.path / NAME, [manifest.to_bytes()])
+            sync(self.path)
+            rename_finished(self.path, self.final)
+            self.run.saved.add(self.head.step)
+            self.run.manifests[self.final] = replace(manifest, entries={})
+            tidy(self.home)
+        except OSError as error:
+            raise write_error(self.path, error) from error
+        try:
+            if self.keep is not None:
+                self._retain(self.keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"save: {self.final} is saved, but older ones must be removed: {error}"
+            ) from error
+
+    def _retain(self, keep: int) -> None:
+        """Remove all but the newest `keep` whole checkpoints.
+
+        The `keep_best` of highest score, multiples of `keep_every`, the one that this run was resumed
+        from, and damaged ones stay.
+        """
+        paths = {step: self.home / name_of(step) for step in steps_in(self.home)}
+        found = [look(path, step, self.run.manifests.get(path)) for step, path in paths.items()]
+        whole = [each for each in found if each is not None and not each.damage]
+        whole.sort(key=lambda each: self.run.age(each.step))
+        scored = [(each.score, each.step) for each in whole if each.score is not None]
+        scored = sorted((pair for pair in scored if not math.isnan(pair[0])), reverse=True)
+        best = {step for _, step in scored[: self.keep_best]}  # of equal scores, the newer step
+        for each in whole[:-keep]:
+            stays = each.step == self.run.resumed_from or each.step in best
+            if not stays and not (self.keep_every and each.step % self.keep_every == 0):
+                shutil.rmtree(hide(each.path), ignore_errors=True)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Remove unfinished checkpoints of killed runs, and rename a checkpoint back that one has set aside."""
+    for path in recover(folder):
+        shutil.rmtree(path, ignore_errors=True)

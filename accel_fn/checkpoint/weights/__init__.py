@@ -1,1 +1,0 @@
-"""The weights of a model alone, as safetensors files."""
