@@ -8,10 +8,14 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-_TORCH = find_spec("torch")  # not imported: a command that reads logs warns without it
-assert _TORCH is not None
-assert _TORCH.origin is not None
-LIBRARIES = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(_TORCH.origin).parent}{os.sep}")
+
+def _folder(package: str) -> str:
+    """Return the folder of a package, which is not imported: commands that read logs warn without torch."""
+    found = find_spec(package)
+    return "" if found is None or found.origin is None else f"{Path(found.origin).parent}{os.sep}"
+
+
+LIBRARIES = tuple(filter(None, map(_folder, ("accel_fn", "torch"))))
 
 
 def warn_user(text: str) -> None:
