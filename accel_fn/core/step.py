@@ -385,9 +385,8 @@ def build(
     _draw_alike(built)
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
-    strategy.observers = proxy(
-        watching
-    )  # an observer may hold the strategy: a cycle would keep both
+    # An observer may hold the strategy: without the proxy, a cycle would keep both alive.
+    strategy.observers = proxy(watching)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
     return built, Step(plan, strategy, stages, run, built, watching, before)
 
