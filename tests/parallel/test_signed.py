@@ -149,6 +149,6 @@ def test_a_stranger_who_writes_into_the_store_of_several_machines_is_noticed(tmp
     rank_0 = start(tmp_path, 0, port, "one")
     until(lambda: is_listening("127.0.0.1", port) or None, lambda: "the store of rank 0")
     stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    stranger.set("accel_fn/note/1", '["a place in the world", 0]')
+    stranger.set("accel_fn/leader", "accel_fn/world/another")
     _, errors = rank_0.communicate(timeout=100)
     assert f"WorldError: init: {RULE}" in errors
