@@ -100,7 +100,7 @@ def test_default_step_averages_accumulates_autocasts_and_clips(
     class ToldError(Exception):
         pass
 
-    def tell(state: af.DistState, plan: af.Plan) -> None:
+    def tell(plan: af.Plan, state: af.DistState) -> None:
         raise ToldError(af.explain(plan, af.DistState(world_size=2)))
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
@@ -118,7 +118,7 @@ def test_default_step_averages_accumulates_autocasts_and_clips(
         "backward the mean over the global batch, by wrap_ddp()",
         "gradients clip(1.0)",
         "update AdamW(lr=0.001), 14 parameter tensors, 98,250 numbers",
-        f"after log_to(every=1), to {tmp_path / 'log.jsonl'}",
+        f"watched log_to(every=1), to {tmp_path / 'log.jsonl'}",
     ]
 
 
