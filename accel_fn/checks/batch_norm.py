@@ -28,7 +28,7 @@ class BatchNormCheck:
         is_on = is_cut and state.is_main and not plan.having("virtual_ranks")
         self._layers = batch_norms(plan.model) if is_on else {}
         self._before: dict[str, int | None] = {}
-        """Of the layers that use statistics of their rows: the number of batches that they have seen."""
+        """By layer that uses statistics of its rows: the number of batches that it has seen."""
         self.is_due = False
         """Whether a step is being watched."""
 

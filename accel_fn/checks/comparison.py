@@ -100,7 +100,7 @@ class Comparison:
         *,
         leaves_out: bool,
     ) -> Sequence[Found] | str:
-        """What ranks find in parts of the rows of a batch; or why they find nothing."""
+        """Compare a batch with parts of its rows on all ranks; return the findings, or why there are none."""
         is_window = bool(self._plan.having("takes_windows")) and type(batch) is list
         self.verdicts.has_rows = not (is_window and any(type(each) is list for each in batch))
         if self._plan.having("takes_windows") and not isinstance(of_samples, str):
@@ -121,7 +121,7 @@ class Comparison:
             self.verdicts.warn_of_writes(names)
 
     def _compared(self, state: DistState, rows: Rows) -> Sequence[Found] | str:
-        """What all ranks have found; or why they have found nothing."""
+        """Compare rows with their cuts on all ranks; return the findings, or why there are none."""
         plan, strategy = self._plan, self._strategy
         names = _OF_LOOKS[self._num_looks % len(_OF_LOOKS)]
         cuts: list[Parts] = []
@@ -162,7 +162,7 @@ def is_cut(state: DistState, plan: Plan) -> bool:
 def _on_all_ranks(
     state: DistState, strategy: Strategy, compare: Callable[[], Found]
 ) -> Sequence[Found] | str:
-    """What `compare` finds on each rank; or why one of them has found nothing."""
+    """Call `compare` on all ranks; return their findings, or why one rank has none."""
     mine: Found | str
     lost: StateError | None = None
     try:

@@ -65,7 +65,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Request:
-    """What a program asks a random function for: its name, its settings and a shape."""
+    """One call of a random function: its name, its settings and a shape."""
 
     name: str
     settings: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Draws:
         self._part: list[Request] = []
         self._record: list[Request] | None = None
         self._next: list[Request] | None = None
-        """What the next run records to."""
+        """The list that the next run appends its draws to."""
         self._rows: Sequence[int] | None = None
         self._num_rows = 0
         self._calls = Calls()
