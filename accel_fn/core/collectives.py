@@ -131,7 +131,7 @@ class _Hole(TensorPlace):
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_graph: bool = False
-    """Return whether a gradient goes through it."""
+    """Whether a gradient goes through it."""
 
     @property
     def ndim(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import call
 from typing import Any, ClassVar
 
@@ -11,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.core import primitives
-from accel_fn.core.batch import count_samples, rows_of, tensors_of
+from accel_fn.core.batch import rows_of, tensors_of
 from accel_fn.core.collectives import broadcast, exchange_failures
+from accel_fn.core.counted_loss import CountedLoss, counts_refused
 from accel_fn.core.dtensor import is_sharded, place_gradients, place_of
 from accel_fn.core.given_batches import PLACES
 from accel_fn.core.given_batches import place_of as place_of_batch
 from accel_fn.core.grads import Grads, global_norm, half_of, wide_backward
 from accel_fn.core.loss import (
-    COUNTED,
-    Metrics,
     Outcome,
     counted_in,
     in_contexts,
@@ -32,7 +32,7 @@ from accel_fn.core.observers import FailedBatch, Observers
 from accel_fn.core.parameters import Reached, TrainedParameters
 from accel_fn.core.plan import Plan, describe_with_source, trained_by
 from accel_fn.core.report import Report
-from accel_fn.core.restored import main_buffers, restored_random, spare_buffers
+from accel_fn.core.restored import main_buffers
 from accel_fn.core.state import DistState, data_places, over
 from accel_fn.core.torch_internals import is_memory, run_backward
 from accel_fn.core.update import Prepared, apply, prepare
@@ -68,6 +68,7 @@ class Strategy:
     counts_first: bool = False
     """Whether the backward of a loss `(sum, count)` needs the count, because float16 cannot hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
+    """The mean of a batch: its `share` decides what part of the gradients a micro-batch contributes."""
 
     def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
         self.module = module
@@ -99,7 +100,7 @@ class Strategy:
         )
         """Dtype of losses and metrics, and their names once a batch had items."""
         self.layout.finish = plan.finish
-        refused = _counts_refused(state, plan)
+        refused = counts_refused(state, plan)
         loss_module_of(module).refuses_counts = refused
         if refused:
             self.layout.counts = ()
@@ -180,36 +181,53 @@ class Strategy:
         # If a rank may run out of memory, gradients stay on the ranks until all have voted.
         num_local = len(every) if self.retries else len(every) - 1
         backward = wide_backward(self.backward, self.halves, len(every))
-        is_mean = self.layout.counts == ()
-        counts = None if is_mean else CountedLoss(self, plan, state, mean, every)
+        counted = self._counted(plan, state, mean, every)
 
         def run_one(part: Any, weight: Weight, *, sends: bool = False) -> None:
             outcome = self.outputs(plan, state, part, weight)
             if self.observers.of_outcomes:
                 self.observers.on_outcome(part, outcome)
-            loss, metrics, seed = (*outcome, None) if counts is None else counts(outcome, weight)
+            loss, metrics, seed = (*outcome, None) if counted is None else counted(outcome, weight)
+            if seed is None:
+                seed = seed_of(loss, mean.share(weight), state.scaler)
             mean.add(loss.detach(), metrics, weight)
             if sends:
                 mean.send()
-            backward(
-                loss, seed_of(loss, mean.share(weight), state.scaler) if seed is None else seed
-            )
+            backward(loss, seed)
 
         if num_local:
-            # Micro-batches of weight 0 come first, so that whatever gradients they leave can be zeroed.
-            num_weightless = [*map(bool, weights), True].index(True)
+            has_items = False
             with self.no_sync():
-                for index, (part, weight) in enumerate(every[:num_local]):
+                for part, weight in every[:num_local]:
                     run_one(part, weight)
-                    if index < num_weightless:
+                    # Micro-batches of weight 0 come first, so that all gradients they leave can be zeroed.
+                    has_items = has_items or bool(weight)
+                    if not has_items:
                         self.zero_gradients()
         if self.retries:
             self._vote(state, has_rows=parts[0] is not None)
-        for part, weight in every[num_local:]:
-            run_one(part, weight, sends=not self._settles)  # losses travel beside the last backward
+        else:
+            # Losses travel beside the last backward.
+            run_one(*every[-1], sends=not self._settles)
         if self.retries or self._settles:
             self.settle(state)
             mean.send()
+
+    def _counted(
+        self, plan: Plan, state: DistState, mean: GlobalMean, every: Sequence[tuple[Any, Weight]]
+    ) -> CountedLoss | None:
+        """Return what computes the seeds of a loss that is `(sum, count)`, or of one not known yet."""
+        if self.layout.counts == ():
+            return None
+        return CountedLoss(
+            plan,
+            state,
+            mean,
+            every,
+            partial(self.outputs, plan, state),
+            retries=self.retries,
+            counts_first=self.counts_first,
+        )
 
     def _vote(self, state: DistState, *, has_rows: bool) -> None:
         """Raise on every rank if memory ran out on one, before any rank averages gradients."""
@@ -499,111 +517,6 @@ def _not_retried(failure: Exception) -> Exception:
     )
     error.__cause__ = failure
     return error
-
-
-class CountedLoss:
-    """Compute the seeds of the backwards of a loss that is `(sum, count)`.
-
-    With one sum, the gradient of the sum is computed, and divided by the count at the end of the step (an
-    open factor of `Grads`). Several sums have several counts, and in float16 a sum may overflow: then the
-    counts must be known before the first backward. For that, the other micro-batches run once more after
-    the first forward, without gradients, and the counts are summed over the ranks.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        plan: Plan,
-        state: DistState,
-        mean: GlobalMean,
-        every: Sequence[tuple[Any, Weight]],
-    ) -> None:
-        self._strategy, self._plan, self._state, self._mean = strategy, plan, state, mean
-        self._every = every
-        """Micro-batches and their weights."""
-        self._is_first = True
-        """Whether the next micro-batch is the first one of the step."""
-        self._seeds: Tensor | None = None
-        """The factor of each sum, [terms], once counts are known."""
-
-    def __call__(self, outcome: Outcome, weight: Weight) -> tuple[Tensor, Metrics, Tensor | None]:
-        """Return loss and metrics of the next micro-batch and the seed of its backward; None for a mean."""
-        loss, metrics = outcome
-        layout, pairs = self._strategy.layout, counted_in(metrics)
-        if layout.counts is None and self._is_first:
-            self._know(metrics, weight)
-        if not layout.counts:
-            return loss, metrics, None
-        scaler, comes_first = self._state.scaler, self._strategy.counts_first
-        first = len(layout.counts) > 1 or scaler is not None or comes_first
-        if first and self._strategy.retries:
-            # On all ranks: marked as wrong metrics are, since one that raised here would raise alone.
-            rule = (
-                'return means, by weight_fn, where accumulate("auto") may compute several terms, or '
-                "gradients in float16, again, got (sum, count); give accumulate a number"
-            )
-            return loss, {**pairs, "": rule}, torch.zeros_like(loss)
-        is_alone = self._state.world_size == 1 and len(self._every) == 1
-        self._mean.is_open = not (first or is_alone)
-        if self._mean.is_open:
-            return loss, metrics, torch.ones_like(loss) if weight else torch.zeros_like(loss)
-        if self._seeds is None:
-            self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
-        if not weight or not pairs:
-            # Other metrics than in the first batch are refused once losses are added up.
-            return loss, metrics, torch.zeros_like(loss)
-        seed = self._seeds if scaler is None else self._seeds * scaler.scale
-        return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
-
-    def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """In the first batch, exchange whether the loss is `(sum, count)`."""
-        self._is_first = False
-        layout, pairs = self._strategy.layout, counted_in(metrics)
-        names = tuple([name.removeprefix(COUNTED) for name in pairs])
-        found = names if weight and "" not in metrics else None
-        if self._state.world_size > 1 and not self._strategy.retries:
-            self._mean.total()
-            self._mean.agree_on_counts(found)
-        else:
-            layout.counts = found
-            self._mean.is_open = (
-                self._strategy.retries
-            )  # also on a rank without rows, which knows nothing
-        if layout.counts is None:  # nothing is known yet, and so nothing is counted
-            layout.counts = names or None
-
-    def _others(self) -> list[Mapping[str, Any]]:
-        """Sums and counts of the other micro-batches; buffers and generators are put back."""
-        rest = self._every[1:]
-        if not rest:
-            return []
-        with (
-            torch.no_grad(),
-            restored_random(self._state.device),
-            spare_buffers(self._plan.model),
-        ):
-            outputs = [
-                self._strategy.outputs(self._plan, self._state, part, weight)
-                for part, weight in rest
-            ]
-        return [
-            counted_in(metrics) if weight else {}
-            for (_, weight), (_, metrics) in zip(rest, outputs, strict=True)
-        ]
-
-
-def _counts_refused(state: DistState, plan: Plan) -> str:
-    """Return why a loss may not return `(sum, count)` in this plan; empty if it may."""
-    what = "return the mean over the items that weight_fn counts, got (sum, count)"
-    if plan.weight_fn is not count_samples:
-        return f"{what} beside a weight_fn; leave weight_fn out"
-    if plan.reduction == "sum":
-        return f'{what} beside reduction="sum"; leave reduction out'
-    if plan.having("local_gradients") and state.world_size > 1:
-        return f"{what} under local_sgd, which averages ranks by their items; use wrap_ddp"
-    if plan.compile_step:
-        return f'{what} under compiled(scope="step"); use scope="loss"'
-    return ""
 
 
 def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:

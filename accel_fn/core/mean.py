@@ -260,6 +260,17 @@ _PACK = 1 << 21
 """More than twice the number of micro-batches of a rank."""
 
 
+def packed(place: int, num_microbatches: int, *, stop: bool) -> float:
+    """Return three facts of a rank in one number, since a message's head has room for three numbers."""
+    return float(_PACK * place + 2 * num_microbatches + stop)
+
+
+def unpacked(count: int) -> tuple[int, int, bool]:
+    """Return place, number of micro-batches and `stop` of a packed number."""
+    place, rest = divmod(count, _PACK)
+    return place, rest // 2, bool(rest % 2)
+
+
 class GlobalMean:
     """The mean over the items of one global batch, kept by every rank over its micro-batches.
 
@@ -271,8 +282,9 @@ class GlobalMean:
     if a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
 
+    # These three are those of `differentiable.Running`: collectives in the loss look at them.
     is_exact_over_ranks = True
-    """Whether a gradient may go through a collective in the loss."""
+    """Whether gradients are averaged over all ranks, so that one may go through a collective in the loss."""
     is_evenly_split = False
     calls_collectives = False
 
@@ -292,6 +304,7 @@ class GlobalMean:
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.pending_error
         self.own_weight = total_weight(weights)
+        """The weight of this rank's batch."""
         self._num_terms = len(layout.terms) or 1
         nothing = math.nan if failure else 0
         numbers = () if failure else self.own_weight
@@ -329,8 +342,7 @@ class GlobalMean:
             self._num_ranks = state.data.world_size
             self._data = over(state)
             """The ranks that share the batch."""
-            # Three facts in one number, since a head has room for three numbers.
-            count = float(_PACK * number_of(place) + 2 * len(weights) + stop)
+            count = packed(number_of(place), len(weights), stop=stop)
             self._totals = torch.tensor([*numbers, count, rows, *more], dtype=torch.float64)
             self._weights = self._sum(self._totals, state, "weights")
             self._pending.append(self._weights)
@@ -362,10 +374,12 @@ class GlobalMean:
                 numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
             self._total = checked_total(numbers, self._failure)
             self.samples = int(sum(each[num + 1] for each in own))
-            ranks = [(any(each[:num]), int(each[num])) for each in every]
-            check_same_place([count // _PACK for _, count in ranks])
-            self.of_ranks = [(weighs, count % _PACK // 2) for weighs, count in ranks]
-            self.stop = any(count % 2 for _, count in ranks)
+            places, counts, stops = zip(*[unpacked(int(each[num])) for each in every], strict=True)
+            check_same_place(places)
+            self.of_ranks = [
+                (any(each[:num]), count) for each, count in zip(every, counts, strict=True)
+            ]
+            self.stop = any(stops)
         return self._total
 
     def _wait(self) -> None:

@@ -54,10 +54,14 @@ class Observer:
         """
 
     def on_update(self, state: DistState, grads: Any, report: Report) -> None:
-        """Look at the gradients that the optimizer gets, before anything is written; as `on_outcome`."""
+        """Look at the gradients that the optimizer gets, before anything is written.
+
+        The report's loss and weight are those of the global batch, so all ranks may raise by them. A step
+        that `compiled(scope="step")` runs as one graph does not call it.
+        """
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Look at the state that the step returns, and at its report.
+        """Look at the state that the step returns, and at its report. The update is made.
 
         `step.grads` calls it with a report whose `applied` is None, `step.update` without a batch.
         """

@@ -309,7 +309,11 @@ class SlotFunction(partial[Any]):
     Attributes:
         traits: names that other transforms find by `plan.having(trait)`. In use are
             "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
-            trained), "local_gradients" (ranks keep their own gradients), "retries"
+            trained), "local_gradients" (ranks keep their own gradients: they are not compared, and `build`
+            refuses a mesh and losses `(sum, count)`), "shards" (forwards have collectives, so every rank
+            runs as many), "acts_alone" (it does something in a world of one, too), "virtual_ranks"
+            (micro-batches stand for ranks), "cuda_graphs" (a backward overwrites the gradients of the last
+            one), "retries"
             (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
             "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
             forward), "clips_norm" (it clips by the norm

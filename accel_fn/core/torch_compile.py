@@ -147,7 +147,7 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 
 
 def options_of(mode: str) -> dict[str, Any]:
-    """Return a mode of `torch.compile` as options, with the pass of `pass_add_alpha`."""
+    """Return a mode of `torch.compile` as options, with the pass of `Addends`."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
     if torch._inductor.config.post_grad_custom_pre_pass is None:  # otherwise the user's pass stays
         options["post_grad_custom_pre_pass"] = Addends()
