@@ -65,7 +65,7 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
 
 def run_optimizer(optimizer: Optimizer) -> None:
     """`optimizer.step()`, without the profiler's wrapper where neither a profiler nor a hook is there."""
-    bare = _unwrapped_step(type(optimizer))
+    bare = unwrapped_step(type(optimizer))
     if bare is None:
         optimizer.step()
         return
@@ -147,7 +147,7 @@ def checkpoint_frame() -> CheckpointFrame | None:
     return CheckpointFrame(frame, (frame, cells["gid"]), True)
 
 
-def _unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
+def unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
     """The step inside torch's wrapper; None if the class's step is anything else, such as a patched one."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from accel_fn.core.dtensor import local, note_shards, shard_like
+from accel_fn.core.fused_step import run_fused
 from accel_fn.core.grads import Grads
 from accel_fn.core.plan import Plan, describe
 from accel_fn.core.report import Report
@@ -99,9 +100,9 @@ def apply_update(
 ) -> None:
     """Run the optimizer on `factor * tensors`, or not at all where `ok` is False.
 
-    A fused optimizer takes factor and verdict into its kernel, as torch's own
-    GradScaler hands them over; any other, and one whose step is listened to, gets
-    one multiply in place, and the host waits for the verdict. It waits for both where
+    The kernel of a fused optimizer takes factor and verdict, as from torch's own GradScaler; `run_fused`
+    calls it where torch would do no more than that. Any other optimizer, and one whose step is listened
+    to, gets one multiply in place, and the host waits for the verdict. It waits for both where
     parameters are on the host.
 
     Args:
@@ -111,6 +112,23 @@ def apply_update(
         ok: [], bool, or None where nothing is checked.
     """
     factor = _open_factor(grads)
+    if ok is not None and ok.is_cpu:
+        if not ok:
+            return
+        ok = None
+    is_exact = factor is None or factor.dtype == torch.float32
+    if not (is_exact and run_fused(optimizer, grads.tensors, factor, ok)):
+        _run_step(optimizer, parameters, grads, factor, ok)
+
+
+def _run_step(
+    optimizer: Optimizer,
+    parameters: Sequence[Tensor],
+    grads: Grads,
+    factor: Tensor | None,
+    ok: Tensor | None,
+) -> None:
+    """Give the optimizer its gradients as `.grad`, and call its step."""
     fused = (factor is not None or ok is not None) and takes_factor(optimizer)
     if fused:
         factor, ok = _where_read(factor, parameters), _where_read(ok, parameters)

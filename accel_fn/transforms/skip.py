@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -111,31 +113,37 @@ def norm_in_line(
 
 
 class FiniteNorm:
-    """Checks that the norm is finite; raises after too many in a row that are not."""
+    """Checks that the norm is finite; raises after too many in a row that are not.
+
+    Where norms are on an accelerator, all that it keeps is there, too, and the host reads the count one
+    step late. On the CPU, it keeps numbers, since a dozen operations on tensors of one element cost more
+    than the norm.
+    """
 
     _RULE = "be finite"
 
     def __init__(self, device: torch.device, max_consecutive: int) -> None:
         self.max_consecutive = max_consecutive
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_a_row: Any = torch.zeros((), dtype=torch.int64, device=device)
         self._norm_before: Tensor | None = None
         self._name_before = ""
         self._delayed = DelayedRead()
         self._pending: dict[str, Any] = {}
         """The attributes that `commit` changes."""
+        self._answers = torch.tensor(False), torch.tensor(True)
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
         if self._pending:  # an update was prepared and never applied
             self._delayed.last()
-        norm = grads.norm()
-        if norm.device != self._in_a_row.device:
-            self._move(norm.device)  # else the host would wait for the device, to compare on it
+        norm, name = grads.norm(), step_name(state.step + 1, state.call)
+        if norm.is_cpu:
+            return self._answers[self._accepts(norm.item(), name)]
+        if not isinstance(self._in_a_row, Tensor) or norm.device != self._in_a_row.device:
+            self._move(norm.device)  # they were numbers of the host, or of a checkpoint
         ok, changes = self._judge(norm)
         in_a_row = torch.where(ok, 0, self._in_a_row + 1)
-        known, name = self._delayed(in_a_row), step_name(state.step + 1, state.call)
-        if known is in_a_row:
-            self._check(known, name, norm)
-        else:
+        known = self._delayed(in_a_row)
+        if known is not None and self._norm_before is not None:
             self._check(known, self._name_before, self._norm_before)
         self._pending = {
             "_in_a_row": in_a_row,
@@ -145,19 +153,34 @@ class FiniteNorm:
         }
         return ok
 
+    def _accepts(self, norm: float, name: str) -> bool:
+        """Judge a norm that the host knows."""
+        if isinstance(self._in_a_row, Tensor):
+            self._read()
+        ok, changes = self._judge_number(norm)
+        in_a_row = 0 if ok else self._in_a_row + 1
+        self._check(in_a_row, name, norm)
+        self._pending = {"_in_a_row": in_a_row, **changes}
+        return ok
+
     def _move(self, device: torch.device) -> None:
-        """Move the state to where norms are: on the host, if parameters are."""
-        held = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
-        vars(self).update({name: each.to(device) for name, each in held.items()})
+        """Move the state to an accelerator, where the norms are."""
+        for name, each in self.state_dict().items():
+            setattr(self, f"_{name}", each.to(device))
+
+    def _read(self) -> None:
+        """Read the state, after a checkpoint or where norms are on the host although the state is not."""
+        for name, each in self.state_dict().items():
+            setattr(self, f"_{name}", each.tolist())
 
     def commit(self) -> None:
         """Take over the counts of this update; *apply* calls it, once nothing can raise any more."""
         vars(self).update(self._pending)
         self._pending = {}
 
-    def _check(self, in_a_row: Tensor | None, name: str, norm: Tensor | None) -> None:
+    def _check(self, in_a_row: int | Tensor, name: str, norm: float | Tensor) -> None:
         """Raise after too many updates in a row that were not applied."""
-        if in_a_row is None or norm is None or in_a_row < self.max_consecutive:
+        if in_a_row < self.max_consecutive:
             return
         raise SkippedError(
             f"step: the gradient norm must {self._RULE} once in {self.max_consecutive} updates, got "
@@ -165,19 +188,24 @@ class FiniteNorm:
             "their batches, resume from a checkpoint, or lower the learning rate"
         )
 
-    def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Return whether the norm is fine, and the attributes that change if the update is applied."""
         return torch.isfinite(norm), {}
 
+    def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
+        """Do the same with numbers."""
+        return math.isfinite(norm), {}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that checkpoints hold."""
-        return {"in_a_row": self._in_a_row}
+        return {"in_a_row": torch.as_tensor(self._in_a_row, dtype=torch.int64)}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the state of a checkpoint."""
         self._delayed.last()  # a pending value belongs to the run before
         self._norm_before = None
-        self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)
+        for name in self.state_dict():
+            setattr(self, f"_{name}", saved[name])
 
 
 class NormInLine(FiniteNorm):
@@ -190,30 +218,44 @@ class NormInLine(FiniteNorm):
     ) -> None:
         super().__init__(device, max_consecutive)
         self.num_sigmas = num_sigmas
-        self._norms = torch.zeros(window, device=device)
-        self._num_seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._norms: Any = torch.zeros(window, device=device)
+        self._num_seen: Any = torch.zeros((), dtype=torch.int64, device=device)
         self._places = torch.arange(window, device=device)
 
-    def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Any]]:
         norm = norm.to(self._norms)
         window = len(self._norms)
-        known = self._places < self._num_seen
+        places = self._places.to(norm.device)
+        known = places < self._num_seen
         count = known.sum()
         mean = self._norms.sum() / count
         spread = torch.where(known, self._norms - mean, 0.0).square().sum() / (count - 1)
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
-        here = self._places == self._num_seen % window
+        here = places == self._num_seen % window
         counts = ok & (norm > 0)  # the norm is 0 for a batch of weight 0
         norms = torch.where(here & counts, norm, self._norms)
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 
+    def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
+        norms, num_seen = self._norms, self._num_seen
+        norm, window = c_float(norm).value, len(norms)  # float32, as in a checkpoint
+        ok = math.isfinite(norm)
+        if ok and num_seen >= window // 2:
+            known = norms[:num_seen]
+            mean = math.fsum(known) / len(known)
+            spread = math.fsum([(each - mean) ** 2 for each in known]) / (len(known) - 1)
+            ok = norm <= max(mean + self.num_sigmas * math.sqrt(spread), _LEAST * mean)
+        if not ok or norm <= 0:  # the norm is 0 for a batch of weight 0
+            return ok, {}
+        place = num_seen % window
+        return ok, {
+            "_norms": [*norms[:place], norm, *norms[place + 1 :]],
+            "_num_seen": num_seen + 1,
+        }
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that checkpoints hold."""
-        return {**super().state_dict(), "norms": self._norms, "num_seen": self._num_seen}
-
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restore the state of a checkpoint."""
-        super().load_state_dict(saved)
-        self._norms = saved["norms"].to(self._norms.device)
-        self._num_seen = saved["num_seen"].to(self._num_seen.device)
+        norms = torch.as_tensor(self._norms, dtype=torch.float32)
+        num_seen = torch.as_tensor(self._num_seen, dtype=torch.int64)
+        return {**super().state_dict(), "norms": norms, "num_seen": num_seen}

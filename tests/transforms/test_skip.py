@@ -1,4 +1,4 @@
-"""skip_nonfinite and skip_spikes: when a run ends, late reads, resumed runs, and what is refused."""
+"""skip_nonfinite and skip_spikes: when a run ends, resumed runs, and what is refused."""
 
 import copy
 
@@ -9,7 +9,6 @@ import accel_fn as af
 from accel_fn.testing import simulate
 from tests.laws.law07_skipping import linear_model, linear_run, tiny_sgd, trained_in_a_world
 from tests.support import strategies as ours
-from tests.support.late_reads import read_late
 
 
 def test_a_spike_on_one_rank_is_left_out_on_all():
@@ -76,34 +75,6 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(recipe, bad, rule):
         return state.step
 
     assert simulate(run, world_size=2) == [8] * 2
-
-
-@pytest.mark.parametrize("after", [float("nan"), 1.0])
-def test_a_result_that_is_read_late_ends_the_run_a_step_later_with_its_own_norm(after):
-    """The norm of that step does not matter."""
-    model = linear_model()
-    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    state, step = af.build(plan, af.DistState())
-    read_late(*step.plan.accept)
-    *first, last = linear_run([1.0, float("nan"), float("inf"), after])
-    for batch in first:
-        state, _ = step(state, batch)
-    with pytest.raises(ArithmeticError, match="got nan at step 3, and so for 2 in a row"):
-        step(state, last)
-
-
-def test_a_result_that_is_read_late_does_not_end_the_run_that_is_gone_back_to(tmp_path):
-    model = linear_model()
-    plan = af.skip_nonfinite(2)(af.Plan(ours.mse, model, tiny_sgd([model.weight])))
-    state, step = af.build(plan, af.DistState())
-    read_late(*step.plan.accept)
-    good, *bad = linear_run([1.0, float("nan"), float("nan")])
-    af.save(step, state, tmp_path)
-    for batch in bad:
-        state, _ = step(state, batch)
-    state = af.load(step, state, tmp_path)
-    _, report = step(state, good)
-    assert report.applied
 
 
 @pytest.mark.parametrize("empty", [{0, 1}, {3, 4, 5, 6}], ids=["first", "window"])

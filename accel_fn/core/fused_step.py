@@ -1,0 +1,151 @@
+"""The step of a fused optimizer of torch by one call of its kernel for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from accel_fn.core.torch_internals import has_hooks, is_profiling, unwrapped_step
+
+_SETTINGS = {
+    Adam: ("weight_decay", "eps", "amsgrad", "maximize"),
+    AdamW: ("weight_decay", "eps", "amsgrad", "maximize"),
+    SGD: ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
+}
+"""The optimizers whose kernels are known, and the settings of a group that they take as they are."""
+_kind = attrgetter("dtype", "device", "layout")
+_device = attrgetter("device")
+_steps, _means = itemgetter("step"), itemgetter("exp_avg")
+_squares, _largest = itemgetter("exp_avg_sq"), itemgetter("max_exp_avg_sq")
+
+
+class _Call(NamedTuple):
+    kernel: Callable[..., None]
+    tensors: Sequence[Sequence[Tensor]]
+    """Parameters, gradients and the optimizer's state of these."""
+    settings: dict[str, Any]
+    steps: list[Tensor]
+    """The step counts among them."""
+
+
+def run_fused(
+    optimizer: Optimizer,
+    gradients: Sequence[Tensor | None],
+    factor: Tensor | None,
+    ok: Tensor | None,
+) -> bool:
+    """Do what `optimizer.step()` does with `factor * gradients`, or nothing and return False.
+
+    It returns False where torch would run anything but the kernel: for an optimizer of another class, with
+    hooks or under a profiler, in the first step, which makes the state, or with tensors of several kinds.
+
+    Args:
+        optimizer: its groups, their settings and its state are read anew in each step.
+        gradients: one for each parameter of its groups, or None.
+        factor: [], float32; None is one.
+        ok: [], bool: the kernel leaves everything as it is where this is False. None: it runs.
+    """
+    calls = _calls(optimizer, gradients)
+    if calls is None:
+        return False
+    read = {each.device for each in (factor, ok) if each is not None}
+    if read and any(read != {each.tensors[0][0].device} for each in calls):
+        return False
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # as torch's schedulers want it
+    scale = None if factor is None else factor.reciprocal()
+    found = None if ok is None else (~ok).float()
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # a context manager would be four calls more
+    try:
+        for each in calls:
+            if each.steps:
+                torch._foreach_add_(each.steps, 1)
+            each.kernel(*each.tensors, grad_scale=scale, found_inf=found, **each.settings)
+            if each.steps and found is not None:
+                torch._foreach_sub_(each.steps, [found] * len(each.steps))
+    finally:
+        torch._C._set_grad_enabled(enabled)
+    return True
+
+
+def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Call] | None:
+    """Return the call for each group that has gradients; None where torch would do anything else."""
+    kind = type(optimizer)
+    if kind not in _SETTINGS or not _runs_alone(optimizer, kind):
+        return None
+    groups = optimizer.param_groups
+    if sum([len(group["params"]) for group in groups]) != len(gradients):
+        return None  # some require no gradient
+    start, calls = 0, []
+    for group in groups:
+        parameters = group["params"]
+        grads = gradients[start : start + len(parameters)]
+        start += len(parameters)
+        present = [pair for pair in zip(parameters, grads, strict=True) if pair[1] is not None]
+        if present:
+            call = _call(optimizer, group, [*zip(*present, strict=True)])
+            if call is None:
+                return None
+            calls.append(call)
+    return calls
+
+
+def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
+    """Return whether `step` is torch's own and nothing listens to it, but for a scheduler of torch."""
+    own: Any = vars(optimizer).get("step")
+    is_torchs = own is None or (
+        hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is kind.step
+    )
+    return (
+        is_torchs
+        and unwrapped_step(kind) is not None
+        and not has_hooks(optimizer)
+        and not is_profiling()
+    )
+
+
+def _call(
+    optimizer: Optimizer, group: Mapping[str, Any], present: Sequence[Sequence[Tensor]]
+) -> _Call | None:
+    """Return the call for one group; None where torch would do anything else."""
+    parameters, gradients = present
+    kind: Any = type(optimizer)
+    states: list[Any] = [*map(optimizer.state.get, parameters)]
+    kinds = {*map(_kind, parameters), *map(_kind, gradients)}
+    if not group["fused"] or len(kinds) != 1 or kinds.pop()[2] is not torch.strided:
+        return None
+    settings: dict[str, Any] = {name: group[name] for name in ("lr", *_SETTINGS[kind])}
+    lr = settings["lr"]
+    if isinstance(lr, Tensor) and lr.device != parameters[0].device:
+        return None
+    if kind is SGD:
+        momenta = []
+        if group["momentum"] != 0:
+            momenta = [each.get("momentum_buffer") for each in states if each]
+            if len(momenta) != len(parameters) or any(each is None for each in momenta):
+                return None
+        settings["is_first_step"] = False
+        return _Call(torch._fused_sgd_, (parameters, gradients, momenta), settings, [])
+    if group["differentiable"] or group["capturable"] or not all(states):
+        return None
+    settings["beta1"], settings["beta2"] = group["betas"]
+    if isinstance(settings["beta1"], Tensor) or isinstance(settings["beta2"], Tensor):
+        return None  # torch reads them
+    steps = [*map(_steps, states)]
+    largest = [*map(_largest, states)] if group["amsgrad"] else []
+    lists = (
+        parameters,
+        gradients,
+        [*map(_means, states)],
+        [*map(_squares, states)],
+        largest,
+        steps,
+    )
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    return _Call(kernel, lists, settings, steps)
