@@ -19,12 +19,12 @@ class BatchPlan:
     Its `repr` is a table. The sizes of a full batch are empty where no batch is full.
 
     Attributes:
-        num_samples: of the data set.
+        num_samples: samples in the data set.
         batch_size: samples in a full global batch.
-        world_size: ranks that share it.
-        num_microbatches: into which each rank cuts its part, at most.
+        world_size: ranks that share a batch.
+        num_microbatches: micro-batches into which each rank cuts its part, at most.
         num_batches: steps of an epoch.
-        num_full: those of `batch_size` samples.
+        num_full: batches of `batch_size` samples.
         last_batch: samples in the last batch.
         rank_sizes: samples of each rank in a full batch.
         last_rank_sizes: the same in the last batch.
@@ -73,7 +73,7 @@ def _line(
 
 
 def _counted(sizes: Sequence[int]) -> str:
-    """`3 x 22, 5 x 21`, the larger ones first."""
+    """Format sizes as `3 x 22, 5 x 21`, the larger ones first."""
     groups = groupby(sorted(sizes, reverse=True))
     return ", ".join(f"{len(list(group))} x {size}" for size, group in groups)
 
@@ -89,18 +89,18 @@ def plan_batches(
     """Compute how `shard_loader` and `accumulate` will split an epoch, to print before training. Pure.
 
     Args:
-        num_samples: of the data set, >= 1.
-        batch_size: the global batch, >= 1.
-        world_size: ranks that share it, >= 1.
-        num_microbatches: what `accumulate` is given, >= 1.
+        num_samples: samples in the data set, >= 1.
+        batch_size: samples in a global batch, >= 1.
+        world_size: ranks that share a batch, >= 1.
+        num_microbatches: the number that you pass to `accumulate`, >= 1.
         drop_last: leave out a last batch that is not full.
 
     Returns:
         Sizes of batches, parts and micro-batches, and the numbers of ranks that fit the batch size.
 
     Raises:
-        ValueError: a count is less than 1 (TypeError too where it is no integer), or `drop_last`
-            leaves no batch.
+        ValueError: a count is less than 1 (also a TypeError if it is not an integer), or
+            `drop_last` leaves no batch.
 
     Cost: none; no data is read.
 

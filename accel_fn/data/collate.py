@@ -1,4 +1,4 @@
-"""A user's collate_fn: its batch, the batch of a rank that has no sample, and what is refused."""
+"""Call a user's collate_fn, also for a rank without samples, and refuse unclear batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Collate:
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
         self._fields: set[Place] = set()
-        """Places of lists whose items are fields, which no later batch checks again."""
+        """Places of lists whose items are fields, which are not checked in later batches."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
         """Return the batch of a part; `count` is the number of samples, if it is not their length."""
@@ -42,15 +42,15 @@ class Collate:
         return batch
 
     def empty(self, one: Any, two: Any) -> Any:
-        """Return the batch of no samples, by a sample and twice this sample; None if rows cannot be cut."""
+        """Return the batch of no samples; `two` is `one` twice. None if rows cannot be cut."""
         return self.without_rows(self._collate_fn(one), two)
 
     def without_rows(self, batch: Any, two: Any) -> Any:
-        """Return the batch of a sample without its rows, by twice this sample."""
+        """Return the batch of a sample without its rows; `two` is the sample twice."""
         return without_rows(batch, self._twice(two))
 
     def _twice(self, samples: Any) -> Any:
-        """Return a batch whose rows are counted and not used; None if the collate_fn raises."""
+        """Collate samples, to count the rows of the batch only; None if the collate_fn raises."""
         try:
             with Generators(0):  # else the user's generators would advance
                 return self._collate_fn(samples)
@@ -65,11 +65,11 @@ class Collate:
                 self._fields.add(place)
 
     def _grows(self, place: Place, samples: Any, count: int) -> bool:
-        """Is the list longer for twice as many samples?
+        """Return whether the list at `place` is longer for twice as many samples.
 
-        Without this, `(inputs, labels)` of two packed samples would be taken for two samples.
+        Without this check, `(inputs, labels)` of two packed samples would be taken for two samples.
         """
-        # A data set that reads many at once may give anything, which cannot be doubled.
+        # A data set that reads many samples at once may return any type, which cannot be doubled.
         if not isinstance(samples, list):
             return True
         doubled = self._twice([*samples, *samples])
@@ -85,7 +85,7 @@ class ReadyBatch:
     world_size: int
 
     def __call__(self, items: list[Any]) -> Any:
-        """Return the rows of the one item."""
+        """Return this rank's rows of the only item."""
         repair = "give the DataLoader a batch_size if the data set gives samples"
         batch = self.collate_fn(items[0])
         return rows_of_rank(
@@ -103,7 +103,7 @@ class WholeBatch:
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
         """Return this rank's rows of the batch of these samples."""
-        # A list of one text is no column of rows: whether it has rows, two samples show.
+        # A list of one text does not count as a column: two samples show whether it has rows.
         is_one = self.rank > 0 and isinstance(samples, list) and len(samples) == 1
         two = twice(samples) if is_one else None
         batch = self.collate(samples, count)
@@ -114,7 +114,7 @@ class WholeBatch:
 
 
 def stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
-    """Is it torch's default collate_fn, without other registered types?"""
+    """Return whether the collate_fn is torch's default, without other registered types."""
     return collate_fn is default_collate and all(
         fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
     )
@@ -140,7 +140,7 @@ def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tu
 
 
 def _may_be_samples(items: list[Any] | tuple[Any, ...], count: int) -> bool:
-    """Are there as many items as samples, which hold tensors that have other numbers of rows?"""
+    """Return whether items may be samples: one for each, with tensors of other numbers of rows."""
     if len(items) != count:
         return False
     columns: list[Any] = []
@@ -166,14 +166,14 @@ def _refuse(items: list[Any] | tuple[Any, ...], count: int) -> NoReturn:
 
 
 class EmptyPart(list[Any]):
-    """The samples of a rank that has none: one sample of the batch, whose form its rows would have."""
+    """The part of a rank without samples: one sample of the batch, for the form of the part."""
 
 
 def without_rows(one: Any, two: Any) -> Any:
-    """Return the batch of no samples, by those of a sample and of twice this sample.
+    """Return the batch of no samples, given the batch of one sample and that of the sample twice.
 
-    What is twice as long in the second has rows, which are cut off. None if anything else would have
-    to be cut, such as tokens of all samples in one row.
+    Everything that is twice as long in `two` has rows, which are cut off. None if anything else
+    would have to be cut, such as tokens of all samples in one row.
     """
     cut = _Cut()
     try:
@@ -193,7 +193,7 @@ class _UncutError(Exception):
 
 
 class _Cut:
-    """The cut of all rows off a batch."""
+    """Cuts all rows off a batch, and records whether it had any."""
 
     def __init__(self) -> None:
         self.has_rows = False

@@ -46,7 +46,7 @@ def same_on_all_ranks(
 class SamplerOptions:
     """Options that must be the same on all ranks of a loader whose sampler rank 0 runs.
 
-    Workers read ahead what rank 0 sends, so all must be as far ahead.
+    Workers read ahead the samples that rank 0 sends, so all ranks must read equally far ahead.
     """
 
     samplers: tuple[str, ...]
@@ -83,11 +83,11 @@ def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOpti
 
 
 def _checksum(dataset: Any) -> int | None:
-    """A checksum that is equal on ranks that hold the same samples; None where nothing is known.
+    """Return a checksum that is equal on ranks with the same samples; None if nothing is known.
 
-    Of a `Subset` all indices count, at any depth; of a map of Hugging Face's its indices and its
-    first and last row; of a stream of theirs its shards and the generators that shuffle it. Data
-    themselves are not read otherwise: ranks may hold copies that differ, such as random numbers.
+    It covers all indices of a `Subset`, at any depth; the first and last rows and indices of a
+    Hugging Face data set; the shards of a Hugging Face stream and the generators that shuffle it.
+    No other data are read: ranks may hold copies that differ, such as random numbers.
     """
     if isinstance(dataset, Subset):
         return _mixed(_of_numbers(dataset.indices), _checksum(dataset.dataset))
@@ -101,7 +101,7 @@ def _checksum(dataset: Any) -> int | None:
 
 
 def _constants(part: Any) -> Iterator[Any]:
-    """Constants of a Hugging Face stream, without the state of a pass."""
+    """Yield the constants of a Hugging Face stream, without the state of a pass."""
     yield type(part).__name__
     for name, value in sorted(vars(part).items()):
         if isinstance(value, np.random.Generator):
@@ -116,14 +116,14 @@ def _constants(part: Any) -> Iterator[Any]:
 
 
 def _shard(shard: Any) -> Any:
-    """Identity of a shard: the name of a file, which may lie in another folder on each machine."""
+    """Identify a shard: a file by its name, since its folder may differ between machines."""
     if isinstance(shard, str):
         return shard.rpartition("/")[2]
     return shard if isinstance(shard, bool | int | float | range) else _checksum(shard)
 
 
 def _of_list(sampler: Any) -> int | None:
-    """Checksum of the numbers in a list of samples or batches, in any order; else None."""
+    """Compute a checksum of a list's samples or batches, in any order; None for other samplers."""
     if isinstance(sampler, range):  # a range may be long
         return zlib.crc32(repr(sampler).encode())
     if not isinstance(sampler, list | tuple):
@@ -134,7 +134,7 @@ def _of_list(sampler: Any) -> int | None:
 
 
 def _of_numbers(numbers: Any) -> int:
-    """Checksum of whole numbers, or of other keys of samples."""
+    """Compute a checksum of whole numbers, or of other keys of samples."""
     try:
         found = np.asarray(numbers)
     except (TypeError, ValueError):  # names of several lengths, or numbers on another device
@@ -145,7 +145,7 @@ def _of_numbers(numbers: Any) -> int:
 
 
 def _ends(table: Any, count: int) -> int | None:
-    """Checksum of the first and last rows of an Arrow table; its length is compared elsewhere."""
+    """Compute a checksum of the ends of an Arrow table; its length is compared elsewhere."""
     if table is None or not len(table):
         return None
     count = min(count, len(table))

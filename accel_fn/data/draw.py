@@ -35,18 +35,18 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
         fn: draws from the generator, which is on the host, and returns a tree of tensors
             [num_rows, ...], as many rows as the *global* batch has: the DataLoader's `batch_size`. With
             `rows`, it is called as `fn(generator, num_rows)`.
-        state: of the step that the rows are for.
-        name: of the draw.
-        rows: this rank's part of the batch that the draws are for, which may be shorter than others, as the
-            last batch of an epoch is, or None, which has no rows. All ranks give theirs, and each gets as
-            many rows as it has.
+        state: the state of the step that the rows are for.
+        name: the name of the draw.
+        rows: this rank's part of the batch that the numbers are for. The batch may be shorter than
+            the others, as the last one of an epoch is; None is a part without rows. Every rank
+            passes its part, and gets as many rows as the part has.
 
     Returns:
         The tree with this rank's rows, on the host; `place` moves them with the batch. Where the
         device should draw, let `fn` draw a seed for a generator of the device.
 
     Raises:
-        TypeError: `fn` cannot be called, or `name` is no string.
+        TypeError: `fn` is not callable, or `name` is not a string.
         ValueError: `fn` returns no rows, different numbers of them, or rows that it did not draw from
             the generator; `rows` cannot be counted.
 
@@ -84,7 +84,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
     if sizes is not None and counts != {sum(sizes)}:
         rule = f"return as many rows as it is given, {sum(sizes)}"
         raise BatchError(message("draw", "fn", rule, f"{next(iter(counts))} rows"))
-    # torch draws nothing for no row, and no permutation of one
+    # torch draws no number for zero rows, nor for a permutation of one row
     if counts.pop() > 1 and torch.equal(generator.get_state(), before):
         rule, repair = "draw from the generator that it is given", "torch.randn(..., generator=g)"
         raise ArgumentError(message("draw", "fn", rule, "none of its numbers", repair))
@@ -94,7 +94,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
 
 
 def _sizes(rows: object, state: DistState) -> list[int]:
-    """Return the number of rows of each rank that shares the batch; raise on all if one cannot count."""
+    """Return how many rows each rank of the batch has; all ranks raise if one cannot count."""
     failure: Exception | None = None
     try:
         count = count_samples(rows)

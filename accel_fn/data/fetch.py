@@ -1,4 +1,4 @@
-"""Batches by the numbers of their samples, read in this process or by a loader's workers."""
+"""Read batches by the numbers of their samples, in this process or in a loader's workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SHOWN = 8  # samples that an error lists
 _KEPT = 8
 """Most samples that are read again for a check."""
 _NUM_MARKED = 100
-"""The batches of a pass at which a step may look: its 1st, 2nd, 10th and 100th."""
+"""How many batches of a pass are marked: a step may check the 1st, 2nd, 10th and 100th."""
 
 
 class BatchReader:
@@ -92,7 +92,7 @@ class BatchReader:
         seed: int,
         by_loop: bool = False,
     ) -> Iterator[Any]:
-        """Yield the batch of each part, in order. Workers start with the first.
+        """Yield the batch of each part, in order. Workers start with the first batch.
 
         With `by_loop`, the data set stays in an epoch that the loop has set since the last pass.
 
@@ -106,7 +106,7 @@ class BatchReader:
     def numbered(
         self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Numbered[Any]]:
-        """Yield the same batches, each after the samples in it; None for the key of a ready one."""
+        """Yield the same batches, each after its samples; None for the key of a ready batch."""
         for part, batch in self._with_parts(parts, epoch, first_batch, seed, by_loop=False):
             numbers = self._fetcher.own(part)
             if isinstance(numbers, Tensor):
@@ -116,7 +116,7 @@ class BatchReader:
     def _with_parts(
         self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int, *, by_loop: bool
     ) -> Iterator[tuple[Part, Any]]:
-        """Yield each part and its batch, the first of which are marked with their samples."""
+        """Yield each part and its batch; the first batches are marked with their samples."""
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)
@@ -169,7 +169,7 @@ class BatchReader:
 
 
 def _can_pin() -> bool:
-    """Is there an accelerator with pinned memory? Without one, torch does not pin either."""
+    """Return whether there is an accelerator with pinned memory; torch does not pin without one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type != "mps"
 
@@ -199,7 +199,7 @@ class _PartWorkers(WorkerPool):
             yield batch
 
     def drop_rest(self) -> None:
-        # without parts, workers read nothing more; what they have read, torch drops at the next pass
+        # Without parts, workers read no more batches; torch drops the last ones at the next pass.
         self._parts.start(())
 
 
@@ -268,11 +268,11 @@ class Part:
     seed: int | None = None
     """Seed of the global random generators; None: they are not seeded."""
     keeps: bool = False
-    """Is `set_epoch` not called, so that the data set stays in the epoch that it is in?"""
+    """Whether the data set stays in the epoch that it is in: `set_epoch` is not called."""
 
     @property
     def is_split(self) -> bool:
-        """Does each rank have its own samples of the batch?"""
+        """Whether each rank has its own samples of the batch."""
         return isinstance(self.numbers, Tensor | list)
 
     def listed(self) -> Part:
@@ -349,7 +349,7 @@ class Fetcher(Dataset[Any]):
         return part.numbers[start:stop]
 
     def made(self, part: Part) -> Made:
-        """Return of how many samples the batch of a part is, and what makes a batch of a few of them."""
+        """Return how many samples a part's batch has, and how to make a batch of a few of them."""
         num_samples = len(self.own(part))
         if num_samples == 0 or self._whole is not None or stacks_plainly(self.collate_fn):
             return Made(num_samples)
@@ -361,9 +361,9 @@ class Fetcher(Dataset[Any]):
             return list(self._samples(numbers))
 
     def fetch(self, numbers: Tensor | list[Any]) -> Any:
-        """Return the batch of samples `numbers`: int64, or whatever else the data set is indexed by.
+        """Return the batch of the samples `numbers`: int64, or other keys of the data set.
 
-        An exception of the data set's gets a note that names the sample.
+        An exception of the data set gets a note that names the sample.
         """
         if self._reads_rows:
             try:
@@ -378,9 +378,9 @@ class Fetcher(Dataset[Any]):
         return self._collated(self._samples(numbers), numbers)
 
     def _empty(self, numbers: list[Any]) -> Any:
-        """Return the batch of no samples, in the form of that of one."""
+        """Return the batch of no samples, in the form of a batch of one."""
         samples = self._samples(numbers)
-        # A data set that reads many at once may give anything, which cannot be doubled.
+        # A data set that reads many samples at once may return any type, which cannot be doubled.
         two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)
         with _noting(
             f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
@@ -431,7 +431,7 @@ class ReadyFetcher(Fetcher):
         return Made(len(self.own(part)))
 
     def fetch(self, numbers: Any) -> Any:
-        """Return this rank's rows of the batch; a list holds those of this rank alone, or of all."""
+        """Return this rank's rows; a list holds the indices of this rank, or those of all ranks."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         with _noting(f"the data set failed to give batch {listed(numbers)}"):
@@ -450,7 +450,7 @@ def _noting(note: str) -> Iterator[None]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Does the data set read many samples in one call? A `Subset` does if its data set does."""
+    """Return whether the data set, or that of a `Subset`, reads many samples in one call."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
@@ -465,7 +465,7 @@ def listed(numbers: Any) -> str:
 
 
 def has_rows(dataset: Any) -> bool:
-    """Can `rows` read the data set? Exact types only, since a subclass may index in its own way."""
+    """Return whether `rows` can read the data set: exact types, as a subclass may differ."""
     kind = type(dataset)
     if kind is Tensor:
         return (
@@ -488,7 +488,7 @@ def _columns(dataset: StackDataset[Any]) -> list[Any]:
 
 
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Does torch have a dtype for these numbers?"""
+    """Return whether torch has a dtype for these numbers."""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError):

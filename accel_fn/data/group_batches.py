@@ -33,18 +33,18 @@ def group_batches(
     Law: a step over a window is the step over its batches joined.
 
     Args:
-        loader: what `shard_loader` gave, one of its epochs, or anything else
+        loader: a loader that `shard_loader` returned, one of its epochs, or anything else
             that can be iterated.
         k: batches in a window, >= 1.
 
     Returns:
-        A loader of the same kind. Of a sharded loader, one window counts as one batch:
+        A loader of the same kind. If it is a sharded loader, one window counts as one batch:
         in `len`, `indices`, and `epochs(num_epochs, since=state)`, which starts
-        at batch k * w of an epoch where w windows of it were consumed. So window a loader
-        that is to be resumed, and not its epochs, which count in batches.
+        at batch k * w of an epoch of which w windows were consumed. So, if the run may resume,
+        group the batches of the loader, and not of its epochs, which count in batches.
 
     Raises:
-        ValueError: `k` is no integer >= 1 (TypeError too where it is no integer).
+        ValueError: `k` is not an integer >= 1 (also a TypeError if it is not an integer).
         TypeError: `loader` cannot be iterated.
 
     Cost: the memory of `k` batches.
@@ -65,7 +65,7 @@ def group_batches(
 
 
 class Windowed(Generic[Batch]):
-    """Anything that can be iterated, `k` at a time. Made by `group_batches`."""
+    """An iterable over lists of `k` batches. Made by `group_batches`."""
 
     def __init__(self, loader: Iterable[Batch], k: int) -> None:
         self._loader = loader
@@ -79,7 +79,7 @@ class Windowed(Generic[Batch]):
 
 
 class WindowedSource(Generic[Batch]):
-    """A `Source` whose batches are windows of another's. No window spans two epochs."""
+    """A `Source` whose batches are windows of another source's. No window spans two epochs."""
 
     def __init__(self, source: Source[Batch], k: int) -> None:
         self._source = source

@@ -1,6 +1,6 @@
 """Loaders over data sets that can be indexed: their order, and this rank's part of every batch.
 
-Where the order is known, ranks compute it and exchange nothing. A sampler of the user's runs on rank 0, under
+If the order is known, ranks compute it and exchange nothing. A user's sampler runs on rank 0, with
 random numbers that depend on seed and epoch, and rank 0 sends every rank its part.
 """
 
@@ -174,7 +174,10 @@ def _outermost(loader: DataLoader[Any]) -> Any:
 
 
 def _is_of(sampler: Any, kind: type) -> bool:
-    """Is the class exactly torch's, or the one that torchdata's StatefulDataLoader replaces it by?"""
+    """Return whether the class is exactly `kind`, or torchdata's replacement for it.
+
+    A StatefulDataLoader replaces torch's samplers by classes of the same name.
+    """
     return type(sampler) is kind or (
         _is_torchdatas(sampler) and type(sampler).__name__ == kind.__name__
     )
@@ -185,7 +188,7 @@ def _is_torchdatas(sampler: Any) -> bool:
 
 
 def _goes_through(sampler: Any, dataset: Any) -> bool:
-    """Does the sampler give every sample of the data set once, in order or shuffled?
+    """Return whether the sampler gives every sample of the data set once, in order or shuffled.
 
     Ranks then compute the order, and no rank runs the sampler.
     """
@@ -291,7 +294,7 @@ class SamplerBatches:
 
     @property
     def is_own(self) -> bool:
-        """Is one of the samplers of a user's class, which the loop may change during a pass?"""
+        """Whether a sampler is of a user's class, which the loop may change during a pass."""
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, int | None]:

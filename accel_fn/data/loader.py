@@ -23,7 +23,7 @@ _PLACE = ("epoch", "batch")
 _NEW_RUN = "begin a new run with a state at step 0, such as init returns"
 _Value = TypeVar("_Value")
 Batch = TypeVar("Batch", covariant=True, default=Any)
-"""The type of a batch. Annotate it: torch's DataLoader knows that of a sample alone."""
+"""The type of a batch. Annotate it: torch's DataLoader knows only the type of a sample."""
 
 
 Numbered: TypeAlias = tuple[list[Any] | None, Batch]
@@ -34,40 +34,40 @@ class Source(Protocol[Batch]):
     """A way to split a loader's batches over ranks. All ranks read the same epochs and batches of it."""
 
     def num_batches(self) -> int:
-        """Number of batches of an epoch, the same on every rank; ArgumentTypeError if it is unknown."""
+        """Return the batches of an epoch, the same on every rank; ArgumentTypeError if unknown."""
 
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
     ) -> Iterator[Batch]:
-        """This rank's part of every batch of an epoch, from `first_batch` on.
+        """Return this rank's part of every batch of an epoch, from `first_batch` on.
 
-        None is epoch 0, in which a map-style data set keeps the epoch that it is in. With `by_loop`, data
-        sets and samplers keep an epoch that the loop has set since the last pass.
-        Called in the thread of the loop, by all ranks in the same order. The
-        iterator may be read in another thread, of a sampler as `SampledBatches`.
+        `epoch=None` reads epoch 0, but a map-style data set keeps the epoch that it is in. With
+        `by_loop`, data sets and samplers keep an epoch that the loop has set since the last pass.
+        All ranks call it in the same order, in the thread of the loop. Another thread may read the
+        iterator; a source with a sampler returns `SampledBatches` for that.
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
-        """The same batches, each after the samples of this rank in it."""
+        """Return the same batches, each after the samples of this rank in it."""
 
     def facts(self) -> dict[str, int | None]:
-        """Known facts that a resumed run must share; not the number of ranks."""
+        """Return the known facts that a resumed run must share; not the number of ranks."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Find the epoch and the window in it that come after `step` windows of so many batches each.
+        """Find the epoch and the window in it that come after `step` windows of `window` batches.
 
         No window spans two epochs.
         """
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """The samples of this rank in a batch: int64; ArgumentError where they have no numbers."""
+        """Return the samples of this rank in a batch: int64; ArgumentError if without numbers."""
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """The samples of all ranks in a batch, in rank order: int64."""
+        """Return the samples of all ranks in a batch, in rank order: int64."""
 
 
 class _Count:
-    """Counts what passes through it."""
+    """Counts its calls, and returns its argument."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -79,31 +79,31 @@ class _Count:
 
 @dataclass(slots=True)
 class Progress:
-    """The place of the loop in a pass: the batches that it has received, counted in those of a view."""
+    """The place of the loop in a pass over a view: the number of batches that it has received."""
 
     epoch: int
     count: int
     num_each: int
-    """Batches of the loader in one of the view."""
+    """Batches of the loader in one batch of the view."""
     num_batches: int | None
 
     def place(self) -> tuple[int, int]:
-        """Return the pass and the next batch of the loader in it; behind the last, the next pass."""
+        """Return the pass and the next batch of the loader in it; after the last, the next pass."""
         if self.count == self.num_batches:
             return self.epoch + 1, 0
         return self.epoch, self.count * self.num_each
 
 
 class Position:
-    """The place of the loop in a loader and in all its views: the pass, and the batches received of it."""
+    """The place of the loop in a loader and all its views: the pass, and the batches received."""
 
     def __init__(self) -> None:
         self._progress = Progress(0, 0, 1, None)
         self._is_next = True
-        """Does the next pass begin at this place?"""
+        """Whether the next pass begins at this place."""
 
     def place(self) -> tuple[int, int]:
-        """Return the number of the pass, and the batches of the loader that were received of it."""
+        """Return the number of the pass, and the batches of the loader that were received in it."""
         return self._progress.place()
 
     def start(self) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Position:
         return self.place() if self._is_next else (self._progress.epoch + 1, 0)
 
     def move_to(self, epoch: int, batch: int = 0) -> None:
-        """Let the next pass begin there."""
+        """Let the next pass begin at that batch."""
         self._progress, self._is_next = Progress(epoch, batch, 1, None), True
 
     def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
@@ -134,7 +134,7 @@ class Received(Iterator[Batch]):
         try:
             batch = next(self._batches)
         except BaseException as error:
-            # Workers end with the iterator, also where somebody keeps the error.
+            # Drop the iterator, so that workers end with it even if the caller keeps the error.
             self._batches = iter(())
             if isinstance(error, StopIteration):
                 progress.num_batches = progress.count
@@ -148,12 +148,12 @@ class Received(Iterator[Batch]):
 
 @dataclass(frozen=True, slots=True)
 class Epoch(Generic[Batch]):
-    """One pass, or what is left of it, over this rank's batches.
+    """One pass over this rank's batches, or the rest of one.
 
     Attributes:
-        index: which epoch, from 0.
-        first_batch: where it starts; > 0 where a run resumes.
-        max_batches: it ends after so many, where the run does.
+        index: the number of the epoch, from 0.
+        first_batch: the batch at which it starts; > 0 if a run resumes within the epoch.
+        max_batches: the number of batches after which the run, and so the epoch, ends.
     """
 
     loader: ShardedLoader[Batch]
@@ -185,7 +185,7 @@ class Epoch(Generic[Batch]):
         return map(self._read, islice(batches, self.max_batches))
 
     def _num_read(self) -> int:
-        """Batches that it has, or that were read of it where its data have no length."""
+        """Return the batches of the epoch, or those that were read if its data have no length."""
         try:
             return len(self)
         except ArgumentTypeError:
@@ -195,9 +195,9 @@ class Epoch(Generic[Batch]):
 class ShardedLoader(Generic[Batch]):
     """A rank's part of a `DataLoader`. Made by `shard_loader`.
 
-    Each `iter(loader)` is the next pass, in another order if the loader shuffles, as in torch. One that
-    was broken off counts. The loader and its views, by `prefetch` and `group_batches`, count together;
-    `evaluate` and `predict` count nothing and read epoch 0.
+    Each `iter(loader)` is the next pass, in another order if the loader shuffles, as in torch. A
+    pass that the loop leaves early counts too. The loader and its views, by `prefetch` and
+    `group_batches`, count together; `evaluate` and `predict` count nothing and read epoch 0.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ class ShardedLoader(Generic[Batch]):
         self._loader = loader
         self._position = position or Position()
         self._num_each = num_each
-        """Batches of the loader in one of this view."""
+        """Batches of the loader in one batch of this view."""
 
     def view(self, source: Source[_Value], num_each: int = 1) -> ShardedLoader[_Value]:
-        """Make a loader at this position over another source; `num_each` batches of this one make one."""
+        """Make a view of this loader over another source; each batch has `num_each` of ours."""
         return ShardedLoader(source, self._loader, self._position, self._num_each * num_each)
 
     @property
@@ -223,14 +223,14 @@ class ShardedLoader(Generic[Batch]):
         return self._loader
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, the same on every rank."""
+        """Return the number of batches of an epoch, the same on every rank."""
         return self._source.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begin the next pass, or go on in the middle of the one that `load_state_dict` has set.
+        """Begin the next pass, or continue in the middle of the one that `load_state_dict` has set.
 
-        `set_epoch` of data sets and samplers is called, but on those whose epoch the loop has set by it
-        since the last pass.
+        Calls `set_epoch` of data sets and samplers, unless the loop has called it since the last
+        pass.
         """
         epoch, first = self._position.start()
         if first % self._num_each:
@@ -261,10 +261,10 @@ class ShardedLoader(Generic[Batch]):
         """Let the next pass be that of `epoch`, from its start.
 
         Args:
-            epoch: >= 0.
+            epoch: the number of the epoch, >= 0.
 
         Raises:
-            ValueError: `epoch` is no integer >= 0 (TypeError too where it is no integer).
+            ValueError: `epoch` is not an integer >= 0 (also a TypeError if it is not an integer).
         """
         self._position.move_to(check_count("set_epoch", "epoch", epoch, minimum=0))
 
@@ -278,22 +278,22 @@ class ShardedLoader(Generic[Batch]):
         """Yield epoch after epoch up to `num_epochs` or `max_steps`, from the position of a state.
 
         Args:
-            num_epochs: of the whole run, >= 0; None beside `max_steps`: as many as these take.
+            num_epochs: epochs of the whole run, >= 0. None, with `max_steps`: as many as they take.
             max_steps: batches of the whole run, >= 0, which may end within an epoch. Default: all.
-            since: its `step` is how many batches were consumed; they are
-                skipped by arithmetic, no sample is read. (A sampler without
-                a length is run so far, on rank 0.) Default: from the start.
+            since: its `step` is the number of batches that were consumed; they are
+                skipped by arithmetic, and no sample is read. (A sampler without
+                a length runs up to this place, on rank 0.) Default: from the start.
 
         Returns:
             An iterator of epochs: each has an `index`, a `len`, and iterates over
             its remaining batches, read after `set_epoch(index)` of a map-style data set that has it.
-            None if the state is at the end, which rank 0 logs as a warning of
+            It is empty if the state is at the end, which rank 0 logs as a warning of
             `accel_fn.checkpoint`: a finished run was started again.
 
         Raises:
             ValueError: the state is beyond the end of the run; `num_epochs` or `max_steps` is negative;
                 an epoch has no batch where `num_epochs` is None.
-            TypeError: `since` is no state; `num_epochs` is None without `max_steps`.
+            TypeError: `since` is not a `DistState`; `num_epochs` is None without `max_steps`.
 
         >>> import torch, accel_fn as af
         >>> loader = af.shard_loader(torch.utils.data.DataLoader(range(6), batch_size=2), af.DistState())
@@ -327,7 +327,7 @@ class ShardedLoader(Generic[Batch]):
         return Epochs(self, num_epochs, max_steps, since.step, start)
 
     def state_dict(self) -> dict[str, int | None]:
-        """Return what must be the same when a run resumes, and the position: "epoch" and "batch"."""
+        """Return the facts that a resumed run must share, and the position: "epoch" and "batch"."""
         epoch, batch = self._position.place()
         return {**self._facts(), "epoch": epoch, "batch": batch}
 
@@ -342,13 +342,14 @@ class ShardedLoader(Generic[Batch]):
             return None
 
     def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
-        """List differences from the saved loader: a step would be another position, or other samples.
+        """List differences from the saved loader, which would change a step's position or samples.
 
         Args:
-            saved: what `state_dict` gave.
+            saved: the dict that `state_dict` returned.
 
         Returns:
-            A line for each, with both values. `load` compares before it overwrites anything.
+            A line for each difference, with both values. `load` compares before it overwrites
+            anything.
         """
         here = self._facts()
         return [
@@ -358,13 +359,13 @@ class ShardedLoader(Generic[Batch]):
         ]
 
     def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
-        """Go on at the position of a saved run; raise if the data differ.
+        """Continue at the position of a saved run; raise if the data differ.
 
-        The next `iter(loader)` goes on in the middle of its pass; `epochs` takes the position of
+        The next `iter(loader)` continues in the middle of its pass; `epochs` takes the position of
         its state in place of this one.
 
         Args:
-            saved: what `state_dict` gave.
+            saved: the dict that `state_dict` returned.
 
         Raises:
             ValueError: data, batch size, seed or order differ.
@@ -380,12 +381,12 @@ class ShardedLoader(Generic[Batch]):
             self._position.move_to(epoch, batch)
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """The samples of this rank in a batch: [num_samples of the part], int64."""
+        """Return the samples of this rank in a batch: [num_samples of the part], int64."""
         _check_place("indices", epoch, batch)
         return self._source.indices(epoch, batch)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """The samples of all ranks in a batch, in rank order: [num_samples of the batch], int64."""
+        """Return the samples of all ranks in a batch, in rank order: [num_samples of the batch]."""
         _check_place("global_indices", epoch, batch)
         return self._source.global_indices(epoch, batch)
 
@@ -407,7 +408,7 @@ class Epochs(Iterator[Epoch[Batch]]):
         start: tuple[int, int] = (0, 0),
     ) -> None:
         self.loader, self.num_epochs, self.max_steps = loader, num_epochs, max_steps
-        self.step, self.start = step, start  # the position: batches, and epoch and batch in it
+        self.step, self.start = step, start  # the position: batches so far, (epoch, batch in it)
         self._left = self._epochs()
 
     def __next__(self) -> Epoch[Batch]:
@@ -435,7 +436,7 @@ class Epochs(Iterator[Epoch[Batch]]):
 
 
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
-    """Yield the batches of a loader, each after the samples in it, which an iterable does not know."""
+    """Yield the batches of a loader, each after the samples in it; None for another iterable's."""
     if isinstance(loader, Epoch):
         return loader._numbered()
     if isinstance(loader, ShardedLoader):

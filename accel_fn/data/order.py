@@ -82,7 +82,7 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
 
 
 def _round_keys(key: int, num_rounds: int) -> _Numbers:
-    """A multiplier and an addend for each round."""
+    """Return a multiplier and an addend for each round."""
     numbers = [mix(key + index * _MIX) for index in range(2 * num_rounds)]
     return np.array(numbers, dtype=np.uint64).reshape(num_rounds, 2)
 
@@ -99,8 +99,8 @@ def mix(value: int) -> int:
 class Cut:
     """Pure rules that split samples into global batches, and those into ranks' parts.
 
-    Batches do not depend on the world size. Of a batch with fewer samples than ranks, the last ranks
-    get an empty part.
+    Batches do not depend on the world size. If a batch has fewer samples than there are ranks, the
+    last ranks get an empty part.
     """
 
     batch_size: int  # samples in a global batch
@@ -108,12 +108,12 @@ class Cut:
     drop_last: bool  # leave out a last batch that is not full
 
     def count(self, num_samples: int) -> int:
-        """Number of batches of so many samples, the same on every rank."""
+        """Return the number of batches of `num_samples` samples, the same on every rank."""
         full, tail = divmod(num_samples, self.batch_size)
         return full + (tail > 0 and not self.drop_last)
 
     def next_size(self, num_left: int) -> int:
-        """Samples of the next batch where so many are left; 0 at the end."""
+        """Return the size of the next batch if `num_left` samples are left; 0 at the end."""
         if num_left >= self.batch_size:
             return self.batch_size
         return 0 if self.drop_last else num_left
@@ -128,34 +128,34 @@ class Order(Cut):
     seed: int
 
     def num_batches(self) -> int:
-        """Number of batches of an epoch, the same on every rank."""
+        """Return the number of batches of an epoch, the same on every rank."""
         return self.count(self.num_samples)
 
     def facts(self) -> dict[str, int | None]:
-        """Return all but the number of ranks, by name."""
+        """Return all fields but the number of ranks, by name."""
         return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
     def bounds(self, batch: int) -> tuple[int, int]:
-        """Start and stop of a global batch in the epoch's order."""
+        """Return start and stop of a global batch in the epoch's order."""
         start = batch * self.batch_size
         return start, min(start + self.batch_size, self.num_samples)
 
     def part(self, batch: int, rank: int) -> tuple[int, int]:
-        """Start and stop of a rank's part of a global batch: even to one sample, in rank order, or empty."""
+        """Return start and stop of a rank's part of a batch: even to one sample, or empty."""
         start, stop = self.bounds(batch)
         first, last = part_bounds(stop - start, self.world_size, rank)
         return start + first, start + last
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """The samples of a global batch: [num_samples of the batch], int64."""
+        """Return the samples of a global batch: [num_samples of the batch], int64."""
         return self.samples(epoch, torch.arange(*self.bounds(batch)))
 
     def indices(self, epoch: int, batch: int, rank: int) -> Tensor:
-        """The samples of a rank's part of it: [num_samples of the part], int64."""
+        """Return the samples of a rank's part of a batch: [num_samples of the part], int64."""
         return self.samples(epoch, torch.arange(*self.part(batch, rank)))
 
     def samples(self, epoch: int, places: Tensor) -> Tensor:
-        """The samples at places of an epoch's order: [num_places], int64."""
+        """Return the samples at places of an epoch's order: [num_places], int64."""
         if not self.shuffle:
             return places
         # Hashed twice: seed s in epoch e + 1 must not be seed s + 1 in epoch e.
@@ -163,7 +163,7 @@ class Order(Cut):
 
 
 class ItemOrder(Order):
-    """The order of items that are global batches: every rank reads each, so it is that of one rank."""
+    """The order of items that are global batches: every rank reads all, as if it were alone."""
 
 
 class WholeOrder(Order):
@@ -177,7 +177,7 @@ def no_numbers() -> ArgumentError:
 
 
 def per_rank_error(got: str, owner: str) -> ArgumentError:
-    """Make the error of `batch="per_rank"` for batches that `owner` cuts, so that no rank has a size."""
+    """Make the error of `batch="per_rank"` for batches of `owner`, which no rank has a size of."""
     rule = "have a batch_size where that is to be one rank's"
     repair = f'the batches of {owner} are shared: use batch="global"'
     return ArgumentError(message("shard_loader", "loader", rule, got, repair))
@@ -186,9 +186,9 @@ def per_rank_error(got: str, owner: str) -> ArgumentError:
 def find_by_counting(
     step: int, batches_of: Callable[[int], Iterable[object]], window: int
 ) -> tuple[int, int]:
-    """Find the epoch and the window in it that come after `step` windows of so many batches.
+    """Find the epoch and the window in it that come after `step` windows of `window` batches.
 
-    `batches_of` gives something for every batch of an epoch, and is read no further than needed.
+    `batches_of` returns an item for every batch of an epoch, and is read no further than needed.
     """
     epoch = 0
     while step > 0:
@@ -216,7 +216,7 @@ def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set
 
 
 def knows_ranks(source: Any) -> bool:
-    """Does a sampler or stream have the attributes of one that already gives each rank a part?"""
+    """Return whether a sampler or stream has the attributes of one that gives each rank a part."""
     return any(all(hasattr(source, name) for name in names) for names in _OF_RANK)
 
 

@@ -48,7 +48,7 @@ def prefetch(
     The loop gets the same batches in the same order, and an exception in place of
     its batch. A pass starts its thread with its first batch. Once the loop has been left, by
     its end, a `break` or an error, the thread ends after the batch that it is reading; in a
-    world of several ranks after `depth` more, so that all have read equally far.
+    world of several ranks after `depth` more batches, so that all ranks have read equally far.
 
     Law: the identity on batches and positions. A state counts batches that the loop
     was given, so a resumed run neither loses nor repeats those read ahead.
@@ -56,15 +56,15 @@ def prefetch(
     Args:
         loader: from `shard_loader` or `group_batches`, one of its epochs, a `DataLoader`,
             or anything else that can be iterated.
-        state: of this rank; its device.
+        state: this rank's state, which has the device.
         depth: how many batches may be ready before the loop takes them, >= 1.
 
     Returns:
         The same kind of loader, to be used in its place: `len`, `epochs`, `indices`.
 
     Raises:
-        ValueError: `depth` is no integer >= 1 (TypeError too where it is no integer).
-        TypeError: `loader` cannot be iterated, or `state` is no state.
+        ValueError: `depth` is not an integer >= 1 (also a TypeError if it is not an integer).
+        TypeError: `loader` cannot be iterated, or `state` is not a `DistState`.
 
     Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
     more batches, on the device too; integer tensors stay in host memory as long as their copies
@@ -110,7 +110,7 @@ class _Ahead:
 
 
 class Prefetched(Generic[Batch]):
-    """Anything that can be iterated, read ahead. Made by `prefetch`."""
+    """An iterable that is read ahead. Made by `prefetch`."""
 
     def __init__(self, loader: Iterable[Batch], ahead: _Ahead) -> None:
         self._loader = loader
@@ -229,7 +229,7 @@ class _Pass(Iterator[Any]):
             try:
                 raise StopIteration if found.error is None else found.error
             finally:
-                # An error that this frame holds would keep the frame, and the frame the error.
+                # The frame must not hold the error, whose traceback holds the frame.
                 del found
         handover.taken += 1
         # Before the permit: with it the thread may read a batch, whose samples must be taken by then.
@@ -244,7 +244,7 @@ class _Pass(Iterator[Any]):
 
 
 def _report(reader: Reader) -> None:
-    """Warn of a batch that lasts, with the line of the data set that its thread is at."""
+    """Warn that a batch takes long, with the line of the data set that its thread executes."""
     stack = Stack.of_thread(sys._current_frames().get(reader.ident or 0))
     place = stack.place(LIBRARIES)
     warn_user(
@@ -257,7 +257,7 @@ def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
     """Let the thread end, and wait for it."""
     # At the end of the program, finalizers run after the main thread has ended.
     ending = not threading.main_thread().is_alive()
-    # Ranks may exchange messages for each batch: one that stopped earlier would leave its peers waiting.
+    # Ranks may exchange messages for each batch: if one stopped early, its peers would wait.
     handover.num_reads = handover.taken + handover.depth if together and not ending else 0
     handover.permits.release()
     # The garbage collector may run this in the reading thread, which cannot wait for itself.
@@ -268,7 +268,7 @@ def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
 class Mover:
     """Brings batches to a device: `move` in the thread that reads, `hand_over` in the loop.
 
-    On a CPU they stay where they are.
+    On a CPU, batches stay where they are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -288,7 +288,7 @@ class Mover:
 
 
 class _Copy(Mover):
-    """Copies in the thread, which waits."""
+    """Copies in the reading thread, which waits for each copy."""
 
     def move(self, batch: Any) -> Any:
         return map_tensors(self._copied, batch)

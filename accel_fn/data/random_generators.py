@@ -1,4 +1,4 @@
-"""The random generators of the user's process, in other states for a while, and then restored."""
+"""Give the random generators of the user's process other states for a while, and restore them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 from accel_fn.data.order import mix
 
-# The process has one of each, and simulated ranks are threads: one of them changes states at a time.
+# All threads share the global generators, and simulated ranks are threads: they take turns.
 _LOCK = threading.RLock()
-# A worker that is forked while another thread has changed them would keep the changed states.
+# A worker that is forked while another thread has changed the states would keep those.
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
@@ -35,8 +35,8 @@ def seed_process(seed: int) -> None:
 class Generators:
     """A context in which the global generators and `others` are seeded; afterwards they are restored.
 
-    Entered again, they continue where the context was left. The global ones are
-    torch's for the CPU, Python's and NumPy's.
+    When the context is entered again, they continue where it was left. The global
+    generators are torch's for the CPU, Python's and NumPy's.
     """
 
     def __init__(self, seed: int, others: Sequence[Any] = ()) -> None:
@@ -65,7 +65,7 @@ class Generators:
 
 
 def generators_of(holder: Any) -> list[Any]:
-    """The random generators among the attributes of an object."""
+    """List the random generators among the attributes of an object."""
     return [each for each in getattr(holder, "__dict__", {}).values() if isinstance(each, _KINDS)]
 
 
@@ -73,7 +73,7 @@ def generators_of(holder: Any) -> list[Any]:
 class _Words:
     """NumPy's global state as it lies in memory, and a normal number that is kept for the next call.
 
-    `get_state` and `set_state` take 100 us each, which is more than to read a batch.
+    `get_state` and `set_state` take 100 us each, which is longer than reading a batch takes.
     """
 
     words: bytes

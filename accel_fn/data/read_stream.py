@@ -1,7 +1,7 @@
-"""Passes over a user's stream: this rank's parts of the batches, made in its workers or here.
+"""Passes over a user's stream: this rank's parts of the batches, made in workers or this process.
 
-Which worker a data set takes itself for is a private global of torch;
-tests/core/test_torch_internals.py fails when it changes.
+`get_worker_info` reads a private global of torch, which this module sets;
+tests/core/test_torch_internals.py fails when torch changes it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ NUM_HASHED = 16  # items that ranks compare
 _INFO_LOCK = (
     threading.RLock()
 )  # simulated ranks are threads that share torch's global `_worker_info`
-# Simulated ranks are threads: a worker that one of them forks while another forks its own would
-# hold the pipe by which that other is known to have ended, and locks that were held meanwhile.
+# Simulated ranks are threads. If two of them forked workers at the same time, one's workers would
+# inherit the pipe whose closing shows that the other's has ended, and locks that were held then.
 _STARTING = threading.Lock()
 _KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
 
 @contextmanager
 def shown(info: WorkerInfo | None) -> Iterator[None]:
-    """Make `get_worker_info` return this inside the context."""
+    """Make `get_worker_info` return `info` inside the context."""
     before = _torch_worker._worker_info
     _torch_worker._worker_info = info
     try:
@@ -70,7 +70,7 @@ class Stream:
 
     The global generators belong to the stream while it is read, seeded by seed and epoch: a shuffle
     or an augmentation that draws from them is the same wherever the stream is read, and again when
-    a run resumes. Only `prefetch` without workers leaves them alone, since the loop draws from
+    a run resumes. Only `prefetch` without workers does not seed them, since the loop draws from
     them at the same time.
     """
 
@@ -140,7 +140,7 @@ class Stream:
 
 
 def hash_of(item: Any) -> int:
-    """Hash the tensors, arrays, numbers and texts of an item; other values count by their class alone."""
+    """Hash the tensors, arrays, numbers and texts of an item, and the classes of other values."""
     found = 0
     for leaf in pytree.tree_leaves(opened(item)):
         if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided:
@@ -158,7 +158,7 @@ def parts_of_stream(
 ) -> Iterator[list[Any]]:
     """Yield a rank's part of every `stride`-th global batch of a stream, from `first_batch` on.
 
-    Items outside the part are let go as soon as that is known, so that a rank
+    Items outside the part are dropped as soon as that is known, so that a rank
     holds at most a part and about a quarter of a batch.
     """
     skipped = first_batch
@@ -178,12 +178,9 @@ def parts_of_stream(
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
-    """Read a batch; return its items that are in a rank's part, the place of the first, and the count.
-
-    Last is a list of one item of the batch.
-    """
-    # The stream may end inside of the batch, and a rank's part depends on the number of items. So of
-    # the items read so far, those stay that any number from here on may put into this part.
+    """Read a batch; return this part's items, their place, the count, and a list of one item."""
+    # The stream may end inside the batch, and a rank's part depends on the number of items. So keep
+    # the items that belong to the part for some number of items from here on.
     held: list[Any] = []
     example: list[Any] = []
     start, count = 0, 0
@@ -226,7 +223,7 @@ def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
 
 
 def parts_of_shard(stream: Stream, size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield `size` items after `size` items; the last ones may be fewer, and are left out by `drop_last`."""
+    """Yield lists of `size` items; the last may be shorter, and `drop_last` leaves it out."""
     while True:
         with stream.reading():
             items = stream.take(size)
@@ -250,7 +247,7 @@ class Noted:
     note: Any
 
     def pin_memory(self) -> Noted:
-        """Pin the batch, as torch's loader asks for."""
+        """Pin the batch; torch's loader calls this."""
         return Noted(pin_memory(self.batch), self.note)  # type: ignore[no-untyped-call]
 
 
@@ -258,9 +255,9 @@ class Noted:
 class PartStream(IterableDataset[Any]):
     """The data set of a loader's workers: this rank's batches of the user's stream `data`, for one pass.
 
-    Without a `split`, worker w of n collates this rank's part of every n-th batch from the w-th on, and
-    yields an `End` behind the last. Each worker reads the whole stream, and the data set takes itself for
-    alone. With a `split`, each worker collates parts from its own shard.
+    Without a `split`, worker w of n collates this rank's part of every n-th batch from the w-th on,
+    and yields an `End` after the last. Each worker reads the whole stream, and `get_worker_info`
+    returns None to the data set. With a `split`, each worker collates parts from its own shard.
     """
 
     place: Tensor
@@ -357,7 +354,7 @@ class PartStream(IterableDataset[Any]):
 def _packed(items: list[Any]) -> bytes | None:
     """Pickle items; None if they cannot be pickled, which only a rank without items would need."""
     try:
-        # A view would be pickled with all that lies behind it.
+        # A view would be pickled with its whole storage.
         return pickle.dumps(map_tensors(lambda tensor: tensor.detach().clone(), items))
     except Exception:
         return None
@@ -369,7 +366,7 @@ class WorkerInit:
 
     fn: Callable[[int], None]
     first: int | None = None  # this rank's first worker among all that split the stream
-    num_workers: int = 1  # that split it
+    num_workers: int = 1  # workers that split the stream
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
@@ -408,8 +405,8 @@ class Passes:
     """Passes over one of our streams, each from a place: [epoch, first batch, keeps], int64.
 
     Every pass has its own workers. Persistent workers serve one pass after the other, and read
-    the place from shared memory. Where the user gave no generator, workers are seeded by seed
-    and epoch: torch would draw from the global one at every pass.
+    the place from shared memory. If the user gave no generator, workers are seeded by seed
+    and epoch: torch would draw from the global generator at every pass.
     """
 
     def __init__(
@@ -422,7 +419,7 @@ class Passes:
         self.pools = IdlePools(make, options["persistent_workers"])
 
     def start(self, epoch: int, first_batch: int, *, keeps: bool = False) -> Iterator[Any]:
-        """Yield the items of the stream from there on. Workers start here, not at the first item."""
+        """Yield the items from a batch on. Workers start with the call, not with the first item."""
         self._own.manual_seed(mix(mix(self._seed) + epoch))
         with _STARTING:
             pool = self.pools.take()

@@ -33,15 +33,16 @@ def sample_seed(state: DistState, epoch: int, index: int) -> int:
 
     Args:
         state: only its `seed` is used.
-        epoch: >= 0.
-        index: of the sample in its data set, or, in a stream, its place there; >= 0.
+        epoch: the number of the epoch, >= 0.
+        index: the number of the sample in its data set, or its place in a stream; >= 0.
 
     Returns:
         An integer in 0 .. 2**63 - 1, for `torch.Generator().manual_seed`,
         `numpy.random.default_rng` and `random.Random`.
 
     Raises:
-        ValueError: `epoch` or `index` is no integer >= 0 (TypeError too where it is no integer).
+        ValueError: `epoch` or `index` is not an integer >= 0 (also a TypeError if it is not an
+            integer).
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 
@@ -68,19 +69,19 @@ def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
     epoch is augmented the same both times.
 
     Args:
-        data: with `__len__` and `__getitem__`. Samples have the numbers that they have here,
-            also where a `Subset` or a data set of your own stands around the result.
-        state: its seed, which must be the same on every rank.
+        data: a data set with `__len__` and `__getitem__`. Its indices number the samples, even if
+            a `Subset` or a data set of your own wraps the result.
+        state: only its `seed` is used, which must be the same on every rank.
 
     Returns:
         A data set for a `DataLoader` for `shard_loader`, which sets the epoch. To read a
-        sample by hand, index it by both: `samples[epoch, index]`.
+        sample by hand, index it by both numbers: `samples[epoch, index]`.
 
     Raises:
         TypeError: `data` is a stream, or has no `__getitem__`.
-        ValueError: (when read) by an index alone, and not by a sharded loader; or by
-            `prefetch` without workers, since its thread would share the
-            generators with the loop.
+        ValueError: (when a sample is read) by an index alone, and not by a sharded loader; or
+            by `prefetch` without workers, since its thread would share the generators with
+            the loop.
 
     Cost: a batch is read sample by sample, and Python's, NumPy's and torch's generators are seeded
     for each and put back after each batch.
@@ -114,7 +115,7 @@ class SeededSamples(Dataset[Any]):
         return len(self.data)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
-        """A sample, in the epoch that a loader reads, or `[epoch, index]`."""
+        """Return a sample in the epoch that a loader reads, or in that of `[epoch, index]`."""
         if isinstance(index, tuple):
             epoch, index = index
             with reading(check_count("seed_samples", "epoch", epoch, minimum=0)):
@@ -122,7 +123,7 @@ class SeededSamples(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """Samples of the epoch that a loader reads."""
+        """Return samples in the epoch that a loader reads."""
         epoch = _epoch.get(None)
         if epoch is None:
             rule = "be read by a loader that shard_loader made, which sets the epoch"
@@ -144,7 +145,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextmanager
 def reading(epoch: int) -> Iterator[None]:
-    """Read samples in that epoch, in this thread, while the context lasts."""
+    """Let this thread read samples in `epoch` while the context lasts."""
     token = _epoch.set(epoch)
     try:
         yield
@@ -155,7 +156,8 @@ def reading(epoch: int) -> Iterator[None]:
 @contextmanager
 def _own_generators() -> Iterator[None]:
     """Restore the global generators at the end of the context, which may seed them."""
-    # A worker has the generators alone, and may have been forked while the lock was held.
+    # A worker needs no lock: it shares the generators with no loop, and may have been forked
+    # while the lock was held.
     alone: AbstractContextManager[Any] = nullcontext()
     if get_worker_info() is None:
         if isinstance(threading.current_thread(), Reader):

@@ -1,4 +1,4 @@
-"""Batches of a sampler: the loop's thread takes their samples, while another may read their data."""
+"""Batches of a sampler: the loop's thread takes the samples, another thread may read the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Failed:
 
 
 class SampledParts(Iterator[Any]):
-    """The samples of each batch of a pass, taken from the sampler ahead of time or when they are needed."""
+    """The samples of each batch of a pass, taken from the sampler ahead of time or when needed."""
 
     def __init__(
         self, parts: Iterator[Any], num_ahead: int, send: Callable[[Exception], None] | None
@@ -30,10 +30,10 @@ class SampledParts(Iterator[Any]):
         self._send = send
         self._taken: deque[Any] = deque()
         self.by_loop = False
-        """Whether the loop takes them, by `take_ahead`."""
+        """Whether the loop takes the samples, by `take_ahead`."""
 
     def take_ahead(self, num_batches: int) -> None:
-        """Take the samples of so many batches more; at first also of those that workers need."""
+        """Take the samples of more batches; the first call adds those that workers need."""
         self._take(num_batches if self.by_loop else num_batches + self._num_ahead)
         self.by_loop = True
 
@@ -64,7 +64,7 @@ class SampledParts(Iterator[Any]):
 
 
 class SampledBatches(Iterator[Batch]):
-    """Batches that are read by `parts`, each from so many of them."""
+    """Batches that are read from the samples in `parts`, `num_each` parts for a batch."""
 
     def __init__(self, batches: Iterator[Batch], parts: SampledParts, num_each: int = 1) -> None:
         self._batches = batches
@@ -84,7 +84,7 @@ class SampledBatches(Iterator[Batch]):
 
 
 def sampled_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
-    """Let `prefetch` take the samples of all batches from which one of `found` is made."""
+    """Wrap `found` for `prefetch`, which takes the samples of the `k` batches behind each item."""
     if not isinstance(source, SampledBatches):
         return found
     return SampledBatches(found, source.parts, k * source.num_each)

@@ -1,6 +1,6 @@
-"""Data sets and samplers that get the epoch by `set_epoch`, though several passes share them.
+"""Call `set_epoch` of data sets and samplers, which several passes may share.
 
-The loop may call it by hand: `LoopEpochs` notices that by the epoch that a reader shows.
+The loop may call it too: `LoopEpochs` notices that by the epoch that a reader shows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class _Shared:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.epoch: int | None = None
-        """None where it is unknown."""
+        """None if the epoch is unknown."""
         self.shown: list[int] = []
-        """The epoch that the object had after a pass had set it."""
+        """The epoch that the object showed after a pass had set it."""
 
 
 _LOCK = threading.Lock()
@@ -41,8 +41,9 @@ _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 class InEpoch:
     """A context in which all `readers` that have `set_epoch` are in the epoch, and no other pass reads them.
 
-    `set_epoch` is called when it is first entered, and again where another pass has set another
-    epoch since: some readers look at it while they are read. With the epoch None it is not called.
+    `set_epoch` is called when the context is first entered, and again if another pass has set
+    another epoch since: some readers use their epoch while they are read. With `epoch=None`, it is
+    not called.
     """
 
     def __init__(self, readers: Iterable[Any], epoch: int | None, *, alone: bool = False) -> None:
@@ -51,7 +52,7 @@ class InEpoch:
         shared = {key: _Shared() if alone else _shared_of(key) for key in distinct}
         self.epoch = epoch
         self._readers = [(each, shared[key]) for key, each in distinct.items()]
-        # All passes take locks in one order: else two that share several readers could deadlock.
+        # All passes take locks in one order: else two passes that share readers could deadlock.
         self._locks = [shared[key].lock for key in sorted(shared)]
         self._is_set = False
 
@@ -81,7 +82,7 @@ def _shared_of(key: int) -> _Shared:
 
 
 def reached_from(root: Any, may_follow: Callable[[Any], bool]) -> list[Any]:
-    """List an object and those that its attributes, and items of these, lead to, the outermost first."""
+    """List an object and those reachable by attributes and their items, the outermost first."""
     found = [root]
     for each in found:  # the list grows
         for value in getattr(each, "__dict__", {}).values():
@@ -97,14 +98,14 @@ def _is_among(value: Any, found: list[Any]) -> bool:
 
 
 def may_sample(value: Any) -> bool:
-    """Is the object a sampler, which is iterated, and not a data set, which is indexed?"""
+    """Return whether the object is a sampler, which is iterated, and not an indexed data set."""
     kind = type(value)
     is_sampler = isinstance(value, Sampler)
     return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
 
 
 def may_hold_samples(value: Any) -> bool:
-    """Is the object a data set, or one of a class of a user's that can be read as one?"""
+    """Return whether the object is a data set, or of a user's class that can be read as one."""
     kind = type(value)
     if isinstance(value, Tensor | nn.Module | ShardedLoader | type):
         return False
@@ -115,17 +116,17 @@ def may_hold_samples(value: Any) -> bool:
 class LoopEpochs:
     """Notices readers on which the loop has called `set_epoch` since the last pass.
 
-    A reader shows its epoch in an attribute with that word in its name. If it is neither what it
-    was at the last look nor what a pass has set, the loop has set it.
+    A reader shows its epoch in an attribute that has "epoch" in its name. If the value is neither
+    that of the last look nor the one that a pass has set, the loop has set it.
     """
 
     def __init__(self, root: Any, may_follow: Callable[[Any], bool]) -> None:
         self._root, self._may_follow = root, may_follow
         self._known: dict[int, tuple[Any, _Shared, list[int]]] = {}
-        """By the id of a reader: the reader, its shared epoch, and what it showed at the last look."""
+        """Each reader, its shared epoch and what it showed at the last look, by the reader's id."""
 
     def are_set(self) -> bool:
-        """Has the loop set one since the last call, or before the first?"""
+        """Return whether the loop has set an epoch since the last call, or before the first."""
         found = False
         for reader in reached_from(self._root, self._may_follow):
             shown = _shown(reader)

@@ -1,4 +1,4 @@
-"""shard_batch: this rank's rows of a global batch, for data that come from no DataLoader."""
+"""shard_batch: this rank's rows of a global batch, for data that no DataLoader reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def shard_batch(tree: T, state: DistState) -> T:
 
     Rows are cut along dimension 0, over `state.data`, as `shard_loader` cuts a batch: consecutive
     parts in rank order, even to one row. Ranks beyond the number of rows get none, which the step
-    takes. So make the batch the same on every rank (from one seed, or by `broadcast`), and each
-    trains on its part.
+    accepts. So make the batch the same on every rank (from one seed, or by `broadcast`), and each
+    rank trains on its part.
 
     Law: the parts of the ranks, joined, are the batch; a step over the parts is a step over the batch.
 
@@ -30,16 +30,18 @@ def shard_batch(tree: T, state: DistState) -> T:
             strings and arrays of NumPy are cut too; 0-dim tensors, numbers and strings go to every
             rank whole. A plain list of tensors is structure: mark a list of samples by `samples`.
             Where no tensor has rows, the items of each list are its rows: prompts, file names. Dataclasses
-            are taken by their fields. Or a `datasets.Dataset`, of which a rank gets the rows by `select`.
-        state: of this rank.
+            are taken by their fields. `tree` may also be a `datasets.Dataset`, whose rows are taken
+            by `select`.
+        state: this rank's state.
 
     Returns:
         The same tree: views of its tensors, no copies. In a world of one, `tree` itself. None is a
         batch without rows, and so are its parts.
 
     Raises:
-        ValueError: nothing has rows, two tensors or lists have different numbers of them, or something
-            may hold rows or not, such as a list of as many numbers as the rows of a tensor.
+        ValueError: nothing has rows, two tensors or lists have different numbers of them, or it is
+            unclear whether something holds rows, such as a list of as many numbers as a tensor has
+            rows.
 
     Cost: no read of the data, and no message.
 
@@ -62,7 +64,7 @@ def shard_batch(tree: T, state: DistState) -> T:
 def rows_of_rank(
     tree: T, rank: int, world_size: int, function: str, name: str = "tree", repair: str = ""
 ) -> T:
-    """Take a rank's rows; errors are raised in the name of `function`, and call the tree `name`."""
+    """Take a rank's rows; error messages name `function`, and call the tree `name`."""
     if tree is None:
         return tree
     rows = tree if shapes_of(tree) else _marked(tree)
@@ -78,7 +80,7 @@ def rows_of_rank(
 
 
 def _is_table(tree: object) -> bool:
-    """Is it a `datasets.Dataset`?"""
+    """Return whether the tree is a `datasets.Dataset`."""
     kind = type(tree)
     return kind.__module__.startswith("datasets.") and hasattr(kind, "select")
 

@@ -38,21 +38,22 @@ def shard_loader(
     rank gets a consecutive part of it, at most one sample longer than any
     other's. Every sample comes once an epoch, and all ranks get the same
     number of batches: nothing is padded, and nothing dropped without
-    `drop_last`. Of a batch of fewer samples than ranks, the last ranks get an empty
-    part: the form of a batch of one sample, cut to no rows, so that `for x, y in loader`
+    `drop_last`. If a batch has fewer samples than there are ranks, the last ranks get an
+    empty part: a batch of one sample, cut to no rows, so that `for x, y in loader`
     unpacks; None where rows cannot be cut, such as the tokens of all samples in one row.
 
     Law: the parts of the ranks are the global batch, which is the same for every world size, as is
     the number of batches. Of a stream that is split, every item comes once an epoch.
 
     Args:
-        loader: over any data set; its collate_fn, workers, pinning and so on are
-            kept. Rank 0 runs your own sampler
-            or batch sampler, with its own random numbers, and sends every rank its part: all ranks iterate
-            such a loader together. With `batch_size=None`, each item is a global batch, cut as by
-            `shard_batch`, and each list of indices that a sampler gives is cut before its rows are read.
-        state: of this rank; its `seed`, and the loader's generator's, decide the order. On a mesh the
-            ranks along `dp` share each batch, and ranks along other axes get the same part.
+        loader: a loader over any data set; its collate_fn, workers, pinning and so on are kept.
+            Rank 0 runs your own sampler or batch sampler, with its own random numbers, and sends
+            every rank its part: all ranks iterate such a loader together. With `batch_size=None`,
+            each item is a global batch, cut as by `shard_batch`, and each list of indices that a
+            sampler gives is cut before its rows are read.
+        state: this rank's state. Its `seed` and that of the loader's generator determine the order.
+            On a mesh, the ranks along `dp` share each batch, and ranks along other axes get the
+            same part.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
         split: how ranks share an `IterableDataset`. "round_robin": each reads the whole
@@ -77,9 +78,9 @@ def shard_loader(
         `loader: af.ShardedLoader[Batch] = ...`.
 
     Raises:
-        ValueError: on every rank: a loader without batches, or sharded already, or
-            that gives them out of order.
-        RuntimeError: ranks gave loaders of different length, batch size or seed.
+        ValueError: on every rank: the loader has no batch, is sharded already, or
+            gives batches out of order.
+        RuntimeError: the loaders of the ranks differ in length, batch size or seed.
 
     Warns:
         UserWarning: on the main rank: the global batch or the data set is smaller than the world, so
@@ -151,7 +152,7 @@ def _indexed_source(
 
 
 def _warn_of_idle_ranks(state: DistState, cut: Cut, num_samples: int | None) -> None:
-    """Warn where some ranks have no sample in any batch."""
+    """Warn if some ranks have no sample in any batch."""
     size = cut.batch_size if num_samples is None else min(cut.batch_size, num_samples)
     if 0 < size < cut.world_size and state.is_main:
         what = f"batch_size={size}" if size == cut.batch_size else f"a data set of {size} samples"

@@ -56,7 +56,7 @@ _FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Options that must be the same on all ranks; without a `split` they read round robin."""
+    """Options that must be the same on all ranks; without a `split`, ranks read round robin."""
 
     cut: Cut
     world_size: int
@@ -64,13 +64,13 @@ class StreamOptions:
     num_items: int | None
     seed: int
     collates_whole: bool
-    """Does every rank collate the items of all ranks? The cut is then that of one rank."""
+    """Whether every rank collates the items of all ranks; the cut is then that of one rank."""
 
 
 def read_stream_options(
     loader: DataLoader[Any], state: DistState, *, batch: str, split: str, collates_whole: bool
 ) -> StreamOptions:
-    """Read and check the options."""
+    """Read and check the options of a loader."""
     cut = _cut(loader, state, batch)
     if collates_whole:
         if split == "workers":
@@ -200,7 +200,7 @@ class StreamSource:
     ) -> Iterator[Any]:
         """Yield an epoch's batches from one on; those before it are read and dropped.
 
-        Errors get a note with their batch. The main rank warns of a length that is wrong.
+        Errors get a note with their batch. The main rank warns if the data set's length is wrong.
         """
         epoch = epoch or 0
         keeps = by_loop and self._loop_epochs.are_set()
@@ -268,7 +268,7 @@ class StreamSource:
         return channel.sending_errors(until_all_end(items, channel, 0, _nothing))
 
     def _compare(self, every: list[Sequence[int] | None]) -> None:
-        """Warn once, on the main rank, if ranks have read other items from the start of the stream."""
+        """Warn once, on the main rank, if ranks have read different items at the stream's start."""
         if self._has_compared or None in every:
             return
         self._has_compared = True
@@ -291,7 +291,7 @@ class StreamSource:
 
 
 def _nothing(items: list[Any]) -> None:
-    """Collate to nothing, to count batches only."""
+    """Drop the items of a batch: a collate_fn for counting batches."""
 
 
 def until_all_end(
@@ -334,9 +334,9 @@ def until_end(
 ) -> Iterator[Any]:
     """Yield the batches of a pass, whose workers end with it.
 
-    With a channel, ranks exchange before each batch whether they have one. All raise where some have
-    none, or have read another number of items at the end. `compare` is called with the hashes of their
-    first items.
+    With a channel, ranks exchange before each batch whether they have one. All ranks raise if only
+    some have one, or if they have read different numbers of items at the end. `compare` is called
+    with the hashes of their first items.
     """
     with closing(items):  # type: ignore[type-var]
         for batch, item in enumerate(items, start=first_batch):

@@ -1,7 +1,7 @@
 """Worker processes of loaders: pools of them, what each one reads, and the error when one has died.
 
-Torch alone raises in the main thread wherever that is when a worker dies, in the middle of a step
-too, and names no sample. Every part of the watching here guards a fault that a test shows:
+When a worker dies, torch raises at whatever line the main thread is, even in the middle of a step,
+and names no sample. Every check here guards against a fault that a test shows:
 tests/data/test_workers.py (errors in the middle of a step, a message that a worker sent in part),
 tests/data/test_workers_end.py (workers that outlive a killed process) and
 tests/data/test_stopped_workers.py (workers that are stopped, or killed while they hold a lock).
@@ -46,7 +46,7 @@ WORKER_OPTIONS = (
     "prefetch_factor",
     "persistent_workers",
 )
-"""Options of a user's DataLoader that one over our own data set takes over."""
+"""Options of a user's DataLoader that a loader over our own data set takes over."""
 
 _PATIENCE_S = 0.5  # a connection may be seen to break before the worker's process has ended
 _POLL_MS = 200
@@ -74,9 +74,9 @@ def identity(batch: Any) -> Any:
 
 
 def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda _: "") -> Any:
-    """Return the loader's iterator; a death of its workers is raised by `next` alone.
+    """Return the loader's iterator; if a worker dies, only its `next` raises.
 
-    A `next` that lasts warns of what it waits for. `where` adds what a worker is reading.
+    A long `next` warns, and lists what it waits for. `where` describes what a worker is reading.
     """
     try:
         running: Any = iter(loader)
@@ -100,12 +100,12 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait for workers: what they are doing is a warning if it lasts, and a death an error."""
+    """A wait for workers, which warns of what they do if it takes long, and raises if one died."""
 
     workers: Sequence[Any]
     where: Callable[[int], str]
     since: float | None = None
-    """When it was seen first."""
+    """When the wait was first seen; None between waits."""
     is_reported: bool = False
 
     def end(self) -> None:
@@ -115,7 +115,7 @@ class _Wait:
         now = time.monotonic()
         if self.since is None:
             self.since = now
-        # Torch looks at those alone that it still wants something of.
+        # Torch checks only the workers from which it still expects a batch.
         if dead := [each for each in self.workers if each.exitcode]:
             raise EOFError(f"DataLoader worker (pid {dead[0].pid}) ended while it was waited for")
         stopped = [each for each in self.workers if _is_stopped(each.pid)]
@@ -141,7 +141,7 @@ class _Wait:
 
 
 def _report_waits(running: Any, wait: _Wait) -> None:
-    """Look at the workers whenever a wait of torch for a batch has timed out."""
+    """Check the workers whenever torch's wait for a batch has timed out."""
     # The class's function with a proxy: a bound method in the object itself would be a cycle.
     try_get = partial(type(running)._try_get_data, weakref.proxy(running))
 
@@ -157,7 +157,7 @@ def _report_waits(running: Any, wait: _Wait) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Has a signal such as SIGSTOP stopped the process? False where the system has no /proc."""
+    """Return whether a signal such as SIGSTOP has stopped the process; False without /proc."""
     with suppress(OSError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] in "Tt"
@@ -165,14 +165,14 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _kill_stopped(workers: Sequence[Any]) -> None:
-    """Kill workers that are stopped: they would not see that they should end, and exit waits for them."""
+    """Kill stopped workers: they cannot notice that they should end, and exit waits for them."""
     for each in workers:
         if each.pid and each.exitcode is None and _is_stopped(each.pid):
             each.kill()
 
 
 def _end_by_kill(workers: Sequence[Any]) -> None:
-    """Let `terminate` kill: a worker that is stopped while it is waited for sees no other signal."""
+    """Make `terminate` kill workers: a stopped one reacts to no other signal."""
     for each in workers:
         each._popen.terminate = each._popen.kill
 
@@ -196,7 +196,7 @@ def _end_partial_messages(running: Any, wait: _Wait) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _InitWithWatchdog:
-    """Runs first in a worker: it ends with its main process."""
+    """Runs first in a worker, and lets it end with its main process."""
 
     fn: Callable[[int], None] | None
 
@@ -220,7 +220,7 @@ class _SendError(ExceptionWrapper):
 def _send_error(queue: Any, worker: int, error: Exception, item: Any) -> None:
     """Send an error in place of a batch; Python would print it, and the loader would wait for ever."""
     if not (isinstance(item, tuple) and len(item) == 2 and type(item[0]) is int):
-        traceback.print_exception(error)  # of a queue of the user's, as Python does
+        traceback.print_exception(error)  # of a user's own queue: Python would print it too
         return
     number, batch = item
     num_bytes = sum(each.nbytes for each in tree_leaves(batch) if isinstance(each, Tensor))
@@ -233,7 +233,7 @@ def _send_error(queue: Any, worker: int, error: Exception, item: Any) -> None:
 
 
 def _is_full(error: Exception) -> bool:
-    """Did torch find no room for shared memory?"""
+    """Return whether torch found no room for shared memory."""
     return "shared memory" in str(error) and "No space left on device" in str(error)
 
 
@@ -246,10 +246,10 @@ def _room() -> str:
 
 
 class _Watchdog:
-    """Return whether a worker's main process lives.
+    """Tells a worker whether its main process lives.
 
-    Torch compares parents once the worker has started: that may be the process that adopted it, or
-    a fork server, which lives as long as its children.
+    Torch compares the worker's parent with the parent at its start. That may be the process that
+    adopted the worker, or a fork server, which lives as long as its children.
     """
 
     def is_alive(self) -> bool:
@@ -266,8 +266,8 @@ def lost_workers(
 ) -> str:
     """List the workers of an iterator that have died: `worker 1 (process 31) killed by SIGKILL`.
 
-    `where` adds what a worker was reading. `after` is an error that a death may explain: a process
-    that is about to end is then awaited. Empty where all live.
+    `where` describes what a worker was reading. If a death may explain the error `after`, wait for
+    processes that are about to end. Empty if all workers live.
     """
     workers = getattr(running, "_workers", [])
     if isinstance(after, _BROKEN):
@@ -301,7 +301,7 @@ def _ending(exit_code: int | None) -> str:
 
 
 class WorkerPool:
-    """The workers of one DataLoader, for one pass at a time; `where` is the batch that one is reading."""
+    """The workers of one DataLoader, for one pass at a time; `where` describes what they read."""
 
     def __init__(self, loader: DataLoader[Any], where: Callable[[int], str]) -> None:
         self.loader = loader
@@ -309,11 +309,11 @@ class WorkerPool:
         self._running: Any = None
 
     def start(self) -> None:
-        """Begin a pass. Ends what was begun before."""
+        """Begin a pass, which ends the one before."""
         self._running = start_workers(self.loader, self._where)
 
     def items(self) -> Iterator[Any]:
-        """Yield what the loader gives in this pass."""
+        """Yield the items that the loader gives in this pass."""
         while True:
             try:
                 item = next(self._running)
@@ -325,16 +325,16 @@ class WorkerPool:
                 if _is_full(error) and not isinstance(error, WorkerError):
                     error.add_note(f"shard_loader: {_room()}")
                 if hasattr(self._running, "_workers"):
-                    # An error that is kept holds torch's frames, and these hold the workers.
+                    # An error that is kept refers to torch's frames, and these to the workers.
                     traceback.clear_frames(error.__traceback__)
                 raise
             yield item
 
     def drop_rest(self) -> None:
-        """Drop what is left to read; the workers stay for the next pass."""
+        """Drop the batches that are left to read; the workers stay for the next pass."""
 
     def close(self) -> None:
-        """End the workers. Dropping them would not do: a stored error refers to them by its frames."""
+        """End the workers. Dropping them is not enough: a stored error's frames refer to them."""
         self.drop_rest()
         if hasattr(self._running, "_workers"):
             _kill_stopped(self._running._workers)
@@ -350,7 +350,7 @@ Pool = TypeVar("Pool", bound=WorkerPool)
 
 
 class IdlePools(Generic[Pool]):
-    """The pools of persistent workers that no pass uses: passes at the same time have one each."""
+    """The pools of persistent workers that no pass uses: each pass has a pool to itself."""
 
     def __init__(self, make: Callable[[], Pool], is_persistent: bool) -> None:
         self._make = make
@@ -376,7 +376,7 @@ class IdlePools(Generic[Pool]):
 
 
 class WorkerProgress:
-    """The batch and the sample that each worker reads, in shared memory; -1 is none."""
+    """The batch and the sample that each worker reads, in shared memory; -1 means none."""
 
     def __init__(self, num_workers: int) -> None:
         self._rows = torch.full((num_workers, 2), -1)
