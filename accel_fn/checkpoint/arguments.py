@@ -74,10 +74,7 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
 
 
 def check_model(tensors: Mapping[str, Tensor], steps: Mapping[str, Step], function: str) -> None:
-    """Refuse tensors of a model that are expanded, or parts of which no checkpoint knows the place.
-
-    And names that no manifest may hold.
-    """
+    """Refuse names that no manifest may hold, expanded tensors, and parts outside of DTensors."""
     for name, tensor in tensors.items():
         if len(name) > LONGEST_NAME or UNPRINTABLE.search(name):
             rule = f"name its tensors by at most {LONGEST_NAME} characters that can be printed"
@@ -143,7 +140,7 @@ class _Dict:
         return dict(self._values)
 
     def load_state_dict(self, saved: Mapping[Any, Any]) -> None:
-        """Overwrite what was saved, tensors on their device, and keep other keys."""
+        """Overwrite the keys that were saved, tensors on their device, and keep other keys."""
         for key, value in saved.items():
             here: Any = self._values.get(key)
             is_moved = isinstance(value, Tensor) and isinstance(here, Tensor)

@@ -1,7 +1,8 @@
 """Asynchronous saving: writes a checkpoint from a copy, in a thread of each rank.
 
-The threads enter no collective, which could meet those of the run: each acknowledges in a file
-of the folder what it has written, and rank 0's commits the checkpoint when all have.
+The threads enter no collective, which could mix with those of the run. Each thread lists what it
+has written in a file of the folder, and rank 0's thread commits the checkpoint when all have done
+so.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Background:
-    """Saves in the background, for one run on one rank: it has buffers for a copy, and the running thread."""
+    """Saves in the background, for one run on one rank: has buffers for a copy, and the thread."""
 
     def __init__(self) -> None:
         self._buffers: Buffers = {}
@@ -54,9 +55,9 @@ class Background:
     def copy(
         self, share: Share, checkpoint: NewCheckpoint, state: DistState, locks: object
     ) -> Writing:
-        """Copy this share, and do not write it yet: another rank may fail to copy its own.
+        """Copy this share, and do not write it yet: another rank may fail to copy its share.
 
-        `locks` lives as long as the writing takes.
+        The thread keeps `locks` until it has written.
         """
         self._buffers = _fitting_buffers(share.parts, self._buffers)
         parts, copied = _copied(share.parts, self._buffers)
@@ -67,7 +68,7 @@ class Background:
         self._writing = writing
 
     def drop(self) -> None:
-        """End the thread that was just started: another rank could not start its own."""
+        """End the thread that was just started, since another rank could not start one."""
         writing, self._writing = self._writing, None
         if writing is not None:
             while writing.is_alive():
@@ -100,7 +101,7 @@ def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) ->
 
 
 class Writing(threading.Thread):
-    """Writes a share. The end of the process waits for it, since it is no daemon, and reports a failure."""
+    """Writes a share. The process waits for this thread before it ends, and reports a failure."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Writing(threading.Thread):
         self._owner = os.getpid()
 
     def finish(self) -> Exception | None:
-        """Wait until the share is written, with a warning if that lasts; return the error, if any."""
+        """Wait until the share is written, warn if that takes long, and return any error."""
         self.join(_REPORT_AFTER_S)
         if self.is_alive():
             _LOG.warning(
@@ -154,7 +155,7 @@ class Writing(threading.Thread):
 
     def _report_at_exit(self) -> None:
         """Log a failure that no later call has raised; the exit code is then 1."""
-        if os.getpid() != self._owner:  # a fork of it, which may end as it likes
+        if os.getpid() != self._owner:  # a forked child, which inherits the handler
             return
         failure = str(self._failure) or repr(self._failure)
         _LOG.error("save: %s was not written: %s", self.checkpoint.final, failure)
@@ -170,7 +171,7 @@ class _ExitCode:
 
 
 def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
-    """Return a buffer for each part: that of the last save where it fits, else a new one."""
+    """Return a buffer for each part: that of the last save if it fits, else a new one."""
     found: Buffers = {}
     missing: dict[bool, list[Part]] = {True: [], False: []}
     for part in parts:
@@ -210,8 +211,8 @@ def _report_failure(folder: Path, rank: int, error: Exception) -> None:
 def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | None) -> list[Written]:
     """Return what these ranks have written, once all have.
 
-    Raises if one of them failed, or if nothing was written for ten minutes: for ten seconds,
-    once a collective of this rank has found that one is gone.
+    Raises if one of them failed, or if nothing was written for ten minutes (for ten seconds,
+    once a collective of this rank has found that a rank is lost).
     """
     found: dict[int, Written] = {}
     size, poll_s, since = -1, _POLL_S, 0.0
@@ -254,7 +255,7 @@ def _size_of(folder: Path) -> int:
     size = 0
     try:
         for path in folder.iterdir():
-            with suppress(FileNotFoundError):  # a file that has its name now
+            with suppress(FileNotFoundError):  # a file that was renamed meanwhile
                 size += path.stat().st_size
     except OSError as error:
         raise write_error(folder, error) from error

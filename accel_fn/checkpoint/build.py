@@ -1,4 +1,4 @@
-"""build: a step of a plan, of a new run or of one that goes on after an earlier step."""
+"""build: make a step of a plan, for a new run or for one that continues after an earlier step."""
 
 from __future__ import annotations
 
@@ -45,22 +45,24 @@ def build(
     The model keeps its type, its forward, its hooks and its `state_dict` keys;
     its parameters may move to the device, and take rank 0's values. Building
     twice, also from one plan, gives two steps that work independently. `build` fixes which
-    parameters are trained: a step refuses those that are added later, to the optimizer
-    or by `requires_grad`; build again with `after=step`, and the run goes on. Frozen models are placed, put
-    into evaluation mode and kept from requiring a gradient; they take rank 0's values, too.
+    parameters are trained: a step refuses parameters that are added later, to the optimizer
+    or by `requires_grad`; build again with `after=step`, and the run continues. Frozen models are
+    placed, put into evaluation mode and kept from requiring a gradient; they take rank 0's values,
+    too.
 
-    On a mesh, ranks that differ in other axes than `dp` hold the same rows, so they must draw the same random
-    numbers: each gets the states of Python's, NumPy's and torch's generators of the first of them.
+    On a mesh, ranks that differ in other axes than `dp` hold the same rows, so they must draw the
+    same random numbers: each gets the states of the Python, NumPy and torch generators of the first
+    such rank.
 
     Args:
-        plan: what the step is made of; not changed.
-        state: of this rank, from `init()`, or `DistState()` for one process on the CPU.
+        plan: describes the step; it is not changed.
+        state: this rank's state, from `init()`, or `DistState()` for one process on the CPU.
         check_loss: where batches are cut over ranks or micro-batches, compare a few rows of batches
             1, 2, 10 and 100 with their parts: losses, gradients, metrics, and what the forward writes.
             The step raises if the plan's `reduction`, or the `shift` of `count_labels`, does not fit and
             another one does, if the forward writes trained parameters, or if a loss that calls
-            collectives depends on how rows are dealt to ranks; it warns once of what else depends on the
-            cut. `explain(step, state)` shows the result.
+            collectives depends on how rows are dealt to ranks; it warns once if anything else
+            depends on the cut. `explain(step, state)` shows the result.
         checks: functions `(plan, strategy, state) -> Observer`, in place of the checks that every step makes
             by default; `()` makes none. `check_loss` is a setting of the default ones.
         after: the step that this one follows in the same run, as after unfreezing. It takes over the counts
@@ -68,20 +70,22 @@ def build(
             folders of checkpoints; the loss scale and the position of the run are in `state`, the newest one.
             Parameters are matched by the object, by name where objects differ; optimizers by their class;
             transforms by slot and name. Settings of groups, such as rates and weight decay, are the
-            plan's: schedules are stepped from these to the update that the run has come to. The main
-            rank logs, as a warning, what begins anew. The earlier step is used no more.
+            plan's: schedules are stepped from these to the update that the run has reached. The
+            main rank logs, as a warning, the parts that begin anew. Do not use the earlier step
+            again.
 
     Returns:
-        The state with what transforms add to it (a loss scale), and the step.
+        The state, with what transforms add to it (a loss scale), and the step.
 
     Raises:
-        ValueError: on every rank, transforms that cannot be combined, an optimizer
+        ValueError: on every rank: transforms that cannot be combined, an optimizer
             over other parameters than the model's, a frozen model without values or with a parameter of
-            the model, nothing to train, a model on the CPU where the
-            state has an accelerator and nothing places it there, or several ranks and no strategy
-            that shares the step among them. With `after`: a step of another world or strategy, or
-            between two averages of `local_sgd`; no parameter of the model has an object or a name of that
-            step's, or one of its name has another shape; a `state` that is older than that of the step.
+            the model, nothing to train, a model on the CPU while the
+            state has an accelerator and nothing places the model there, or several ranks and no
+            strategy that shares the step among them. With `after`: a step of another world or
+            strategy, or between two averages of `local_sgd`; no parameter of the model is a
+            parameter of that step, by object or by name; a parameter of the same name has another
+            shape; a `state` that is older than that of the step.
         RuntimeError: ranks build different plans.
 
     Cost: in a world of several, four small collectives, on a mesh two more for each other axis than `dp`, and
@@ -151,7 +155,7 @@ def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
 
 
 def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, str]) -> list[str]:
-    """Give the step what belongs to the run; return what is new."""
+    """Give the step the state of the run; return a line for each part that is new."""
     if type(step.strategy) is not type(after.strategy):
         kinds = [type(each.strategy).__name__ for each in (after, step)]
         raise PlanError(
@@ -185,7 +189,7 @@ def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, st
 
 
 def _restart_schedules(step: Step, after: Step) -> None:
-    """Let schedulers that are new begin from the rates that the run began with, as those of a new run do."""
+    """Let new schedulers begin from the rates with which the run began, as in a new run."""
     same = {id(each.scheduler) for each in schedules_made(after.plan)}
     new = [each for each in schedules_made(step.plan) if id(each.scheduler) not in same]
     new = [each for each in new if not takes_metric(each.scheduler)]
@@ -210,7 +214,7 @@ def _placed(
     optimizers: Collection[str],
     names: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Return the tensors that the step takes; those of other parameters are copied to their place."""
+    """Return the tensors that the step takes; tensors of replaced parameters are copied."""
     here = dict(unwrapped(step.plan.model).named_parameters())
     before = dict(unwrapped(after.plan.model).named_parameters())
     found = {name: each for name, each in tensors.items() if name.startswith("transforms/")}
@@ -223,7 +227,7 @@ def _placed(
 
 
 def _copied(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a value that belongs to a parameter to where another one is, in the same shards."""
+    """Copy a value of an earlier parameter for a new one, in the shards of the new one."""
     if not is_sharded(parameter) or value.shape != parameter.shape:
         return value.clone()  # loading moves it, unless it is a count
     copy = torch.zeros_like(parameter.detach(), dtype=value.dtype)

@@ -1,4 +1,4 @@
-"""Moments of parameters and state of transforms, matched by name between a run and another program."""
+"""Match moments of parameters and state of transforms by name, between a run and a program."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ from accel_fn.transforms.schedule.schedule import takes_metric
 _Entry = TypeVar("_Entry")
 _MOST_SHOWN = 8
 Names = Mapping[str, Mapping[str, str]]
-"""By step name: the name of each parameter here -> its name in the run."""
+"""By step name: the name of each parameter in the program -> its name in the run."""
 
 
 @dataclass
 class OfRun(Generic[_Entry]):
-    """The state of a run, as a checkpoint or an earlier step has it; or as this program takes it."""
+    """The state of a run, in the form of a checkpoint or an earlier step, or of this program."""
 
     entries: dict[str, _Entry]
-    """By the names of `RunState.tensors`: the tensors, or where they are."""
+    """By the names of `RunState.tensors`: the tensors, or their places in a checkpoint."""
     rests: dict[str, Any]
     """As `RunState.rest`."""
     plans: dict[str, Mapping[str, Any]]
     """As `RunState.plans`."""
     new: list[str] = field(default_factory=list)
-    """A line for each part of the program that starts fresh, and of the run that is dropped."""
+    """A line for each part of the program that starts fresh or part of the run that is dropped."""
 
 
 def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> OfRun[_Entry]:
-    """Write the state of a run as that of this program, which may have other groups and transforms.
+    """Convert the state of a run for this program, which may have other groups and transforms.
 
-    Settings of groups, such as rates and weight decay, are the program's. Entries of groups that no
-    setting gave, such as the step count of a schedule-free optimizer, go on where the parameters of a
-    group had one group; so do rates that a schedule by a metric has set.
+    Settings of groups, such as rates and weight decay, are the program's. If all parameters of a
+    group were in one group of the run, the group keeps the run's entries that are not settings,
+    such as the step count of a schedule-free optimizer, and rates that a schedule by a metric has
+    set.
     """
     model = {name: each for name, each in run.entries.items() if is_model(name)}
     known = {name: each for name, each in model.items() if name in here.tensors}
@@ -76,12 +77,12 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
 
 
 def _is_matched(key: str) -> bool:
-    """Return whether a key of a signature is of an optimizer or of transforms, which are matched by name."""
+    """Return whether a signature's key is of optimizers or transforms, which match by name."""
     return key in RESULT_SLOTS or is_optimizer(key)
 
 
 def without_new(here: RunState, known: Collection[str]) -> RunState:
-    """Leave out the tensors that the run does not have, for a comparison of the rest."""
+    """Leave out the tensors that the run does not have, to compare the rest."""
     kept = {
         name: each
         for name, each in here.tensors.items()
@@ -91,7 +92,7 @@ def without_new(here: RunState, known: Collection[str]) -> RunState:
 
 
 class _Translation(Generic[_Entry]):
-    """Writes the state of one step of a run as that of the program's."""
+    """Converts the state of a step of a run to that of the program's step."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class _Translation(Generic[_Entry]):
                 self._tensors[name][parameter][key] = entry
 
     def optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of one of the program's optimizers; note its entries, and what is new in it."""
+        """Return the state of a program's optimizer; record its entries and fresh parameters."""
         groups = self._here.plans[self._step][f"{key_of(name)} groups"]
         held = [*dict.fromkeys(each for group in groups for each in group)]
         sources = self._sources(type(optimizer))
@@ -141,7 +142,7 @@ class _Translation(Generic[_Entry]):
         return {"state": state, "others": self._others(name, optimizer, groups, sources)}
 
     def _sources(self, kind: type) -> dict[str, tuple[str, int]]:
-        """Find each parameter's optimizer in the run, of one class, and the number of its group there."""
+        """Find each parameter's optimizer of this class in the run, and the number of its group."""
         before = {
             each: (source, index)
             for source, groups in self._groups.items()
@@ -158,7 +159,7 @@ class _Translation(Generic[_Entry]):
         groups: Sequence[Sequence[str]],
         sources: Mapping[str, tuple[str, int]],
     ) -> dict[str, Any]:
-        """Return what an optimizer's `state_dict` has beside its state: groups, and entries of its class."""
+        """Return the rest of an optimizer's `state_dict`: its groups, and entries of its class."""
         own = self._here.rest[self._step]["optimizers"][name]["others"]
         saved = {each: of_run["others"] for each, of_run in self._rest["optimizers"].items()}
         others = {**own, "param_groups": [dict(each) for each in own["param_groups"]]}
@@ -166,7 +167,8 @@ class _Translation(Generic[_Entry]):
             each.scheduler.optimizer is optimizer and takes_metric(each.scheduler)
             for each in schedules_made(self._own_plan)
         )
-        # A group goes on with the counts of the run: with what no argument of the optimizer's class sets.
+        # A group keeps the run's counts: the entries that no argument of the optimizer's class
+        # sets.
         settings = {*inspect.signature(type(optimizer)).parameters, "params", *RATES, *MOMENTA}
         used = set[str]()
         for group, members in zip(others["param_groups"], groups, strict=True):
@@ -184,7 +186,7 @@ class _Translation(Generic[_Entry]):
         return others
 
     def transforms(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of the program's transforms, by slot and name; note their entries."""
+        """Return the state of the program's transforms, by slot and name; record their entries."""
         renamed = {before: name for name, before in self._names.items()}
         model, prefix = (prefix_of(kind, self._step) for kind in ("model", "transforms"))
         saved, new = self._rest["transforms"], self._found.new
@@ -221,7 +223,7 @@ def _pairs(saved: Sequence[str], own: Sequence[str]) -> Iterator[tuple[str, str]
 
 
 def _as_here(saved: Any, own: Any) -> Any:
-    """Write the state of a schedule of one optimizer as that of several, by name, or the other way round."""
+    """Convert a schedule's state for one optimizer to one for several, by name, or the reverse."""
     of_saved, of_own = _schedules_in(saved), _schedules_in(own)
     if not of_saved or not of_own or of_saved.keys() == of_own.keys():
         return saved
@@ -231,7 +233,7 @@ def _as_here(saved: Any, own: Any) -> Any:
 
 
 def _schedules_in(state: Any) -> Mapping[str, Any]:
-    """Return the states of the schedules of several optimizers, by name; that of one has the name ""."""
+    """Return the states of schedules by the optimizer's name; "" if there is one optimizer."""
     if "scheduler" in state:
         return {"": state}
     return {

@@ -39,7 +39,7 @@ _SAMPLE = 64
 def differences(
     manifest: Manifest, rests: Rests, contents: RunState, state: DistState
 ) -> Iterator[str]:
-    """List what differs between checkpoint and program, a line each, with both values."""
+    """List what differs between checkpoint and program, in lines with both values."""
     other = dict(_other_optimizers(rests, contents.rest))
     yield from other.values()
     plans = [
@@ -128,7 +128,7 @@ def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
 def has_optimizer(
     manifest: Manifest, contents: RunState, fits: Mapping[str, Tensor], step: str, optimizer: str
 ) -> bool:
-    """Return whether that step was saved with this optimizer over these parameters, in shapes that fit."""
+    """Return whether the step was saved with this optimizer over the same parameters and shapes."""
     saved, here = manifest.plans.get(step, {}), contents.plans[step]
     key, prefix = key_of(optimizer), prefix_of("model", step)
     groups = f"{key} groups"
@@ -170,7 +170,7 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
-    """List saved values of another type or size than this program's."""
+    """List saved values whose type or size differs from this program's."""
     for step, rest in saved.items():
         for part, values in rest.items():
             there = here[step][part]
@@ -183,9 +183,10 @@ def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
 
 
 def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:
-    """List saved values of another type or size than the program's.
+    """List saved values whose type or size differs from the program's.
 
-    With `is_free`, as for state of a user's function, they may be None, missing or of another length.
+    With `is_free`, for the state of a user's function, they may be None, missing or of another
+    length.
     """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in here:
@@ -242,7 +243,7 @@ def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
 def hashed(
     tensors: Mapping[str, Tensor], state: DistState, known: Mapping[str, Hashed], function: str
 ) -> dict[str, Hashed]:
-    """Hash whole tensors, each on one rank; those that have their mark of before are not read again.
+    """Hash whole tensors, each on one rank; tensors whose mark is the same are not read again.
 
     Cost: a small collective, and for what is read, a gather of each shard and one more.
     """
@@ -256,7 +257,7 @@ def hashed(
 
 
 def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -> None:
-    """Refuse parameters that are frozen, and which the loop itself moves, as a teacher's."""
+    """Refuse frozen parameters that the loop itself changes, as those of a moving teacher."""
     changed = [n for n in found if n in before and found[n].hash != before[n].hash]
     models = [name for name in changed if is_frozen(name)]
     if models:
@@ -273,7 +274,7 @@ def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -
 
 
 def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str, Hashed]) -> None:
-    """Refuse a program whose frozen parameters are not those that a checkpoint left out."""
+    """Refuse a program whose frozen parameters differ from those that a checkpoint left out."""
     changed = [name for name in here if here[name].hash != saved[name].hash]
     if changed:
         raise CheckpointError(

@@ -32,7 +32,7 @@ _PIECE = 1 << 19  # small enough to be in the processor's cache when it is hashe
 class FileMark:
     """The mark of a file: its size in bytes, and a hash of its content.
 
-    That is the XXH3-128 of the XXH3-128 of each block of 16 MiB: blocks are read in parallel.
+    The hash is the XXH3-128 of the XXH3-128s of its blocks of 16 MiB: blocks are read in parallel.
     """
 
     size: int
@@ -44,7 +44,7 @@ def hash_of(data: bytes | memoryview) -> str:
 
 
 def uncounted(num_bytes: int) -> None:
-    """Ignore that so many bytes more were read or written."""
+    """Ignore the number of bytes that were read or written."""
 
 
 def write_file(
@@ -78,7 +78,7 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder where the file system can do that, are on the disk."""
+    """Wait until a file, or the names in a folder if the file system can do that, are on disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -90,7 +90,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; wait until the names of all that are new are on the disk."""
+    """Make a folder and its parents; wait until the names of the new ones are on the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
@@ -99,7 +99,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def opened(path: Path, function: str = "load") -> Iterator[int]:
-    """Open a file of a checkpoint to read it; one that is no regular file is refused, not waited for."""
+    """Open a file of a checkpoint to read it; refuse one that is not regular, without a wait."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -152,7 +152,7 @@ def _digest(file: int, start: int, buffer: memoryview) -> bytes:
 
 
 def read_into(buffer: memoryview, file: int, start: int) -> int:
-    """Fill a buffer from a place in an open file; return how many bytes there were."""
+    """Fill a buffer from a place in an open file; return how many bytes the file had there."""
     done = 0
     while done < len(buffer):
         count = os.preadv(file, [buffer[done:]], start + done)
@@ -182,7 +182,7 @@ def to_plain(values: Mapping[str, Any], function: str) -> bytes:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         names = list(values)
-        if len(names) > 1:  # find the first that is at fault
+        if len(names) > 1:  # find the first value that is at fault
             for name in names:
                 to_plain({name: values[name]}, function)
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""load and resume: go on with a run from a checkpoint, at any world size."""
+"""load and resume: continue a run from a checkpoint, at any world size."""
 
 from __future__ import annotations
 
@@ -88,28 +88,30 @@ def load(
     Args:
         step: the step, or a dict of steps by name, as it was saved.
         state: as `build` returned it.
-        folder: that was given to `save`.
-        extras: by the names that they were saved under. If one has `differences_from(saved)`, as a
-            sharded loader has, the lines that it returns are listed with all other differences. A dict is
-            filled in place: saved keys overwrite, and other keys stay.
+        folder: the folder that was given to `save`.
+        extras: the objects by the names under which they were saved. If one has
+            `differences_from(saved)`, as a sharded loader has, the lines that it returns are listed
+            with all other differences. A dict is filled in place: saved keys overwrite, and other
+            keys stay.
         at: "latest", the number of a step, or a checkpoint's name.
         strict: False: if the program differs, load what matches, leave the rest
             as it is, and log the differences as a warning.
-        schedule: which learning rates to go on with, if the run was given another length.
+        schedule: the learning rates with which the run continues, if it was given another length.
             "saved": those of the checkpoint, with the lengths of its schedules. "program": `lr`,
             `initial_lr` and momentum (betas) of the program's optimizers, whose schedules are stepped to
             the saved update. Default: the saved ones, if lengths that schedulers know are equal. A
             function has no length: rates of a `LambdaLR` are computed for the saved update by the
             program's function, once extras are loaded, unless "program" computes them from the program's
             `initial_lr`, too. If the function gave another rate when the run was saved than the one in use,
-            because it reads a figure that the program had moved since, the saved rate stays.
+            because it reads a value that the program had changed since, the saved rate stays.
         match: "names" to load into a program that differs in its parameters, in the groups of its optimizers
-            or in its transforms, as after unfreezing or for a next phase: what has the same name goes on.
-            Parameters and moments are matched by the parameter's name, optimizers by their class,
-            transforms by slot and name. Settings of groups, such as weight decay, are the program's, and
-            so are schedules, as with schedule="program"; one that follows a metric goes on. The main rank
-            logs, as a warning, what is new and what is left out. Tensors of one name and different shapes
-            are refused, and other differences as without it.
+            or in its transforms, as after unfreezing or for a next phase: parts of the same name
+            continue. Parameters and moments are matched by the parameter's name, optimizers by
+            their class, transforms by slot and name. Settings of groups, such as weight decay, are
+            the program's, and so are schedules, as with schedule="program"; one that follows a
+            metric continues. The main rank logs, as a warning, what is new and what is left out.
+            Tensors of one name and different shapes are refused, and so are the other differences
+            that "program" refuses.
 
     Returns:
         The state: `state` with the checkpoint's `step`, `call`, `samples`, `items` and loss scale.
@@ -217,8 +219,8 @@ class _Loading:
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._same_mesh = self.manifest.mesh == mesh_of(state)
-        # On another mesh, ranks along axes other than dp must draw the same numbers, so each takes those
-        # of a rank that had its place on dp.
+        # On another mesh, ranks along axes other than dp must draw the same numbers, so each takes
+        # the generators of a rank that had its place on dp.
         self._places = ranks_along(self.manifest.mesh, "dp", 0)
         self._is_known = state.data.rank < len(self._places)
         number = self._places[state.data.rank] if self._is_known else 0
@@ -232,7 +234,7 @@ class _Loading:
         self.run(lambda: self._match_program(schedule))
 
     def run(self, stage: Callable[[], None]) -> None:
-        """Run a stage of the load, and name the checkpoint in any error of it."""
+        """Run a stage of the load, and name the checkpoint in any error that it raises."""
         try:
             stage()
         except AccelError:
@@ -241,7 +243,7 @@ class _Loading:
             self._refuse([repr(error)], error)
 
     def _match_program(self, schedule: Choice) -> None:
-        """Compare the checkpoint with the program, and choose what is loaded."""
+        """Compare the checkpoint with the program, and choose the tensors and state to load."""
         steps, is_by_names = self._steps, self._match == "names"
         self._rests = self._common["steps"]
         if self.manifest.format == 1:
@@ -264,7 +266,7 @@ class _Loading:
         self._choose()
 
     def _take_by_names(self) -> None:
-        """Write the checkpoint as one of this program, as far as names are the same."""
+        """Convert the checkpoint to one of this program, as far as names are the same."""
         here, saved = self._before, self.manifest
         entries = {**saved.entries, **saved.frozen}
         own = [name for name in here.tensors if compare.is_model(name)]
@@ -310,7 +312,7 @@ class _Loading:
             _LOG.warning(text, self._path, compare.listed(self._new))
 
     def _choose(self) -> None:
-        """Choose, for each step, the tensors to fill and the state to load; with strict=False what fits."""
+        """Choose the tensors to fill and the state to load; with strict=False, those that fit."""
         manifest, before = self.manifest, self._before
         fits = compare.fitting(manifest.entries, before)
         self.frozen = compare.fitting(manifest.frozen, before)
@@ -351,7 +353,7 @@ class _Loading:
                 _LOG.warning("%s", str(error).removeprefix("load: "))
 
     def rehearse(self) -> None:
-        """Load the non-tensor state, and refuse values of other types or sizes than the program's."""
+        """Load the non-tensor state, and refuse values whose types or sizes differ from ours."""
         scalers = self._put_back(calls=False).scaler, self._state.scaler
         scale, scale_here = map(scale_to_dict, scalers)
         here = {name: self._tensors[name] for name in self._buffers}
@@ -409,7 +411,7 @@ class _Loading:
         )
 
     def _put_back(self, *, calls: bool = True, again: bool = False) -> DistState:
-        """Load the non-tensor state beside the tensors as they are; return the state of the run."""
+        """Load the non-tensor state, with the current tensors; return the state of the run."""
         state, loaded = self._state, self._position()
         for name, options in self._options.items():
             plan = self._steps[name].plan
@@ -441,19 +443,19 @@ def resume(
 
     Called on every rank, of a world of any size. Rank 0 looks for checkpoints, so all ranks
     load, or none. The main rank logs the checkpoint and its step, as a warning, which Python
-    shows by default. The next line of a program is `loader.epochs(num_epochs, since=state)`: of a
-    run that has finished, it yields no epoch and logs that.
+    shows by default. The next line of a program is `loader.epochs(num_epochs, since=state)`: if the
+    run has finished, it yields no epoch and logs that.
 
     Args:
         step: the step, or a dict of steps by name, as it is saved.
         state: as `build` returned it.
-        folder: that `save` is given; need not be there.
-        extras: by the names that they are saved under; the loader among them.
-        schedule: as for `load`: "program" or "saved" for a run that goes on with more epochs.
+        folder: the folder that is given to `save`; it need not exist.
+        extras: the objects by the names under which they are saved, with the loader among them.
+        schedule: as for `load`: "program" or "saved" for a run that continues with more epochs.
         match: as for `load`: "names" for a program with other parameters, groups or transforms.
 
     Returns:
-        What `load` returns, or `state`.
+        The state that `load` returns, or `state`.
 
     Raises:
         RuntimeError: on every rank, as in `load`: the newest checkpoint is damaged, or the program differs.

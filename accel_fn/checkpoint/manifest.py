@@ -1,4 +1,4 @@
-"""Manifest: what is in a checkpoint, in which file, and with which hash."""
+"""Write, read and check the manifest: the contents, files and hashes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {"num_samples": "count_samples", "average": "ema", "average.uniform": "
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and where its bytes are: row-major, `length` of them from `start`."""
+    """A block of a tensor, and the place of its bytes: row-major, `length` of them from `start`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor: dtype without `torch.`, shape, and the chunks that it is cut into."""
+    """A tensor: dtype without `torch.`, shape, and the chunks into which it is cut."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class Manifest:
     tied: Mapping[str, str]
     """Another name of a tied parameter -> its first name."""
     explained: Mapping[str, str]
-    """Each step as `explain` describes it."""
+    """The description of each step by `explain`."""
     entries: Mapping[str, Entry]
     frozen: Mapping[str, FrozenEntry]
     files: Mapping[str, FileMark]
@@ -108,7 +108,7 @@ class Manifest:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, uncopied: `asdict` would copy all that they hold."""
+    """Return the fields of a dataclass, uncopied: `asdict` would copy their values."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
@@ -149,12 +149,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-# Checks: a manifest that another program wrote may hold anything that JSON can. All of them come before
-# anything else reads it.
+# Checks: a manifest that another program wrote may hold any JSON. All checks run before anything
+# else reads the manifest.
 
 
 def read_as(kind: Any, value: Any, name: str) -> Any:
-    """Make a value of that type out of JSON, which has lists for tuples; an `int` is a count."""
+    """Make a value of type `kind` from JSON, which has lists for tuples; an `int` is a count."""
     origin, arguments, is_record = _form(kind)
     if is_record and isinstance(value, dict):
         hints: dict[str, Any] = _hints(cast("Any", kind))
@@ -177,9 +177,9 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
 
 
 def _whole_entries(found: Any) -> dict[str, tuple[int, Entry]]:
-    """Make entries, with their places in the order, of tensors that one chunk holds whole.
+    """Make the entries, and their places in the order, of tensors that one chunk holds whole.
 
-    File, dtype and name lead to [place, start, *shape].
+    `found` maps file, dtype and name to [place, start, *shape].
     """
     entries: dict[str, tuple[int, Entry]] = {}
     kind: Any = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -228,7 +228,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _check(found: Manifest, here: int | None) -> None:
-    """Refuse a manifest that contradicts itself or its folder, or holds what no `save` writes."""
+    """Refuse a manifest that contradicts itself or its folder, or that `save` cannot write."""
     _require(here in (None, found.step), "step", found.step, f"{here}, its folder's")
     for name in (found.accel_fn, found.torch, *found.plans, *found.explained):
         _check_name("name", name)
@@ -324,7 +324,7 @@ def _lies_in(chunk: Chunk, shape: Sequence[int]) -> bool:
 def _are_disjoint(blocks: Sequence[Chunk]) -> bool:
     """Return whether no two blocks overlap.
 
-    Compared are only those that overlap along the dimension with the most different starts.
+    Compares only blocks that overlap along the dimension with the most different starts.
     """
     if len(blocks) < 2:
         return True
@@ -352,7 +352,7 @@ def _require(fits: bool, name: str, value: object, rule: str) -> None:
 
 
 def renamed_manifest(body: bytes) -> bytes:
-    """Write the new names into the manifest: those of functions, and of places of tensors."""
+    """Write the new names of functions into the manifest, also in the names of tensors."""
     for old, new in _NAMES.items():
         body = body.replace(f'"{old}"'.encode(), f'"{new}"'.encode())
         body = body.replace(f" {old}/".encode(), f" {new}/".encode())
@@ -360,7 +360,7 @@ def renamed_manifest(body: bytes) -> bytes:
 
 
 def renamed_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the new names into the non-tensor state of a step: places of transforms."""
+    """Write the new names of transforms into the non-tensor state of a step."""
     places = {place: place.rpartition(" ") for place in rest["transforms"]}
     new = {place: f"{at}{gap}{_NAMES.get(name, name)}" for place, (at, gap, name) in places.items()}
     return {**rest, "transforms": {new[at]: values for at, values in rest["transforms"].items()}}

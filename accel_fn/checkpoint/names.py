@@ -41,9 +41,9 @@ def file_of(kind: str, rank: int, ending: str) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """List the steps of the checkpoints in a folder, in order; none where there is no folder.
+    """List the steps of the checkpoints in a folder, in order; none without the folder.
 
-    One that a killed run has set aside is renamed back first.
+    A checkpoint that a killed run has set aside is renamed back first.
     """
     _rename_back(folder)
     try:
@@ -63,7 +63,7 @@ def absolute(folder: Path) -> Path:
 
 @contextmanager
 def reading(folder: Path, function: str) -> Iterator[None]:
-    """Refuse a folder whose names or checkpoints this user may not look at."""
+    """Refuse a folder whose names or checkpoints this user may not read."""
     try:
         yield
     except OSError as error:
@@ -89,11 +89,11 @@ def rename(path: Path, target: Path) -> None:
 
 
 def rename_finished(unfinished: Path, final: Path) -> None:
-    """Give a finished checkpoint its name, in one step where the name is free.
+    """Give a finished checkpoint its name, in one step if the name is free.
 
     Otherwise the checkpoint that has the name is set aside first. If the run is killed between
-    the two, `steps_in` and `recover` rename that one back. A reader may do so
-    meanwhile, and then it is set aside again.
+    the two steps, `steps_in` and `recover` rename it back. If a reader renames it back in
+    between, it is set aside again.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -120,7 +120,7 @@ def hide(path: Path) -> Path:
 
 
 def _rename_back(folder: Path) -> None:
-    """Rename a checkpoint back, unless its name is in use: rename replaces no folder that has files."""
+    """Rename a checkpoint back, unless its name is in use: rename never replaces a full folder."""
     for aside in folder.glob(f"{_OLD}*"):
         final = aside.with_name(aside.name.removeprefix(_OLD))
         if not final.exists():

@@ -46,13 +46,13 @@ def named_steps(step: Step | Steps) -> Steps:
 
 
 def notes_of(steps: Steps) -> dict[str, Any]:
-    """Return the notes of the step whose name sorts first, in which save and load keep facts of this run."""
+    """Return the notes of the step whose name sorts first; save and load keep facts there."""
     return steps[min(steps)].notes
 
 
 @contextmanager
 def in_whole(steps: Steps, *, writes: bool) -> Iterator[None]:
-    """Let strategies hold models and optimizers whole, or in shards that know their place."""
+    """Let strategies hold models and optimizers whole, or as DTensors."""
     with ExitStack() as stack:
         for step in steps.values():
             stack.enter_context(step.strategy.whole(writes=writes))
@@ -61,10 +61,10 @@ def in_whole(steps: Steps, *, writes: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything of the steps of a run that is the same on all ranks."""
+    """The state of the steps of a run that is the same on all ranks."""
 
     tensors: dict[str, Tensor]
-    """`model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; of a step with a name,
+    """`model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; for a step with a name,
     `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
     """By step name: the non-tensor state of model, optimizers and transforms."""
@@ -75,9 +75,9 @@ class RunState:
     frozen: dict[str, Tensor]
     """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
-    """Entries that are no replicas: DDP lets running statistics differ between ranks."""
+    """Entries that may differ between ranks: DDP lets running statistics differ."""
     moved: list[str] = field(default_factory=list)
-    """Schedules whose functions give other rates now than those that they have set."""
+    """Schedules whose functions give other rates now than the ones they have set."""
 
 
 def run_state_of(steps: Steps) -> RunState:
@@ -108,7 +108,7 @@ def run_state_of(steps: Steps) -> RunState:
 
 
 def prefix_of(kind: str, step: str) -> str:
-    """Return how the names of a step's entries begin."""
+    """Return the prefix of the names of a step's entries."""
     return f"{kind}@{step}/" if step else f"{kind}/"
 
 
@@ -118,12 +118,12 @@ def of_step(name: str, step: str) -> str:
 
 
 def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Select the values whose names begin with `prefix`, and take it off."""
+    """Select the values whose names begin with `prefix`, and remove it from the names."""
     return {name[len(prefix) :]: each for name, each in values.items() if name.startswith(prefix)}
 
 
 def signature(step: Step) -> dict[str, Any]:
-    """Describe what must be the same in a run that resumes: no world size, micro-batches or device."""
+    """Describe what a resumed run must share: not world size, micro-batches or device."""
     plan = step.plan
     named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
@@ -139,7 +139,7 @@ def signature(step: Step) -> dict[str, Any]:
 
 
 def key_of(optimizer: str) -> str:
-    """Return an optimizer's key in a signature, which no slot has, whatever its name."""
+    """Return an optimizer's key in a signature; no slot has the same key, whatever the name."""
     return optimizer if optimizer == "optimizer" else f"optimizer {optimizer!r}"
 
 
@@ -154,7 +154,7 @@ def _name(function: Any) -> str:
 
 
 def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield functions of the plan that have state: how their entries begin, slot and name, function."""
+    """Yield functions of the plan that have state: prefix of entries, slot and name, function."""
     for slot in _STATE_SLOTS:
         for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
@@ -169,7 +169,7 @@ def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
 
 
 def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
-    """Make the loss scale, on the device of the run; it needs each field, also those with defaults."""
+    """Make the loss scale on the device of the run; fields with defaults must be saved, too."""
     if saved is None:
         return None
     names = {*saved, *(each.name for each in fields(LossScale))}
@@ -184,7 +184,7 @@ def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def targets_for(
     kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], specs: Mapping[str, Spec]
 ) -> dict[str, Tensor]:
-    """Return a tensor to read each entry of a kind into: the one that is there, or a new one.
+    """Return the tensor into which each entry of a kind is read: an existing one, or a new one.
 
     The kind is "transforms" or the name of an optimizer.
     """
@@ -216,8 +216,8 @@ def put_back(
 ) -> None:
     """Load saved state into model, transforms and these optimizers; tensors are read already.
 
-    Transforms whose entries begin with one of `fresh` stay as they are. `again`: the same tensors
-    were loaded before, and have got other values since.
+    Transforms whose entries begin with one of `fresh` stay as they are. With `again`, the same
+    tensors were loaded before, and have new values since.
     """
     _put_back_model(
         unwrapped(plan.model), with_prefix(prefix_of("model", step), tensors), rest["model"]
@@ -257,7 +257,7 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
 def _put_back_model(
     model: nn.Module, tensors: Mapping[str, Tensor], extra_state: Mapping[str, Any]
 ) -> None:
-    """Load extra state, and tensors that a `state_dict` gave as copies; the rest was read in place."""
+    """Load extra state, and tensors that `state_dict` returned as copies; the rest is in place."""
     own = {_address(each) for each in (*model.parameters(), *model.buffers())}
     copies = {key: each for key, each in tensors.items() if _address(each) not in own}
     here = model.state_dict()
@@ -282,10 +282,10 @@ def _address(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's `state_dict`, but for `IMPLEMENTATION_OPTIONS`.
+    """Load an optimizer's `state_dict`, except `IMPLEMENTATION_OPTIONS`.
 
-    Tensors keep the dtypes that were saved: of a float64 parameter, torch turns even float32 counters
-    into float64.
+    Tensors keep the dtypes that were saved: for a float64 parameter, torch would turn even float32
+    counters into float64.
     """
     groups = [
         {**theirs, **{key: ours[key] for key in IMPLEMENTATION_OPTIONS if key in ours}}
@@ -330,7 +330,7 @@ def _put_back_optimizer(
 
 
 def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether the state of an optimizer of torch is these very tensors, and so up to date.
+    """Return whether a torch optimizer's state is these very tensors, and so is up to date.
 
     Then torch need not load it a second time, which takes as long as reading it.
     """
@@ -357,10 +357,10 @@ def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
 def read_whole(
     tensors: Mapping[str, Tensor], own: Collection[str], read: Callable[[str, Tensor], _Value]
 ) -> Callable[[], dict[str, _Value]]:
-    """Gather tensors, one after another, and read the own ones of this rank.
+    """Gather tensors, one after another, and call `read` for those that are this rank's `own`.
 
-    Returns a function that returns the results, or raises the first error. It was not raised at once,
-    since other ranks wait in the next gather.
+    Returns a function that returns the results, or raises the first error. The error is not raised
+    at once, since other ranks wait in the next gather.
     """
     found: dict[str, _Value] = {}
     failures: list[Exception] = []
@@ -383,7 +383,7 @@ def read_whole(
 def split_tied(
     saved: Mapping[str, Tensor], model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split a `state_dict` into tensors under their first names, and other name -> first name."""
+    """Split a `state_dict` into tensors by first name, and a map of other names to first names."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     firsts: dict[object, str] = {}

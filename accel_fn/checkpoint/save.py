@@ -59,7 +59,7 @@ from accel_fn.observe.progress import bytes_bar
 from accel_fn.parallel.file_lock import FileLock
 
 EXTRA = "extras/"
-# Read once: it is of the code that runs, though another version may be installed meanwhile.
+# Read once: the version of the running code, even if another one is installed meanwhile.
 _VERSION = version("accel-fn")
 
 
@@ -81,31 +81,34 @@ def save(
 
     It holds parameters and buffers of the model, the optimizer, the loss scale, the state of
     transforms, `state.step`, `call`, `samples`, `items` and seed, every rank's random generators, and the
-    extras. Of frozen models it holds names, shapes and a hash of each tensor. The checkpoint gets its name
-    once all of it is on the disk. So if the run is killed, a checkpoint is complete or not there. An
-    optimizer with train and eval modes is saved in eval mode, and is back in train mode when `save` returns.
-    A function of a schedule is called again: if its rate has changed since it was set, `load` keeps the
-    saved rate.
+    extras. For frozen models it holds names, shapes and a hash of each tensor. The checkpoint gets
+    its name once all of it is on the disk. So if the run is killed, a checkpoint is complete or not
+    there. An optimizer with train and eval modes is saved in eval mode, and is back in train mode
+    when `save` returns. A function of a schedule is called again: if its rate has changed since it
+    was set, `load` keeps the saved rate.
 
     Args:
         step: the step, or a dict of steps by name.
-        state: after the last step.
-        folder: of this run's checkpoints, on a file system that all machines share; made if missing;
-            `~` is your home folder.
-        extras: by name, the same names on all ranks; saved of every rank: anything with `state_dict`
-            and `load_state_dict`, a dict of numbers, strings and tensors, or a `torch.Generator`.
-        keep: how many whole checkpoints stay, >= 1; None: all. The one that this run
-            was resumed from stays.
-        keep_every: checkpoints at multiples of so many steps stay, too.
-        score: of this checkpoint, higher is better: an accuracy, or a loss with a minus. NaN is
-            never the best. `list_checkpoints` has it.
-        keep_best: so many of the highest scores stay, too, beside the newest `keep`.
+        state: the state after the last step.
+        folder: the folder of this run's checkpoints, on a file system that all machines share; made
+            if missing; `~` is your home folder.
+        extras: more objects to save, by name, with the same names on all ranks. Each rank's own are
+            saved: anything with `state_dict` and `load_state_dict`, a dict of numbers, strings and
+            tensors, or a `torch.Generator`.
+        keep: how many whole checkpoints stay, >= 1; None: all. The one from which this run
+            was resumed stays.
+        keep_every: checkpoints at multiples of this number of steps stay, too.
+        score: the score of this checkpoint, higher is better: an accuracy, or a loss with a minus.
+            NaN is never the best. `list_checkpoints` returns it.
+        keep_best: this many checkpoints with the highest scores stay, too, beside the newest
+            `keep`.
         beside: `path -> None`, called on the main rank: writes files of your own into the checkpoint's
             folder before it gets its name, such as adapters or a configuration. `load` does not read
             them.
         only: "trained": leave out parameters that require no gradient, and required none in `build`. A
-            checkpoint of adapters then holds the adapters and their optimizer state. `load` leaves those
-            of the program as they are, and refuses others by a hash. Default: save all.
+            checkpoint of adapters then holds the adapters and their optimizer state. `load` leaves
+            the parameters of the program that were left out as they are, and refuses, by a hash, a
+            program in which they have other values. Default: save all.
         wait: False: return once this rank's share is copied, and write it in a thread. The next
             `save` or `load` of the step waits for it, and so does the end of the process.
 
@@ -115,11 +118,12 @@ def save(
     Raises:
         ValueError: on every rank: an argument breaks its rule or differs between ranks, `keep_best`
             is given without `keep`, extras hold more than tensors and plain data, the model has a
-            tensor that was expanded, or of which ranks hold parts that are no DTensors, or what
-            is left out, by `only` or as a frozen model, has changed since it was last saved or loaded.
-        Exception: raised by `beside` on the main rank; a `RuntimeError` on the others.
+            tensor that was expanded, or of which ranks hold parts that are not DTensors, or a
+            tensor that is left out, by `only` or as a frozen model, has changed since it was last
+            saved or loaded.
+        Exception: raised by `beside` on the main rank; a `RuntimeError` on the other ranks.
         RuntimeError: on every rank: the folder cannot be written, or another run saves to it. The
-            checkpoints that are there stay as they are. A failure in the background is
+            checkpoints that exist stay as they are. A failure in the background is
             raised by the next `save` or `load` of the step; if there is none, it is
             logged at the end of the process, whose exit code is then 1.
 
@@ -219,7 +223,7 @@ def _write(
     *,
     wait: bool,
 ) -> None:
-    """Write all, or copy it and start to write."""
+    """Write the checkpoint, or, without `wait`, copy this rank's share and start to write it."""
 
     def on_main(fn: Callable[..., object], *arguments: object) -> None:
         all_or_none(lambda: fn(*arguments) if state.is_main else None, state, "save")
@@ -279,7 +283,7 @@ def _put_beside(path: Path, beside: Callable[[Path], object]) -> None:
 def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> Share:
     own = _own_buffers(contents, state)
     shared = contents.tensors
-    if not state.is_main:  # a tensor that is no replica is saved as rank 0 has it
+    if not state.is_main:  # rank 0 saves the buffers, which may differ between ranks
         buffers = set(contents.buffers)
         shared = {name: shared[name] for name in shared if name not in buffers}
     parts = plan_parts(shared, state)
@@ -297,7 +301,7 @@ def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> S
 
 
 def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
-    """Select buffers that differ from those of rank 0 in some bit."""
+    """Select the buffers whose bytes differ from those of rank 0."""
     if state.world_size == 1 or not contents.buffers:
         return {}
     buffers = {name: contents.tensors[name].cpu().contiguous() for name in contents.buffers}
@@ -309,7 +313,7 @@ def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
 def _frozen_entries(
     left_out: Mapping[str, Tensor], notes: dict[str, Any], state: DistState
 ) -> dict[str, FrozenEntry]:
-    """Hash tensors that are left out, unless an earlier save or load has; refuse those that have changed."""
+    """Hash tensors that are left out, unless their hash is known; refuse changed ones."""
     before = notes.get("frozen", {})
     found = compare.hashed(left_out, state, before, "save")
     compare.check_unchanged(before, found)  # the same hashes on all ranks

@@ -1,4 +1,4 @@
-"""Schedules of a run that resumes: the saved ones or the program's, at the update that was saved."""
+"""Restore the schedules of a resumed run: the saved ones or the program's, at the saved update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
 
 
 def check_choices(function: str, schedule: object, match: object) -> None:
-    """Refuse values that no choice has, and the saved schedules of another program."""
+    """Refuse other values, and saved schedules beside `match="names"`."""
     if schedule not in (None, "saved", "program"):
         rule = 'be "saved" or "program", or left out'
         raise ArgumentError(message(function, "schedule", rule, schedule))
@@ -53,11 +53,11 @@ class _OfPlan(NamedTuple):
     """A schedule of a plan."""
 
     place: str
-    """How the names of the entries of its function begin."""
+    """The prefix of the names of its function's entries."""
     function: str
     """The name of its function in errors."""
     name: str
-    """Its own name: a function may have a schedule for each of several optimizers."""
+    """The name of the schedule: a function may have a schedule for each of several optimizers."""
     schedule: Schedule
     saved: Mapping[str, Any] | None
     """The saved state; None if its function was not saved."""
@@ -79,7 +79,7 @@ def _of_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[
 def of_other_optimizers(
     steps: Steps, rests: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield schedules saved for optimizers of other names: the prefix of their entries, and a name."""
+    """Yield schedules saved for optimizers of other names: their entries' prefix, and a name."""
     for each in _of_plans(steps, rests):
         if each.saved is not None and "scheduler" not in each.saved:
             yield each.place, each.function
@@ -88,8 +88,8 @@ def of_other_optimizers(
 def moved_functions(steps: Steps, extras: Mapping[str, Any]) -> list[str]:
     """Name schedules whose functions give other rates than when they were called.
 
-    They read a figure that the program has moved since, such as a count of tokens in `extras`. `load` does
-    not call them: it could not know what they read then.
+    They read a value that the program has changed since, such as a count of tokens in `extras`.
+    `load` does not call them: it cannot know the value that they read.
     """
     found = [(each.name, each.schedule.scheduler) for each in _of_plans(steps, {})]
     found += [(f"extras/{name}", each) for name, each in extras.items() if _is_scheduler(each)]
@@ -121,13 +121,13 @@ class ResumedSchedules:
         by_names: bool = False,
     ) -> None:
         self._by_names = by_names
-        """Whether schedules that follow a metric go on, while the rest are stepped to the saved update."""
+        """Whether schedules by a metric continue, and the rest are stepped to the saved update."""
         self._moved = moved
         """The schedules whose functions are not called."""
         self._found = [
             _Saved(each.name, each.schedule.scheduler, each.saved["scheduler"], each.schedule)
             for each in _of_plans(steps, rests)
-            # Else it was saved of several optimizers and is of one here, or the other way round.
+            # Else it was saved for several optimizers and is for one here, or the other way round.
             if each.saved and "scheduler" in each.saved
         ]
         self._found += [
@@ -143,22 +143,22 @@ class ResumedSchedules:
             self._states = [copy.deepcopy(each.scheduler.state_dict()) for each in self._found]
 
     def differences(self) -> Iterator[str]:
-        """List lengths that differ, with both values, where neither was chosen."""
+        """List lengths that differ, with both values, if neither was chosen."""
         if self._choice is None:
             for each, here in zip(self._found, self._states, strict=True):
                 yield from _other_lengths(each, here)
 
     def obstacles(self) -> Iterator[str]:
-        """List why the program's schedules cannot be stepped to the saved update, where they are chosen."""
+        """List why the program's schedules, if chosen, cannot be stepped to the saved update."""
         if self._choice == "program":
             for each, here in zip(self._found, self._states, strict=True):
                 if not (self._by_names and takes_metric(each.scheduler)):
                     yield from _obstacles(each, here)
 
     def follow(self, loaded: DistState, *, calls: bool = True) -> None:
-        """Move rates to what the chosen schedules give at the saved update, once all is loaded.
+        """Set rates to those of the chosen schedules at the saved update, once all is loaded.
 
-        Functions that may read extras, which are not loaded yet, are not called without `calls`.
+        Without `calls`, functions are not called: they may read extras, which are not loaded yet.
         """
         for each in self._found:
             if isinstance(each.in_plan, StateSchedule):
@@ -208,10 +208,10 @@ class ResumedSchedules:
                     _step(each.scheduler)
 
     def _call_functions(self) -> None:
-        """Compute the rates that are a function of the program, which no checkpoint holds."""
+        """Compute the rates that a function of the program gives, which no checkpoint holds."""
         over = Counter(id(each.scheduler.optimizer) for each in self._found)
         for each in self._found:
-            # Of several schedules the last ones may have changed the rate that a function gave.
+            # With several schedules, the last ones may have changed the rate that a function gave.
             if over[id(each.scheduler.optimizer)] == 1 and each.name not in self._moved:
                 _step_again(each.scheduler)
 
@@ -280,7 +280,7 @@ def can_restart(scheduler: Any) -> bool:
 
 
 def restart(scheduler: Any) -> None:
-    """Let a scheduler that was made in the middle of a run begin from the rates that the run began with."""
+    """Let a scheduler that was made during a run begin from the rates at the start of the run."""
     if not can_restart(scheduler):
         return
     if isinstance(scheduler, ChainedScheduler):
@@ -297,7 +297,7 @@ def _step(scheduler: Any) -> None:
 
 
 def _step_again(scheduler: Any) -> None:
-    """Repeat the newest step of the functions in a scheduler, and of what changes their rates."""
+    """Repeat the newest step of a scheduler's functions and of the schedulers after them."""
     acting = list(_acting(scheduler))
     functions = [number for number, each in enumerate(acting) if isinstance(each, LambdaLR)]
     if not functions:
@@ -306,14 +306,14 @@ def _step_again(scheduler: Any) -> None:
         each.last_epoch -= 1
         each._step_count -= 1
         if each.last_epoch < 0:
-            each._initial_step()  # before the first update, a factor is not multiplied in
+            each._initial_step()  # before the first update, no factor is applied
         else:
             _step(each)
     scheduler._last_lr = acting[-1]._last_lr
 
 
 def _acting(scheduler: Any) -> Iterator[Any]:
-    """Yield the schedulers, of those in a scheduler, that made the newest step."""
+    """Yield the schedulers within a scheduler that made the newest step."""
     if isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, scheduler.last_epoch)
         yield from _acting(scheduler._schedulers[number])

@@ -31,18 +31,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One of a folder's checkpoints.
+    """A checkpoint in a folder.
 
     Attributes:
-        path: its folder.
-        step: batches consumed before it.
-        saved_at: when it was written.
+        path: the checkpoint's own folder.
+        step: batches consumed before it was saved.
+        saved_at: the time at which it was written.
         size: bytes; 0 if it cannot be read.
         world_size: ranks that saved it; 0 if it cannot be read.
-        damage: why it is not complete; empty if all files have the right sizes.
-        score: what `save` was given; None if nothing, or if it cannot be read.
-        mesh: the number of ranks along each axis; without a mesh, all were along "dp"; empty if it cannot
-            be read.
+        damage: the reason why it is not complete; empty if all files have the right sizes.
+        score: the `score` that was passed to `save`; None without one, or if it cannot be read.
+        mesh: the number of ranks along each axis; without a mesh, all were along "dp"; empty if it
+            cannot be read.
     """
 
     path: Path
@@ -59,14 +59,14 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """List the checkpoints of a folder, oldest first, without any that is being written.
 
     Args:
-        folder: where `save` writes; need not be there.
+        folder: the folder in which `save` writes; it need not exist.
 
     Returns:
-        One entry each. Contents are not read: `load` does that.
+        One entry for each checkpoint. Contents are not read: `load` does that.
 
     Raises:
         RuntimeError: the folder may not be read.
-        TypeError: `folder` is no path.
+        TypeError: `folder` is not a path.
 
     Cost: reads each manifest, and the sizes of files.
 
@@ -84,14 +84,14 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Find the newest complete checkpoint of a folder.
 
     Args:
-        folder: where `save` writes; need not be there.
+        folder: the folder in which `save` writes; it need not exist.
 
     Returns:
-        Its folder; None if there is none. Newer ones that are not complete are logged.
+        The checkpoint's folder; None if there is none. Newer ones that are not complete are logged.
 
     Raises:
         RuntimeError: the folder may not be read.
-        TypeError: `folder` is no path.
+        TypeError: `folder` is not a path.
 
     Cost: reads a manifest, and the sizes of files.
 
@@ -111,7 +111,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint | None:
-    """Describe a checkpoint by its manifest; None if the run that saves here has removed it meanwhile."""
+    """Describe a checkpoint by its manifest; None if the run that saves here has removed it."""
     damage, size, world_size, score, mesh = "", 0, 0, None, {}
     try:
         manifest = manifest or read_manifest(path)
@@ -125,23 +125,24 @@ def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint 
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
             return Checkpoint(path, step, saved_at, size, world_size, damage, score, mesh)
     with suppress(FileNotFoundError):
-        path.stat()  # raises where the folder can be listed and not searched
+        path.stat()  # raises if the user may list the folder but not search it
     return None
 
 
 class Run:
-    """The checkpoint that a run was resumed from, and those that it has saved since, by step."""
+    """The checkpoint from which a run was resumed, and those that it has saved since, by step."""
 
     def __init__(self, resumed_from: int | None = None) -> None:
         self.resumed_from = resumed_from
         self.saved: set[int] = set()
         self.manifests: dict[Path, Manifest] = {}
-        """The manifests that this run has written, without entries, so that `keep` need not read them."""
+        """The manifests that this run wrote, without entries, so that `keep` need not read them."""
 
     def age(self, step: int) -> tuple[bool, bool, int]:
-        """Key of an order, oldest first: steps after the resumed one, those up to it, those saved since.
+        """Return a key that sorts checkpoints by age, oldest first.
 
-        Times of files would not do: clocks differ between machines, and a copy has its own.
+        First come steps after the resumed one, then steps up to it, then those saved since. Times
+        of files would not do: clocks differ between machines, and a copied file has a new time.
         """
         is_continued = self.resumed_from is not None and step <= self.resumed_from
         return step in self.saved, is_continued, step
@@ -153,7 +154,7 @@ class NewCheckpoint:
 
     home: Path
     head: Manifest
-    """The manifest without what the ranks write: no files, and entries without chunks."""
+    """The manifest before the ranks have written: no files, and entries without chunks."""
     keep: int | None
     keep_every: int | None
     keep_best: int
@@ -170,7 +171,7 @@ class NewCheckpoint:
         return self.home / name_of(self.head.step)
 
     def commit(self, written: Sequence[Written]) -> None:
-        """Rename it to its final name, and remove older ones. On the main rank, when all have written."""
+        """Rename it to its final name, and remove older ones; on rank 0, once all have written."""
         files = {name: mark for each in written for name, mark in each.files.items()}
         entries = {}
         for name, entry in self.head.entries.items():
@@ -209,8 +210,8 @@ class NewCheckpoint:
     def _retain(self, keep: int) -> None:
         """Remove all but the newest `keep` whole checkpoints.
 
-        The `keep_best` of highest score, multiples of `keep_every`, the one that this run was resumed
-        from, and damaged ones stay.
+        The `keep_best` of highest score, multiples of `keep_every`, damaged checkpoints, and the
+        one from which this run was resumed stay.
         """
         paths = {step: self.home / name_of(step) for step in steps_in(self.home)}
         found = [look(path, step, self.run.manifests.get(path)) for step, path in paths.items()]
@@ -229,6 +230,6 @@ class NewCheckpoint:
 
 
 def tidy(folder: Path) -> None:
-    """Remove unfinished checkpoints of killed runs, and rename a checkpoint back that one has set aside."""
+    """Remove unfinished checkpoints of killed runs, and rename back those that they set aside."""
     for path in recover(folder):
         shutil.rmtree(path, ignore_errors=True)

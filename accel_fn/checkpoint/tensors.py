@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: which rank writes and reads which part of each, and how."""
+"""Write and read the tensors of a checkpoint, each rank its part of them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A part of a chunk, from `start` in it, that belongs into a part of a tensor of this rank."""
+    """A part of a chunk, from `start` in it, and the part of this rank's tensor that it fills."""
 
     chunk: Chunk
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Reading:
 
 
 def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> Iterator[Reading]:
-    """Find the chunks, or parts of them, that the tensors of this rank are made of."""
+    """Find the chunks, or parts of them, from which this rank's tensors are read."""
     whole = {name: each for name, each in tensors.items() if _is_one_chunk(each, entries[name])}
     for name, tensor in whole.items():
         (chunk,) = entries[name].chunks
@@ -102,7 +102,7 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
 
 def _is_one_chunk(tensor: Any, entry: Entry) -> bool:
     """Return whether one chunk holds the whole tensor of this rank."""
-    # Most tensors do, and torch's planners take longer for one than its reading.
+    # That is so for most tensors, and torch's planners take longer than reading one.
     if is_sharded(tensor) or len(entry.chunks) != 1:
         return False
     return tuple(tensor.shape) == entry.shape == entry.chunks[0].sizes
@@ -162,7 +162,7 @@ def new_buffers(parts: Sequence[Part], *, pinned: bool) -> Buffers:
 
 
 def blocks_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Group neighbours up to the size of a block."""
+    """Group neighbouring parts up to the size of a block."""
     group, size = list[Part](), 0
     for part in parts:
         if group and size + part.tensor.nbytes > _BLOCK_BYTES:
@@ -175,7 +175,7 @@ def blocks_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def copied_to_host(parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
-    """Copy tensors to the host, block by block: it waits for an accelerator once a block."""
+    """Copy tensors to the host, and wait for an accelerator once for each block."""
     for group in blocks_of(parts):
         moved = [part for part in group if part.tensor.device.type not in PAGEABLE]
         buffers = new_buffers(moved, pinned=True)
@@ -222,7 +222,7 @@ class Share:
     def _tensor_bytes(
         self, file: str, chunks: dict[str, tuple[Chunk, ...]]
     ) -> Iterator[memoryview]:
-        """Yield the bytes of tensors, aligned as in memory, and note in `chunks` where each begins."""
+        """Yield the bytes of tensors, aligned as in memory, and record their places in `chunks`."""
         start = 0
         for part, tensor in copied_to_host(self.parts):
             gap = -start % _ALIGNMENT
@@ -276,7 +276,7 @@ def read_tensors(
     with ExitStack() as stack, _pool() as pool:
         names = {each.chunk.file for each in readings}
         files = {name: stack.enter_context(opened(path / name)) for name in names}
-        # Some at a time: a thread takes longer to begin than to read a small tensor.
+        # Several readings for a task: a task costs more to start than reading a small tensor.
         some = [readings[at : at + _AT_A_TIME] for at in range(0, len(readings), _AT_A_TIME)]
         for num_bytes in pool.map(
             lambda own: sum(_read(each, files[each.chunk.file]) for each in own), some
@@ -285,13 +285,13 @@ def read_tensors(
 
 
 def _pool() -> Executor:
-    """Start threads that read: at least two, since one may wait for a disk."""
+    """Make a pool of reading threads: at least two, since one may wait for a disk."""
     return ThreadPoolExecutor(max(2, torch.get_num_threads()), thread_name_prefix="accel_fn load")
 
 
 @torch.no_grad()
 def _read(reading: Reading, file: int) -> int:
-    """Fill a part of a tensor, in place where memory has the layout of the file; return its bytes."""
+    """Fill a part of a tensor, in place if memory has the file's layout; return its bytes."""
     chunk, target = reading.chunk, reading.target
     has_layout = (
         target.is_cpu

@@ -1,4 +1,4 @@
-"""The tensors of a module by name, and which names are one tensor."""
+"""Write and read the files of a model's weights, in which tied names share a tensor."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Entries:
     tied: Mapping[str, str]
     """Another name -> the first name of the same tensor."""
     dtype: torch.dtype | None = None
-    """The dtype in which floating-point tensors are written; None: their own."""
+    """The dtype in which floating-point tensors are written; None: the dtype of each tensor."""
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Name of a parameter that is left out -> hash of its bytes."""
+    """Name of a parameter that is left out -> the hash of its bytes."""
 
     def written_dtype(self, name: str) -> torch.dtype:
         own = self.tensors[name].dtype
@@ -128,7 +128,7 @@ def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors whose spans of memory overlap: only the whole of a tensor may have two names."""
+    """Refuse tensors whose spans of memory overlap: only a whole tensor may have two names."""
     spans = sorted(
         (str(each.device), *_span(each), name) for name, each in tensors.items() if each.numel()
     )
@@ -220,7 +220,7 @@ def _commit(
     spares: Sequence[str],
     names: Sequence[str],
 ) -> None:
-    """Give the shards their names, so that an index never stands over shards of another set."""
+    """Give the shards their names, so that an index never lists shards of another set."""
 
     def put_index(files: Sequence[str]) -> None:
         spare = folder / _spare(INDEX, secrets.token_hex(4))
@@ -243,7 +243,7 @@ def _commit(
 
 
 def _put_copy(new: Path, path: Path) -> None:
-    """Put a file at a path too, at once: by a link, or by a copy where there are no links."""
+    """Put a file at a second path, atomically: by a link, or by a copy if links do not work."""
     spare = path.with_name(_spare(path.name, secrets.token_hex(4)))
     try:
         os.link(new, spare)
@@ -254,7 +254,7 @@ def _put_copy(new: Path, path: Path) -> None:
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove what earlier sets left. A reader starts from the single file as long as it is there."""
+    """Remove the files of earlier sets. A reader takes the single file as long as it exists."""
     for path in list(folder.iterdir()):
         if _WRITTEN_HERE.fullmatch(path.name) and path.name not in kept:
             path.unlink()
@@ -266,12 +266,12 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An opened set of files: all that it claims is checked, and no tensor is read."""
+    """An opened set of files: its lists are checked, and no tensor is read."""
 
     handles: Mapping[str, Any]
     """Key -> the open file that holds it."""
     keys: Mapping[str, str]
-    """Key -> its name in that file, another one where keys were renamed."""
+    """Key -> its name in that file, which differs if keys were renamed."""
     tied: Mapping[str, str]
     """Another name -> the key that holds its value."""
     frozen: Mapping[str, str]
@@ -357,7 +357,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file that no link leads away from its folder."""
+    """Return the path of a file; refuse a link that leads out of its folder."""
     real, home = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
     homes = [home]
     if home.parent.name == "snapshots":  # the hub's cache: snapshots link to files in blobs
@@ -398,7 +398,7 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
 def _listed(
     path: Path, file: Any, key: str, rule: str, fits: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Read names, with a text that fits for each, from the metadata of a file."""
+    """Read names from the metadata of a file, each with a text for which `fits` is true."""
     text = (file.metadata() or {}).get(key, "{}")
     try:
         found = json.loads(text)

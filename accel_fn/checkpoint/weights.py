@@ -1,4 +1,4 @@
-"""The weights of a model alone: save_model, load_model, whole_state_dict, export_model."""
+"""The weights of a model, without a run: save_model, load_model, whole_state_dict, export_model."""
 
 from __future__ import annotations
 
@@ -74,31 +74,31 @@ def save_model(
     metadata list the other names.
 
     A process that is killed at any moment leaves the old set or the new one, and a reader gets one of
-    the two, or an error. What earlier saves left is removed at the end; no other file of the
-    folder is touched. One process at a time may write to a folder. Without hard links,
+    the two, or an error. The files of earlier saves are removed at the end; no other file of the
+    folder is touched. Only one process at a time may write to a folder. Without hard links,
     replacing a set by one of as many shards copies its files.
 
     Call it on one rank: `af.on_main(lambda: af.save_model(model, folder), state)`. With `wrap_fsdp`,
-    `wrap_tp`, or stage 3 of `wrap_deepspeed`, call it on every rank: the first one gathers the model, and
-    writes.
-    Plain tensors count as whole, also those of which a strategy of yours gives each rank a part.
+    `wrap_tp`, or stage 3 of `wrap_deepspeed`, call it on every rank: the first rank gathers the
+    model, and writes it.
+    Plain tensors count as whole, even if your own strategy gives each rank a part of them.
 
     Args:
-        model: with dense tensors of the dtypes that safetensors knows, on any device.
-        folder: made if it is not there.
-        max_shard_size: of one file's tensors, in bytes or as "5GB" (10**9) or "512MiB" (2**20);
-            a larger tensor gets a file of its own.
-        dtype: of the floating-point tensors in the files, such as `torch.bfloat16`; the model is left
-            as it is. Default: that of each tensor.
+        model: a model with dense tensors of the dtypes that safetensors knows, on any device.
+        folder: the folder for the files; made if it does not exist.
+        max_shard_size: the size of the tensors in one file, in bytes or as "5GB" (10**9) or
+            "512MiB" (2**20); a larger tensor gets a separate file.
+        dtype: the dtype of the floating-point tensors in the files, such as `torch.bfloat16`; the
+            model does not change. Default: the dtype of each tensor.
         only: "trained": leave out parameters that require no gradient, such as the base of adapters. The
             files list them, each with a hash. Default: write all.
 
     Raises:
-        TypeError: `dtype` is no floating-point dtype.
-        ValueError: `max_shard_size` is no size, or the model holds something that is no dense
-            tensor with values, or two tensors that share a part of their memory, or, with `only`,
-            nothing that requires a gradient.
-        OSError: the files cannot be written; what was there stays.
+        TypeError: `dtype` is not a floating-point dtype.
+        ValueError: `max_shard_size` is not a size, or the model holds something other than dense
+            tensors with values, or two tensors that share a part of their memory, or, with `only`,
+            no parameter that requires a gradient.
+        OSError: the files cannot be written; earlier files stay.
 
     Cost: one write of the model, and a wait for the disk; on the host, a copy of one shard if the model
     is on an accelerator, and of its non-contiguous and converted tensors otherwise. With `only`, one read
@@ -137,25 +137,25 @@ def load_model(
     rename: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> list[str]:
-    """Read what `save_model`, or a library of Hugging Face, wrote into a model, in place.
+    """Read weights that `save_model`, or a library of Hugging Face, wrote into a model, in place.
 
     Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast), and
-    that the files are whole. If both are there, `model.safetensors` is read, and not the
-    index, as elsewhere. Of files that `save_model(only="trained")` wrote, the rest of the model stays,
-    and must be what was left out. A name that the file ties to another gets its value, tied
-    in the model or not. Names that are tied in the model need one of them in the file; if there are
-    several, they must be equal to the bit. Devices, `requires_grad` and ties of the model stay. With
-    `wrap_fsdp`, call it on every rank, which reads its shards. An index names files in its folder
-    only, and links must stay in it or lead to the blobs of a hub's cache.
+    that the files are whole. If both exist, `model.safetensors` is read, and not the
+    index, as in other libraries. If `save_model(only="trained")` wrote the files, the rest of the
+    model stays, and must equal what was left out. A name that the file ties to another gets its
+    value, tied in the model or not. For names that are tied in the model, the file needs one of
+    them; if it has several, they must be equal to the bit. Devices, `requires_grad` and ties of the
+    model stay. With `wrap_fsdp`, call it on every rank, which reads its shards. An index may name
+    only files in its folder, and links must stay in it or lead to the blobs of a hub's cache.
 
     Args:
-        model: as it was when it was saved: same names, shapes and dtypes; on any device.
-        folder: with `model.safetensors` or `model.safetensors.index.json`.
-        rename: maps a name in the files to that in the model, for example
+        model: a model like the saved one: same names, shapes and dtypes; on any device.
+        folder: a folder with `model.safetensors` or `model.safetensors.index.json`.
+        rename: maps a name in the files to the name in the model, for example
             `lambda name: name.removeprefix("encoder.")`.
-        strict: False: load the tensors that both have, and leave the others of the model as they are.
-            What both have must still agree in shape and dtype. Frozen parameters that the files leave out
-            may have any values.
+        strict: False: load the tensors that both have, and leave the model's other tensors as they
+            are. Tensors that both have must still agree in shape and dtype. Frozen parameters that
+            the files leave out may have any values.
 
     Returns:
         With `strict=False`, a line for each tensor that only the model or only the files have; else
@@ -165,7 +165,7 @@ def load_model(
         TypeError: `rename` does not return text; `strict` is not True or False.
         ValueError: files and model differ (the message lists where), or have no name in common; `rename`
             returns one name twice; a file is missing or broken, or an index is not to be trusted; the model
-            is in use by `wrap_deepspeed` from stage 1 on. The model is as it was.
+            is in use by `wrap_deepspeed` from stage 1 on. The model does not change.
 
     Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
     frozen. For shards, two small collectives, and a gather of each of these parameters.
@@ -200,7 +200,7 @@ def load_model(
 
 
 def check_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that `load_model` would refuse; the model stays as it is. This rank alone."""
+    """Refuse a folder that `load_model` would refuse, on this rank; the model does not change."""
     with matching_set(model, folder):
         pass
 
@@ -213,7 +213,7 @@ def matching_set(
     *,
     strict: bool = True,
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:
-    """Open the files of a model once they match it; list what only one of the two has."""
+    """Open the files of a model if they match it; list what only the files or the model have."""
     path = _path("load_model", folder)
     entries = read_entries("load_model", model)
     check_writable(model, entries)
@@ -257,7 +257,7 @@ def _write_gathered(
 
 def _on_all(fn: Callable[[], T], axes: list[DistState], function: str) -> T:
     """Run `fn`; if it raises on one rank of a sharded model, raise on all."""
-    for axis in axes:  # a failure reaches the peers on the first axis, then theirs on the next
+    for axis in axes:  # a failure reaches the peers on the first axis, then their peers on the next
         fn = partial(all_or_none, fn, axis, function)
     return fn()
 
@@ -273,7 +273,7 @@ def _frozen(model: nn.Module, entries: Entries) -> dict[str, Tensor]:
 
 
 def _check_frozen(path: Path, entries: Entries, stored: Stored) -> None:
-    """Refuse a model with other values than those that the files left out."""
+    """Refuse a model whose values differ from those that the files left out."""
     lines = []
     for first, tensor in entries.tensors.items():
         saved = {stored.frozen[name] for name in entries.names_of(first) if name in stored.frozen}
@@ -329,7 +329,7 @@ def _left_out(entries: Entries, stored: Stored) -> list[str]:
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
-    """Describe how tensors differ that both have."""
+    """Describe differences between tensors that both have."""
     lines = []
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)
@@ -361,20 +361,20 @@ def _report(path: Path, differences: list[str]) -> str:
 def whole_state_dict(model: nn.Module, state: DistState) -> dict[str, Any]:
     """Copy the whole `state_dict` of a model to the host of the main rank. Every rank calls it.
 
-    For uploads, conversions and checks of your own; `save_model` writes the weights to files. Keys
-    are those of the model as it was before it was wrapped or compiled.
+    Use it for uploads, conversions and your own checks; `save_model` writes the weights to files.
+    Keys are those of the model before it was wrapped or compiled.
 
     Args:
-        model: the plan's model, under any strategy. (Under `local_sgd`, and of what
-            a strategy of yours splits into plain tensors, the main rank's own.)
-        state: of this rank.
+        model: the plan's model, under any strategy. (Under `local_sgd`, and for plain tensors into
+            which your own strategy splits a tensor, the values of the main rank are copied.)
+        state: this rank's state.
 
     Returns:
         On the main rank, copies of all tensors on the host: later steps do not change them. Tied
         tensors are one tensor. On the other ranks, an empty dict.
 
     Raises:
-        TypeError: `model` is no `torch.nn.Module`.
+        TypeError: `model` is not a `torch.nn.Module`.
         RuntimeError: another rank failed, for example out of memory.
 
     Cost: one gather of each sharded tensor, one after another, and a copy of the model in the memory of
