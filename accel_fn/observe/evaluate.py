@@ -77,11 +77,12 @@ def evaluate(
     Law: the one-process figure, to rounding, for every world size and batch size.
 
     Args:
-        step: from `build`.
-        state: as for the step; not changed.
-        loader: from `shard_loader`, also through `prefetch` or `group_batches`, or one of its epochs; or any
-            iterable of this rank's batches, such as those that `shard_batch` has cut. Ranks may have
-            different numbers of batches, and none. A `DataLoader` in a world of one alone.
+        step: the step that `build` returned.
+        state: the state, as for the step; it is not changed.
+        loader: a loader from `shard_loader`, also through `prefetch` or `group_batches`, or one of
+            its epochs; or any iterable of this rank's batches, such as those that `shard_batch` has
+            cut. Ranks may have different numbers of batches, or none. A `DataLoader` only in a
+            world of one.
         metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows, which
             is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
             a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
@@ -91,20 +92,20 @@ def evaluate(
             Default: the plan's loss over its weights, as "loss"
             (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
             each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
-        progress: a bar on the main rank. Default: in a terminal or a notebook.
+        progress: whether the main rank shows a bar. Default: only in a terminal or a notebook.
         finish: by name, functions of the means of the whole loader, `means -> number`, where `means` maps
             names to float64 tensors: `{"perplexity": lambda means: means["loss"].exp()}`. Default: those
             of the plan, without a `metric_fn`; else none.
 
     Returns:
         The values of `finish`, and the mean of every metric, on all ranks: a float, or a tensor in float64
-        on the host where values have trailing dimensions. nan where nothing was counted.
+        on the host if values have trailing dimensions. nan if nothing was counted.
 
     Raises:
-        ValueError: on every rank: values that are a mean already, of another length
-            than the batch, or named otherwise from batch to batch; a loss that is no mean; a loader without
-            a batch, or, in a world of several, a `DataLoader`; a first batch that differs on ranks that
-            differ in other axes than `dp`; `local_sgd` between two averages.
+        ValueError: on every rank: values that are a mean already, have another length
+            than the batch, or change their names from batch to batch; a loss that is not a mean; a
+            loader without a batch, or, in a world of several, a `DataLoader`; a first batch that
+            differs on ranks that differ in other axes than `dp`; `local_sgd` between two averages.
         RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ
             between ranks.
 
@@ -166,7 +167,7 @@ def evaluate(
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss: the sum of the terms of which anything was counted; nan if nothing was."""
+    """Add the loss: the sum of the terms that have a count; nan if none has."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
     known = [each for each in of_terms.values() if not math.isnan(each)]
     return {**found, "loss": sum(known) if known else math.nan, **of_terms}
@@ -179,15 +180,15 @@ class _RankTotals:
         self._step, self._state, self._metric_fn = step, state, metric_fn
         self.totals: Totals = {}
         self.has_losses = metric_fn is None
-        """Does it hold the terms of a loss, whose sum is wanted too?"""
+        """Whether the totals hold the terms of a loss, whose sum is wanted too."""
         self.terms: Sequence[str] = step.plan.terms
-        """The names of its terms."""
+        """The names of the terms of the loss."""
         self._has_means = False
-        """Are there metrics beside a loss that are no pairs?"""
+        """Whether there are metrics beside a loss that are not pairs."""
         self._look = MetricsLook(step.plan, step.strategy, state, self._outputs_of(metric_fn))
 
     def cut_up(self, batch: Any) -> Any:
-        """Cut a batch into micro-batches, those of the plan's loss with their weights."""
+        """Cut a batch into micro-batches; for the plan's loss, compute their weights, too."""
         plan = self._step.plan
         if self._metric_fn is None:
             return microbatches(plan, batch)[:2]
@@ -204,7 +205,7 @@ class _RankTotals:
         self._look.after(each.batch, has_means=self._has_means)
 
     def _outputs_of(self, metric_fn: MetricFn | None) -> Outputs | None:
-        """Return how `MetricsLook` runs a few rows; None for the plan's loss."""
+        """Return a function by which `MetricsLook` runs a few rows; None for the plan's loss."""
         if metric_fn is None:
             return None
         plan, strategy = self._step.plan, self._step.strategy
@@ -234,7 +235,7 @@ class _RankTotals:
         self.totals = added(self.totals, totals_of(sums, None))
 
     def _add_part(self, part: Any, found: Any) -> None:
-        """Add what `metric_fn` returned for a micro-batch."""
+        """Add the result of `metric_fn` for a micro-batch."""
         if type(found) is not tuple or len(found) != 2:
             self.totals = added(self.totals, totals_of(found, num_rows(part)))
             return
@@ -246,7 +247,7 @@ class _RankTotals:
 
 
 def _outcome(plan: Plan, loss: Any, metrics: Any) -> Outcome:
-    """Check what `metric_fn` returned, as the step checks what `loss_fn` returns."""
+    """Check the result of `metric_fn`, as the step checks the result of `loss_fn`."""
     pairs = {} if isinstance(loss, Tensor) or plan.terms else pairs_in(loss)
     if pairs:
         broken = broken_pair(pairs)
@@ -375,7 +376,7 @@ def widest(value: Any) -> Tensor | None:
 
 
 def _where_wide(tensor: Tensor) -> Tensor:
-    """Detach, and leave a device that has no float64."""
+    """Detach a tensor, and move it to the host if its device has no float64."""
     return tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach()
 
 
@@ -409,7 +410,8 @@ def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor
 
     The main rank warns of pairs that may be means of means.
     """
-    # A rank may have a sum and no count: all anchors, by the number of the positive ones.
+    # A rank may have a sum and no count, as of a loss over all anchors that counts the positive
+    # ones.
     known = [
         {}
         if [*totals] == ["loss"] and not (totals["loss"].count.any() or totals["loss"].sum.any())

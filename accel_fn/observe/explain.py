@@ -1,4 +1,4 @@
-"""explain: a plan as the step that it will be, phase by phase."""
+"""explain: describe the step that a plan will make, phase by phase."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     """Describe what one step of this plan will do, phase by phase.
 
     Args:
-        plan: any plan, and nothing is built; or a step, for which a last line shows what its first
-            batches have shown of the loss.
-        state: number of ranks, and device.
+        plan: a plan, from which nothing is built; or a step, for which a last line shows what its
+            first batches have shown of the loss.
+        state: gives the number of ranks, and the device.
 
     Returns:
         A text of several lines, to be printed on the main rank.
 
     Raises:
-        TypeError: `plan` is neither a plan nor a step, or `state` is no state.
+        TypeError: `plan` is neither a plan nor a step, or `state` is not a `DistState`.
 
     Cost: nothing is run.
 
@@ -70,7 +70,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
-    """Describe what one step does, by the names of its phases, without idle ones."""
+    """Describe what one step does, by the names of its phases, without idle phases."""
     model = [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
     accepted = " and ".join(map(describe, plan.accept))
     stops = " or ".join(map(describe, plan.should_stop))
@@ -150,7 +150,7 @@ def _optimizer(optimizer: Optimizer) -> str:
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
-    # Of a parameter in shards, DeepSpeed leaves an empty tensor with the number of elements.
+    # For a parameter in shards, DeepSpeed leaves an empty tensor with the number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     return (
         f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"

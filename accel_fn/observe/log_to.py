@@ -1,4 +1,4 @@
-"""log_to: what steps compute, in files and trackers, without a wait for the device."""
+"""log_to: write what steps compute to files and trackers, without a wait for the device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _NAMES = (
     "data_wait",
     "peak_memory",
 )
-"""The names of values that the step gives to a line, beside those of the user."""
+"""The names of the step's own values in a line, which a user may not use."""
 _MEMORY_S = 1.0
 """How old the peak of the memory in a line may be."""
 _LOG = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     of `loss_fn`.
 
     A path gets a line a step, and `load` and `resume` cut it back, so a resumed run continues in the same
-    log and no step stands in it twice. Beside it, `<name>.events.jsonl` lists starts, saves, loads,
+    log and no step is in it twice. Beside it, `<name>.events.jsonl` lists starts, saves, loads,
     evaluations and ends of the run.
 
     Law: the step computes the same bits as without it, and the log is the same for all numbers of ranks and
@@ -103,15 +103,15 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
             function `(step, values)`, called on the main rank with a dict of floats by name. On other ranks
             a writer may be None.
         every: number of steps between lines, as `state.step` counts them.
-        prefix: of all names, where several plans of a program share a log: "generator/".
+        prefix: begins all names, if several plans of a program share a log: "generator/".
 
     Returns:
         A transform. `load` does not compare it, so a log may be added to a run, or removed.
 
     Raises:
-        ValueError: `writers` are none, or of another kind; `every` is no integer >= 1; `prefix` is no text
-            of one line. From the first step: a metric has the name of another value of the line, or one
-            that cannot be printed in one line.
+        ValueError: there are no `writers`, or one is of another kind; `every` is not an integer >=
+            1; `prefix` is not one line of text. From the first step: a metric has the name of
+            another value of the line, or a name that cannot be printed in one line.
         RuntimeError: from `build`, on every rank: a file cannot be written or holds something else, or
             another process logs to it.
         Exception: raised by a tracker or a function, from the step on the main rank.
@@ -152,18 +152,18 @@ def log_values(
 ) -> None:
     """Log values of your own beside those of the newest step, such as what `evaluate` returns.
 
-    They are in the line of the step if it has one, else in a line of their own. Called on every rank; the
-    main rank writes.
+    They are in the line of the step if it has one, else in a separate line. Called on every rank;
+    the main rank writes.
 
     Args:
-        step: whose plan has a log, from `log_to`.
-        state: after the newest step.
-        values: by name, each a number or a tensor with one element.
-        prefix: of all names: "validation/".
+        step: a step whose plan has a log, from `log_to`.
+        state: the state after the newest step.
+        values: numbers, or tensors with one element, by name.
+        prefix: begins all names, such as "validation/".
 
     Raises:
-        ValueError: on every rank: a value is no number, a name is that of a value of the step, such as
-            "loss", the plan has no log, or a later step than `state.step` has run.
+        ValueError: on every rank: a value is not a number, a name is that of a value of the step,
+            such as "loss", the plan has no log, or a later step than `state.step` has run.
 
     Cost: no collective; a value that is on a device is waited for.
 
@@ -210,11 +210,11 @@ class Log(Observer):
 
     def __init__(self) -> None:
         self._newest = 0
-        """Of the steps that have run."""
+        """The number of the newest step that has run."""
         self._has_checked = False
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Note the newest step, unless `step.grads` has computed its gradients alone."""
+        """Record the newest step, unless `step.grads` has computed only its gradients."""
         if report.applied is None:
             return
         self._newest = _batch_number(state)
@@ -245,19 +245,19 @@ class LogOnMain(Log):
         self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
-        # The last line outlives the step, and nothing else of it does. Registered after the exit
-        # handlers of trackers, so it runs before them.
+        # Only the last line outlives the step. This handler is registered after the exit handlers
+        # of trackers, so it runs before them.
         atexit.register(finalize(self, recorder.end, os.getpid()))
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
         self._num_updates = 0
         self._logged = -1
         self._rates: dict[str, Any] = {}
-        """The learning rates of the step that runs: a schedule sets those of the next one in it."""
+        """The learning rates of the running step; in it, a schedule sets those of the next one."""
         self._first: float | None = None
-        """When the first step began, until it has ended."""
+        """The time at which the first step began; None unless it is running."""
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Note the start of a step, and the rates that it uses."""
+        """Record the start of a step, and the rates that it uses."""
         if self._waiting.is_new:
             self._recorder.begin(state)
             self._first = perf_counter()
@@ -289,20 +289,20 @@ class LogOnMain(Log):
         self._waiting.end_step()
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Note a checkpoint."""
+        """Record a checkpoint."""
         self._waiting.pause(seconds)
         self._recorder.flush()
         self._recorder.event("save", _batch_number(state), seconds=seconds, folder=str(folder))
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Go on from the step of a checkpoint."""
+        """Continue from the step of a checkpoint."""
         super().loaded(state, seconds, folder)
         self._waiting.pause(seconds)
         self._logged = -1
         self._recorder.resume(state, seconds, folder)
 
     def evaluated(self, state: DistState, seconds: float) -> None:
-        """Note an evaluation."""
+        """Record an evaluation."""
         self._waiting.pause(seconds)
         self._recorder.flush()
         self._recorder.event("evaluate", _batch_number(state), seconds=seconds)
@@ -336,13 +336,13 @@ class LogOnMain(Log):
 
 
 class LoopWait:
-    """How long the loop was between steps, since the last line."""
+    """Measures how long the loop was between steps, since the last line."""
 
     def __init__(self) -> None:
         self._last = self._ended = self._waited = self._paused = 0.0
         self._in_step = False
         self.is_new = True
-        """Has no step begun yet?"""
+        """Whether no step has begun yet."""
 
     def begin_step(self) -> None:
         if self._in_step:  # the gradients of this update were computed before
@@ -362,7 +362,7 @@ class LoopWait:
         self._paused += seconds
 
     def since_last(self) -> tuple[float, float]:
-        """Return the seconds since this was last called, and those of them between steps."""
+        """Return the seconds since the last call, and how many of them were between steps."""
         now = perf_counter()
         elapsed, waited = now - self._last, self._waited
         self._last, self._waited = now, 0.0
@@ -370,12 +370,12 @@ class LoopWait:
 
 
 class Throughput:
-    """Numbers of samples and items since the last line."""
+    """Counts samples and items since the last line."""
 
     def __init__(self, state: DistState, plan: Plan) -> None:
         self._num_parts = state.data.world_size
         self._is_weight = plan.weight_fn is count_samples
-        """Does the weight of a batch count its samples?"""
+        """Whether the weight of a batch counts its samples."""
         self._counts = not self._is_weight
         self._takes_windows = bool(plan.having("takes_windows"))
         self._samples = 0
@@ -387,7 +387,7 @@ class Throughput:
             try:
                 batches = batch if self._takes_windows else [batch]
                 self._samples += sum(map(count_samples, batches))
-            except BatchError:  # of data that only a weight_fn can count
+            except BatchError:  # data that only a weight_fn can count
                 self._counts = False
 
     def add(self, report: Report) -> None:
@@ -400,7 +400,7 @@ class Throughput:
             self._items[name] = self._items.get(name, 0.0) + float(weight)
 
     def per_second(self, seconds: float) -> dict[str, float]:
-        """Return rates, and count anew."""
+        """Return rates, and reset the counts."""
         found = {}
         if self._is_weight:
             found["samples_per_second"] = self._items[""] / seconds
@@ -422,7 +422,7 @@ class Memory:
         self._known: dict[str, int] = {}
 
     def peak(self) -> dict[str, int]:
-        """Return the peak of at most a second ago: to read it costs as much as to write a line."""
+        """Return a peak at most a second old: reading it costs as much as writing a line."""
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
@@ -430,14 +430,14 @@ class Memory:
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 self._known = {"peak_memory": peak if sys.platform == "darwin" else peak * 1024}
             else:
-                with suppress(RuntimeError):  # of a device that does not count its memory
+                with suppress(RuntimeError):  # a device that does not count its memory
                     peak = torch.accelerator.max_memory_allocated(self._device)
                     self._known = {"peak_memory": peak}
         return self._known
 
 
 def _check_names(function: str, parameter: str, names: Iterable[str], repair: str) -> None:
-    """Refuse names that stand for something else in a line, or that break it."""
+    """Refuse names that a line uses for other values, or that would break the line."""
     wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
     if wrong:
         rule = "have printable names of one line, other than those of the step's own values"
@@ -551,7 +551,7 @@ class Recorder:
                 file.event(event, step, **facts)
 
     def read(self, step: int, values: Mapping[str, Any]) -> None:
-        """Copy the values of a line from the device; those of a CPU are written at once."""
+        """Copy the values of a line from the device; on a CPU, write them at once."""
         self._line = step, time.time()
         self._write_line(self._delayed(values, values["loss"].device))
 
@@ -582,7 +582,7 @@ class Recorder:
             write(step, dict(values))
 
     def end(self, process: int) -> None:
-        """Write the last line, and that the run has ended in order."""
+        """Write the last line, and the event of the end of the run."""
         if os.getpid() != process or self.step is None:  # not in a process that it forked
             return
         step = self._line[0] if self._line else self.step
@@ -600,7 +600,7 @@ def path_of(given: object) -> Path | None:
 
 
 def _process_began() -> float:
-    """Return when this process began, or when it imported this file where only that is known."""
+    """Return the time at which this process began, or, if unknown, imported this file."""
     try:
         began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
         up = float(Path("/proc/uptime").read_text().split()[0])

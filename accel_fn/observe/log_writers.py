@@ -1,4 +1,4 @@
-"""What a log is written to: files of values and events, and runs of trackers."""
+"""Write logs to files of values and events, and to runs of trackers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def open_log(path: Path) -> LogFile:
 
 
 def _check_log(path: Path) -> None:
-    """Refuse a file that is no log: lines would be lost in it."""
+    """Refuse a file that is not a log: it would lose lines."""
     begin = _TABLES[path.suffix].begin
     with path.open("a+b") as file:
         file.seek(0)
@@ -67,7 +67,7 @@ def _check_log(path: Path) -> None:
 
 
 class LogFile:
-    """A table of values and the events of its run, which goes on if they cannot be written."""
+    """A table of values and the events of its run, which continues if they cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,11 +84,11 @@ class LogFile:
         """The recorders that write to this log, one for each plan."""
 
     def note_process(self, step: int, process: Mapping[str, object]) -> None:
-        """Note, once, that a process begins to log."""
+        """Record, once, that a process begins to log."""
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to where a run begins that loaded nothing; of what it loses it keeps a copy."""
+        """Cut the log back to the start of a run that loaded nothing; keep a copy of the old log."""
         # Another plan of the run may have logged the batch that this one begins with.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:
@@ -110,7 +110,7 @@ class LogFile:
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
 
     def rewind(self, step: int) -> None:
-        """Remove the line of a step that is run again, and later ones, unless another plan has."""
+        """Remove the line of a step that runs again, and later ones, unless another plan did so."""
         if self._last_step > step:
             self._try(lambda: self._table.cut(step - 1))
 
@@ -167,7 +167,7 @@ class LogFile:
 
 
 class _JsonLines:
-    """A file with a JSON object for each step, steps rising; the last one grows while its step is newest."""
+    """A file with a JSON object for each step, in order; the object of the newest step may grow."""
 
     begin = b'{"step": '
 
@@ -203,7 +203,7 @@ class _JsonLines:
 
     def _open(self) -> None:
         """Open the file and drop a last line that was cut in its middle."""
-        # Appended to: a file that is cut meanwhile would get a hole of zeros.
+        # Opened to append: otherwise a file that is cut meanwhile would get a hole of zeros.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, self._file)
         self.cut(math.inf)
@@ -230,7 +230,7 @@ class _JsonLines:
 
 
 def _set_damage_aside(path: Path) -> None:
-    """Keep a log with lines that cannot be read under another name, and its other lines in its place."""
+    """Rename a log that has damaged lines, and keep its other lines under its name."""
     whole, is_damaged = whole_lines(path)
     if not is_damaged:
         return
@@ -265,7 +265,7 @@ class _Csv(_JsonLines):
         super().put(line)
 
     def _widen(self, new: list[str]) -> None:
-        """Write the file anew with more columns; it has its name once it is whole."""
+        """Write the file anew with more columns; the new file gets its name once it is whole."""
         lines = [line for _, _, line in placed_lines(self._path)]
         self._columns = columns = [*self._columns, *new]
         data = b"".join(
@@ -328,12 +328,12 @@ _EVENTS: WeakValueDictionary[Path, _Events] = WeakValueDictionary()
 def log_lines(file: Path, most: int | None = None) -> Iterator[dict[str, float]]:
     """Read the lines of a log that `log_to` wrote: `step` and the other values, by name.
 
-    Lines that were cut or damaged are left out, and values that are no numbers. A value that is not
-    finite is nan.
+    Lines that were cut or damaged are left out, and values that are not numbers. A value that is
+    not finite is nan.
 
     Args:
         file: a .jsonl or a .csv, which may be missing.
-        most: look at so many lines at most; default: all.
+        most: the largest number of lines to read; default: all.
 
     Returns:
         An iterator over the lines.
@@ -349,8 +349,8 @@ def log_lines(file: Path, most: int | None = None) -> Iterator[dict[str, float]]
 def log_events(file: Path) -> list[dict[str, Any]]:
     """Return the events of the run of this log, such as starts, saves and loads.
 
-    Each has `event`, the integer `step` and the number `time`, in seconds since 1970. They stand beside
-    the log, in `NAME.events.jsonl`.
+    Each has `event`, the integer `step` and the number `time`, in seconds since 1970. They are in
+    `NAME.events.jsonl`, beside the log.
 
     >>> from pathlib import Path
     >>> from accel_fn.extend import log_events
@@ -375,7 +375,7 @@ def _is_event(found: dict[str, Any]) -> bool:
 
 
 def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int, Line]]:
-    """Yield the lines that have a step: where each starts and ends, and its numbers."""
+    """Yield start, end and numbers of each line that has a step."""
     parse = _row_parser() if file.suffix == ".csv" else _object_of
     for start, end, found in _placed(file, parse, most):
         if _is_step(found.get("step")):
@@ -405,7 +405,7 @@ def _is_step(value: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether it is a float, or an integer in the range of floats."""
+    """Return whether a value is a float, or an integer of at most 64 bits."""
     return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
 
 
@@ -460,8 +460,8 @@ def _number(cell: str) -> float | str:
 def as_writer(given: Any) -> Write:
     """Return a function that writes the values of a step to a run, or the given function itself.
 
-    Paths are not for it. Runs are known by the names of their types, so no library is imported.
-    Call it on the main rank alone, which has the run.
+    It does not take paths. It recognises runs by the names of their types, so no library is
+    imported. Call it only on the main rank, which has the run.
     """
     check_writer(given)
     kind = _kind_of(given)
@@ -575,7 +575,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 def _kind_of(given: object) -> _Kind | None:
-    """Find the kind of a run, of a user's subclass of one too, or of a module."""
+    """Find the kind of a run, also of a user's subclass of its class, or of a module."""
     if isinstance(given, ModuleType):
         return _KINDS.get(given.__name__)
     names = (f"{each.__module__.split('.')[0]}.{each.__name__}" for each in type(given).__mro__)

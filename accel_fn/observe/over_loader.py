@@ -1,4 +1,4 @@
-"""One pass of all ranks over a loader, in evaluation mode and without gradients."""
+"""Run one pass of all ranks over a loader, in evaluation mode and without gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ENDED, _READY, _FAILED = 0, 1, 2
 
 
 def check_step(function: str, step: Step, state: DistState) -> None:
-    """Refuse a step that `build` did not give, or that is not of this world."""
+    """Refuse a step that `build` did not return, or that belongs to another world."""
     check_state(function, state)
     if not isinstance(step, Step):
         rule = "be what build gave"
@@ -43,7 +43,7 @@ def check_step(function: str, step: Step, state: DistState) -> None:
 
 
 def check_loader(function: str, loader: Iterable[Any], state: DistState) -> None:
-    """Refuse what cannot be iterated, and a DataLoader that every rank would read whole."""
+    """Refuse a loader that cannot be iterated, or a DataLoader that every rank would read whole."""
     if not isinstance(loader, Iterable):
         rule = "be a loader, or anything else that can be iterated"
         raise ArgumentTypeError(message(function, "loader", rule, type(loader).__name__))
@@ -61,8 +61,8 @@ def read_on_all_ranks(
 ) -> list[T]:
     """Call `read` on all ranks, with the buffers of the main rank; return what each rank has read.
 
-    On a mesh, these are the ranks along `dp`: those along other axes have read the same. Beside it,
-    `read` returns how the first batch of its rank looks. Observers of the step are given the time.
+    On a mesh, these are the ranks along `dp`: ranks along other axes have read the same. `read`
+    also returns a description of its rank's first batch. Observers of the step get the time.
     """
     plan = step.plan
     with step.observers.evaluating(state), step.strategy.evaluating(plan, state, function):
@@ -80,10 +80,10 @@ def over_loader(
     use: Callable[[CutBatch], None],
     progress: bool | None,
 ) -> Looks:
-    """Call `use` on every batch of this rank, with what `cut_up` made of it.
+    """Call `use` on every batch of this rank, with the parts that `cut_up` made of it.
 
     Afterwards the modes of modules and optimizers, and the global generators, are as they were.
-    Returns how the first batch looks where nobody has cut it.
+    Returns a description of the first batch, if the loader is not a sharded one.
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
@@ -116,20 +116,20 @@ def over_loader(
                     for numbers, batch in batches:
                         use_and_show(CutBatch(numbers, batch, cut_up(batch)))
         except Exception:
-            # A request of this rank may move items to other ranks. With shards all stop together.
+            # A peer may get its items only if this rank reads on. With shards, all stop together.
             if state.world_size > 1 and not together:
                 with suppress(Exception):
                     for _ in batches:
                         pass
             raise
         finally:
-            del batches  # workers end with it, also where somebody keeps the error
+            del batches  # workers end with it, even if the caller keeps the error
     return looks or Looks([], [])
 
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A batch of this rank, with the numbers of its samples where it has such, and its cut."""
+    """A batch of this rank, with the numbers of its samples, if they have any, and its parts."""
 
     numbers: list[Any] | None
     batch: Any
@@ -143,10 +143,10 @@ def _use_in_step(
     cut_up: Callable[[Any], Any],
     use: Callable[[CutBatch], None],
 ) -> None:
-    """Call `use` as often on every rank, with None where this rank has no more batches.
+    """Call `use` equally often on every rank, with None if this rank has no more batches.
 
-    Shards of parameters are gathered by all ranks, so each must run as many forwards. Where a rank
-    has failed, all stop before the next batch.
+    All ranks gather shards of parameters, so each must run as many forwards. If a rank has failed,
+    all stop before the next batch.
     """
     failure: Exception | None = None
     for number in itertools.count():
@@ -171,7 +171,7 @@ def _use_in_step(
         try:
             raise failure
         finally:
-            del failure  # an error that this frame holds would keep the frame, and it the error
+            del failure  # the frame must not hold the error, whose traceback holds the frame
 
 
 def parts_with_rows(plan: Plan, batch: Any) -> list[Any]:
@@ -186,7 +186,7 @@ def over_parts(
     parts: list[Any],
     use: Callable[[Any, Any], None],
 ) -> None:
-    """Call `use` on every micro-batch and on what `fn(model, micro-batch)` returned for it."""
+    """Call `use` on every micro-batch and the result of `fn(model, micro-batch)`."""
     plan, strategy = step.plan, step.strategy
     padded, weights = strategy.pad(state, None, parts, [(1,)] * len(parts))
     with settled(strategy, state):
@@ -198,7 +198,7 @@ def over_parts(
 
 @contextmanager
 def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
-    """Settle at the end; after an error too, so that this rank joins the gathers of its peers."""
+    """Settle at the end, even after an error, so that this rank joins the gathers of its peers."""
     try:
         yield
     except Exception:

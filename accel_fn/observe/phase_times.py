@@ -1,4 +1,4 @@
-"""The phases of profiled steps: how long each took by the trace of a rank, and a table over the ranks."""
+"""Compute the time of each phase of profiled steps from traces, and make a table of all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "accel_fn."
-"""The names of our ranges in a trace begin with it."""
+"""The prefix of the names of our ranges in a trace."""
 STEP, DATA, COLLECTIVES, REST = "step", "data", "collectives", "rest"
 PHASES = (DATA, "forward", "backward", COLLECTIVES, "update", "checks", REST)
 _OF_A_STEP = [each for each in PHASES if each not in (DATA, COLLECTIVES, REST)]
@@ -17,14 +17,14 @@ _HOST_COLLECTIVES, _DEVICE_COLLECTIVES, _DISPATCH = "gloo:", "nccl", "c10d::"
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _NOTABLE = 0.1
-"""Share of a step that the other ranks wait for a straggler, at least."""
+"""The least share of a step for which the other ranks wait for a straggler."""
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Seconds a step of one rank, by phase."""
+    """The seconds that a step of one rank spends in each phase."""
 
     host: Mapping[str, float]
     device: Mapping[str, float]
@@ -44,8 +44,8 @@ class PhaseTimes:
 def phase_times(trace: Mapping[str, Any]) -> PhaseTimes:
     """Compute the time of each phase from a Chrome trace of torch's profiler.
 
-    The phases of a step do not overlap. Of the time of each, that in which a collective is under way and
-    the rank computes nothing counts as `collectives` instead.
+    The phases of a step do not overlap. Time in a phase in which a collective is under way and the
+    rank computes nothing counts as `collectives` instead.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "cat" in each]
     ranges = _ranges(events)
@@ -74,8 +74,8 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
-    """Cut ranges to the times in which a collective is under way that the host may wait for in them."""
-    # A sum that was started before the forward is awaited after it, in what is left of the step.
+    """Cut ranges to the times in which a collective that the host may wait for is under way."""
+    # A sum that was started before the forward is awaited after it, in the rest of the step.
     return [
         (max(begin, start), min(end, stop))
         for start, stop in ranges
@@ -85,7 +85,7 @@ def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str)
 
 
 def _own_operations(events: Iterable[Event]) -> list[Interval]:
-    """Find when the host computes: in operations that call no further ones and are no collectives."""
+    """Find when the host computes: in operations that call no others and are not collectives."""
     threads: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
     for each in events:
         if each["cat"] == "cpu_op":
@@ -104,7 +104,7 @@ def _own_operations(events: Iterable[Event]) -> list[Interval]:
 def _device_times(
     events: Sequence[Event], ranges: Mapping[str, Sequence[Interval]], num_steps: int
 ) -> dict[str, float]:
-    """Compute how long the device runs what the host launched in each phase."""
+    """Compute how long the device runs the kernels that the host launched in each phase."""
     kernels = [each for each in events if each["cat"] in _KERNELS]
     if not kernels:
         return {}
@@ -196,7 +196,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _verdict(ranks: Mapping[int, PhaseTimes]) -> str:
-    """Name the straggler, which its peers wait for, and the phase that takes it longer than them."""
+    """Name the straggler, for which its peers wait, and the phase in which it is slower."""
     slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
     others = [each for rank, each in ranks.items() if rank != slowest]
     lost = sum(each.waiting for each in others) / len(others) - ranks[slowest].waiting

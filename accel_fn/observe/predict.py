@@ -47,25 +47,26 @@ def predict(
     model and optimizers in evaluation mode, all ranks with the buffers of the main rank. Afterwards modes,
     buffers and the global random generators are as they were.
 
-    Where the loader knows the numbers of its samples, rows are in their order, however it
-    shuffles, and each sample is there once, also if a sampler repeats it: row i is of sample i, unless
-    the loader leaves samples out. Those of a stream, or of any other iterable, come in the order in
-    which they are read: by batch, and in a batch by rank.
+    If the loader knows the numbers of its samples, rows are in that order, even if it
+    shuffles, and each sample has one row, even if a sampler repeats it: row i belongs to sample i,
+    unless the loader leaves samples out. Rows of a stream, or of any other iterable, come in the
+    order in which they are read: by batch, and in a batch by rank.
 
     Law: the rows of one process, to rounding, for every world size.
 
     Args:
-        step: from `build`.
-        state: as for the step; not changed.
-        loader: from `shard_loader`, also through `prefetch` or `group_batches`, or one of its epochs; or any
-            iterable of this rank's batches, such as those that `shard_batch` has cut. Ranks may have
-            different numbers of batches, and none. A `DataLoader` in a world of one alone.
+        step: the step that `build` returned.
+        state: the state, as for the step; it is not changed.
+        loader: a loader from `shard_loader`, also through `prefetch` or `group_batches`, or one of
+            its epochs; or any iterable of this rank's batches, such as those that `shard_batch` has
+            cut. Ranks may have different numbers of batches, or none. A `DataLoader` only in a
+            world of one.
         fn: `(model, batch) -> tree`, called on every micro-batch that has rows, which is on the device. The
             tree has tensors [num_rows, ...] and lists of num_rows items, of any kind that can be
-            pickled, in tuples, mappings and what torch's pytree knows. Structure, dtypes and trailing
-            dimensions are the same for every batch; rows of several lengths are items of a list. With a
-            parameter named `frozen`, it gets the frozen models of the plan.
-        progress: a bar on the main rank. Default: in a terminal or a notebook.
+            pickled, in tuples, mappings and classes that torch's pytree knows. Structure, dtypes
+            and trailing dimensions are the same for every batch; rows of several lengths are items
+            of a list. With a parameter named `frozen`, it gets the frozen models of the plan.
+        progress: whether the main rank shows a bar. Default: only in a terminal or a notebook.
 
     Returns:
         The same tree with the rows of the whole loader, on the host, equal on every rank.
@@ -172,14 +173,14 @@ class _Rows:
         """The number of rows."""
         none = torch.empty(0, dtype=torch.int64)
         self._numbers, self._batches = [none], [none]
-        """The sample of each row, 0 where it is not known, and its batch; a window counts as several."""
+        """The sample of each row, 0 if unknown, and its batch; a window counts as several."""
         self.are_numbered = True
         self._num_batches = 0
         self._parts: list[tuple[Any, int]] = []
-        """The micro-batches of the batch that is being read, and the rows that each gave."""
+        """The micro-batches of the batch that is being read, and the number of rows of each."""
 
     def add(self, part: Any, tree: Any) -> None:
-        """Add what `fn` returned for a micro-batch."""
+        """Add the tree that `fn` returned for a micro-batch."""
         leaves, structure = flat_rows(tree)
         self._parts.append((part, _common_length(leaves)))
         pieces = [_on_host(leaf) for leaf in leaves]
@@ -195,7 +196,7 @@ class _Rows:
             column.append(piece)
 
     def end_batch(self, numbers: list[Any] | None, window: list[Any] | None) -> None:
-        """Compare the rows of a batch with its samples, and note where they come from."""
+        """Compare the rows of a batch with its samples, and record the sample of each row."""
         inside, count = enumerate(window or ()), 0
         for part, num in self._parts:
             wanted = num_rows(part)
@@ -218,13 +219,13 @@ class _Rows:
         self._parts.clear()
 
     def without_rows(self) -> Any:
-        """Return the tree with no row in it; None where this rank has none."""
+        """Return the tree without its rows; None if this rank has no tree."""
         if self.structure is None:
             return None
         return pytree.tree_unflatten([column[0][:0] for column in self.pieces], self.structure)
 
     def take_form(self, tree: Any) -> None:
-        """Take the structure of another rank where this one has no rows."""
+        """Take the structure of another rank if this one has no rows."""
         if self.structure is None:
             leaves, self.structure = flat_rows(tree)
             self.pieces = [[_on_host(leaf)] for leaf in leaves]
@@ -233,7 +234,7 @@ class _Rows:
         """Return the tree of all rows of this rank, and the sample and the batch of each."""
         assert self.structure is not None
         leaves: list[Any] = []
-        while self.pieces:  # a column is dropped once it is joined, so one alone is in memory twice
+        while self.pieces:  # a column is dropped once it is joined, so only one is held twice
             column = self.pieces.pop(0)
             is_tensor = isinstance(column[0], Tensor)
             leaves.append(torch.cat(column) if is_tensor else _joined(column))
@@ -263,7 +264,7 @@ def _check_count(num: int, wanted: int, repair: str) -> None:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Copy rows to the host, so that they keep no larger tensor, of which they are a view, in memory."""
+    """Copy rows to the host: a view would keep its whole tensor in memory."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("cpu", copy=True)
     return type(leaf)(map_tensors(_on_host, item) for item in leaf)

@@ -1,4 +1,4 @@
-"""profile: a trace of a few steps on every rank, and a table of the phases that they spend their time in."""
+"""profile: trace a few steps on every rank, and make a table of the time in each phase."""
 
 from __future__ import annotations
 
@@ -48,41 +48,43 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     - `backward`;
     - `collectives`: a collective is under way, and the rank computes nothing;
     - `update`: transforms of gradients, optimizers, loss scale;
-    - `checks`: those of batches 1, 2, 10 and 100 of a process;
+    - `checks`: the checks of batches 1, 2, 10 and 100 of a process;
     - `rest`: cutting and weighing the batch, functions of `after_update`, and with
       `compiled(scope="step")` the whole step.
 
     These times are the host's, and no two of them overlap. Gradients that DDP averages beside the backward
     count as `backward` until its last operation has run, and as `collectives` from then on. The straggler
     is the rank that waits least in collectives, since its peers wait for it there; the table names the
-    phase that takes it longer than them.
+    phase in which it is slower than its peers.
 
-    On an accelerator a second table has the time in which the device runs what each phase launched, and
-    collectives of NCCL that overlap with nothing. It is tested on traces as CUDA writes them, and has
-    never run on a GPU.
+    On an accelerator a second table has the time in which the device runs the kernels that each
+    phase launched, and collectives of NCCL that overlap with nothing. It is tested on traces as
+    CUDA writes them, and has never run on a GPU.
 
-    A resumed run profiles those of the steps that it makes. If the run ends before the last of them, by an
-    exception too, each rank writes the trace so far, and there is no table. Ranks that are threads of one
-    process share its profiler, which the first of them takes.
+    A resumed run profiles only the steps that it makes itself. If the run ends before the last of
+    them, even by an exception, each rank writes the trace so far, and there is no table. Ranks that
+    are threads of one process share its profiler, which the first of these ranks starts.
 
     Law: the step computes the same bits as without it.
 
     Args:
-        folder: for traces and table; made if it is missing, `~` being your home folder. Those that are in
-            it are replaced.
-        steps: in a row, as `state.step` counts them after each.
+        folder: the folder for traces and table; made if missing; `~` is your home folder. Earlier
+            traces and tables in it are replaced.
+        steps: consecutive steps, as `state.step` counts them after each.
 
     Returns:
         A transform.
 
     Raises:
-        TypeError: `steps` is no range, or `folder` no path.
-        ValueError: `steps` is empty, begins below 1 or leaves steps out. From `build`, on every rank: one
-            cannot write to the folder. From the step before the first, on every rank: a profiler of torch
-            runs already.
+        TypeError: `steps` is not a range, or `folder` is not a path.
+        ValueError: `steps` is empty, begins below 1 or leaves steps out. From `build`, on every
+            rank: a rank cannot write to the folder. From the step before the first, on every rank:
+                a profiler of
+            torch runs already.
 
     Warns:
-        UserWarning: once, on the main rank: the run begins behind the last of the steps, or ends before it.
+        UserWarning: once, on the main rank: the run begins after the last of the steps, or ends
+            before it.
 
     Cost: less than a microsecond in other steps. Profiled steps are slower by some microseconds an
     operation. Four small collectives before the first of them; after the last every rank waits for its
@@ -107,7 +109,7 @@ class ProfileSlot(SlotFunction):
     """`Profile` with its settings."""
 
     def claim(self, plan: Plan) -> Plan:
-        """Move it before the other observers: what they do is a part of the step."""
+        """Move it before the other observers, whose work is a part of the step."""
         others = [each for each in plan.observers if each is not self]
         return replace(plan, observers=(self, *others))
 
@@ -139,7 +141,7 @@ class Profile(Observer):
         ]
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Begin in the middle of the steps, where a run resumes there; end if the run has left them."""
+        """Begin in the middle of the steps if a run resumes there; end if the run has left them."""
         if self._is_over:
             return
         trace, number = self._trace, state.step + 1
@@ -158,7 +160,7 @@ class Profile(Observer):
             trace.begin_step(number)
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """End a step: begin after the one that precedes the first, write after the last."""
+        """End a step: start before the first profiled step, and write after the last."""
         if self._is_over or report.applied is None:
             return
         if self._trace.is_running and state.step >= self._steps[-1]:
@@ -206,14 +208,14 @@ class RankTrace:
         self._profiler: torch.profiler.profile | None = None
         self._places: list[tuple[weakref.ref[Any], str]] = []
         self._open: tuple[str, AbstractContextManager[Any]] | None = None
-        """The range of the step, or of what is between two steps."""
+        """The range of the step, or of the time between two steps."""
         self._is_in_phase = False
         self.is_running = False
         self.first = self.last = 0
         """The first step that is profiled, and the newest step that began."""
 
     def start(self, phases: Sequence[tuple[Any, str, str]]) -> None:
-        """Start to profile, with these methods as phases; without any, another rank does."""
+        """Start to profile, with these methods as phases; without any, another rank profiles."""
         if phases and is_profiling():
             raise StateError(
                 "profile: torch's profiler must be free, got one that runs already; profile one plan at a "
@@ -221,7 +223,7 @@ class RankTrace:
             )
         self.is_running = True
         if phases:
-            # torch 2.11 warns that a cycle clears the events of the one before; there is one alone.
+            # torch 2.11 warns that a cycle clears the events of the one before; there is only one.
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         for owner, name, phase in phases:
@@ -245,25 +247,25 @@ class RankTrace:
         return call
 
     def begin_step(self, number: int) -> None:
-        """Begin a step, unless its gradients have begun it."""
+        """Begin a step, unless a call for its gradients has begun it."""
         self.last = number
         if self.is_running:
             self.first = self.first or number
             self._enter(f"{STEP} {number}")
 
     def end_step(self) -> None:
-        """End a step: what follows is the data of the next one."""
+        """End a step: the time until the next one counts as its data."""
         self._enter(DATA)
 
     def _enter(self, name: str) -> None:
-        """Leave the open range and enter another, unless it is that one."""
+        """Leave the open range and enter `name`, unless that is the open one."""
         if self._profiler is None or (self._open and self._open[0] == name):
             return
         self._leave()
         entered: AbstractContextManager[Any] = record_function(f"{PREFIX}{name}")
         entered.__enter__()
         self._open = name, entered
-        self._is_in_phase = name == DATA  # an evaluation between two steps is no forward of a step
+        self._is_in_phase = name == DATA  # an evaluation between steps is not a forward of a step
 
     def _leave(self) -> None:
         if self._open is not None:
@@ -290,7 +292,7 @@ class RankTrace:
         return phase_times(json.loads(trace))
 
     def abandon(self) -> None:
-        """Write what there is of a profile whose run has ended."""
+        """Write the trace so far of a profile whose run has ended."""
         if not self.last:
             return
         traces = "no trace is written"

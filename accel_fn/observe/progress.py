@@ -21,7 +21,7 @@ from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentTypeError, message
 
 T = TypeVar("T", covariant=True)
-_DELAY_S = 1.0  # what takes less needs no bar
+_DELAY_S = 1.0  # a shorter wait needs no bar
 
 
 @overload
@@ -37,15 +37,15 @@ def progress(
 ) -> Progress[Any] | ShownEpoch[Batch]:
     """Show a bar of the loop on the main rank: batches, their rate, the time left, the epoch.
 
-    The bar is tqdm's, on stderr, or a notebook's; where stderr is no terminal, as in a log file,
-    there is none. `show(report)` of what is iterated puts the loss beside it.
+    The bar is tqdm's, on stderr or in a notebook; if stderr is not a terminal, as with a log file,
+    there is no bar. The result has `show(report)`, which puts the loss beside the bar.
 
     Law: the identity on batches, their order, and what is read ahead.
 
     Args:
-        loader: what `loader.epochs(...)` returned, for one bar over the whole run; one of its epochs; or
-            a loader, or anything else that can be iterated.
-        state: of this rank.
+        loader: the epochs that `loader.epochs(...)` returned, for one bar over the whole run; one
+            of these epochs; or a loader, or anything else that can be iterated.
+        state: this rank's state.
 
     Returns:
         The same batches: an iterable of epochs with `show`, an epoch with `show`, or an iterable with `show`.
@@ -86,11 +86,11 @@ class Shows:
         """Put the loss of a report, and other values by name, beside the bar.
 
         Args:
-            report: of a step.
+            report: the report of a step.
             **values: numbers, or tensors of one element. Each stays until it is shown again.
 
         Raises:
-            TypeError: `report` is no report, or a value no number.
+            TypeError: `report` is not a `Report`, or a value is not a number.
         """
         shown = self._bar.values
         if report is not None:
@@ -153,7 +153,7 @@ class ShownEpoch(Epoch[Batch], Shows):
 
 
 class LoopBar:
-    """The bar of one loop, where somebody looks, and the values that stand beside it."""
+    """The bar of one loop, in a terminal or a notebook, and the values beside it."""
 
     def __init__(self, state: DistState) -> None:
         self._is_main = state.is_main
@@ -179,7 +179,7 @@ class LoopBar:
             yield from self._counted(items)
 
     def over_epoch(self, items: Iterator[T], epoch: Epoch[Any]) -> Iterator[T]:
-        """Yield the batches of an epoch: alone, or within the bar of the whole run."""
+        """Yield the batches of an epoch, with a separate bar or in the bar of the whole run."""
         text, first = f"epoch {epoch.index}", epoch.first_batch
         if self._bar is None:
             left = loader_length(epoch)
@@ -193,7 +193,7 @@ class LoopBar:
         yield from self._counted(items)
 
     def _counted(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items; each counts when the loop comes back for the next one."""
+        """Yield the items; each counts when the loop requests the next one."""
         bar = self._bar
         if bar is None:
             yield from items
@@ -212,7 +212,7 @@ class LoopBar:
             bar.update(number)
 
     def _read(self, *, is_last: bool = False) -> str:
-        """Show the values that are known on the host; the last ones are waited for."""
+        """Format the values that are known on the host; with `is_last`, wait for the newest."""
         texts = []
         for name, value in self.values.items():
             known: Any = value
@@ -227,7 +227,7 @@ class LoopBar:
 
 
 def open_bar(*, is_main: bool, wanted: bool | None = None, **options: Any) -> Any:
-    """Open tqdm's bar on the main rank, or return None; by default where somebody looks."""
+    """Open tqdm's bar on the main rank, by default in a terminal or notebook; else return None."""
     looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not is_main or not (looked_at if wanted is None else wanted):
         return None
@@ -238,7 +238,7 @@ def open_bar(*, is_main: bool, wanted: bool | None = None, **options: Any) -> An
 
 @contextmanager
 def bytes_bar(text: str, total: int, *, is_main: bool = True) -> Iterator[Callable[[int], object]]:
-    """Show how many of so many bytes are done, once it takes a second; yield what counts them."""
+    """Show how many of `total` bytes are done, after one second; yield a function to count them."""
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _DELAY_S, "leave": False}
     bar = open_bar(is_main=is_main, desc=text, total=total, **options)
     if bar is None:
