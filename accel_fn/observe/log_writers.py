@@ -88,7 +88,7 @@ class LogFile:
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to the start of a run that loaded nothing; keep a copy of the old log."""
+        """Cut the log back to the start of a run that loaded nothing; keep a copy of the old."""
         # Another plan of the run may have logged the batch that this one begins with.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:
