@@ -15,7 +15,7 @@ from accel_fn.launcher.worker import open_streams
 def main() -> None:
     """Run the command line."""
     open_streams()
-    # A parent may have it ignored; then the system drops the exit codes of ranks, and all are 0.
+    # If the parent ignores SIGCHLD, the system drops the exit codes of ranks, and all are 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A shell ignores Ctrl-C for a command that it starts with `&`.
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _find_temporary_folder() -> None:
-    """Make Python find it now: it writes a test file, which Ctrl-C at that moment would leave there."""
+    """Find the temporary folder now: the search writes a test file, which Ctrl-C could leave."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         # Not every command needs a temporary folder.

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def checkpoints(*, folder: Path, as_json: bool) -> None:
     """List the checkpoints of FOLDER, oldest first: step, age, size, ranks or mesh, whole or not, score.
 
-    Whole is one whose files are all there with the right sizes; their content is checked when
-    it is loaded. The exit code is 1 where one is not whole.
+    A checkpoint is whole if all its files exist and have the right sizes; their content is checked
+    when it is loaded. The exit code is 1 if a checkpoint is not whole.
     """
     from accel_fn.checkpoint.store import list_checkpoints
 
@@ -78,7 +78,7 @@ def _score(found: Checkpoint) -> str:
 
 
 def _age(age: timedelta) -> str:
-    """`3 days`, `2 h`, `5 min`, `12 s`."""
+    """Format an age as `3 days`, `2 h`, `5 min` or `12 s`."""
     seconds = max(int(age.total_seconds()), 0)
     for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * length:

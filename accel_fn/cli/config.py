@@ -91,7 +91,7 @@ def _refuse(job: str, options: dict[str, object]) -> None:
 
 
 def _show(config_file: Path | None, *, as_json: bool) -> None:
-    """Print JSON, or a table in which defaults are dim and what is open has its effective value."""
+    """Print JSON, or a table in which defaults are dim and open settings have effective values."""
     resolved = resolve_settings({}, config_file)
     values, sources = asdict(resolved.settings), resolved.sources
     if as_json:
@@ -110,7 +110,7 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 
 def _effective(resolved: Resolved) -> dict[str, str]:
-    """Values that a launch from here would use for open settings."""
+    """Return the values that a launch from here would use for open settings."""
     machines, settings = place(resolved, os.environ), resolved.settings
     has_devices = not settings.cpu and detect().num_devices
     threads = threads_variable(settings, machines, read_processors(), os.environ)
@@ -219,7 +219,7 @@ def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> S
 def _prompt(
     machine: Machine, answers: Mapping[str, object], name: str, question: str, default: object
 ) -> object:
-    """Ask until the answer fits its rule, the answers before and the accelerators."""
+    """Prompt until the answer fits its rule, the earlier answers and the accelerators."""
     chooses_devices = name in ("cpu", "gpu_ids")
 
     def check(text: object) -> object:

@@ -63,7 +63,7 @@ def env(*, as_json: bool) -> None:
 
 
 def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Collect all parts, in types of JSON; a part that fails is its error."""
+    """Collect all parts, in types of JSON; a part that fails is replaced by its error."""
     parts: dict[str, Callable[[], Any]] = {
         "versions": _versions,
         "requirements": _requirements,
@@ -93,7 +93,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def version(distribution: str) -> str | None:
-    """The installed version, by its metadata: nothing is imported."""
+    """Return the installed version from its metadata, without an import; None if not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -101,7 +101,7 @@ def version(distribution: str) -> str | None:
 
 
 def _requirements() -> dict[str, dict[str, str | None]]:
-    """The requirements of the package and of each extra, with the installed versions."""
+    """Return the requirements of the package and of each extra, with the installed versions."""
     try:
         lines = metadata.requires("accel-fn") or []
     except metadata.PackageNotFoundError:
@@ -144,7 +144,7 @@ def _processor() -> dict[str, int]:
 
 
 def _memory() -> dict[str, int]:
-    """Return the limit in bytes."""
+    """Return the machine's memory, and the limit of the cgroup if there is one, in bytes."""
     found = {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
         found["limit"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def _memory() -> dict[str, int]:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """The output of the driver's tool, also where torch is broken; None if it is not installed."""
+    """Return the output of the driver's tool, which needs no torch; None if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -165,14 +165,14 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _set_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Variables that change how ranks start and run; none that may hold a secret."""
+    """Yield the variables that change how ranks start and run, without those that may be secret."""
     for name, value in environment.items():
         if _VARIABLES.fullmatch(name) and not _SECRET.search(name):
             yield name, value
 
 
 def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Files that `accel-fn launch` would read from here."""
+    """Return the settings files that `accel-fn launch` would read from here."""
     own = user_file(environment)
     files = (
         folder / name
@@ -192,7 +192,7 @@ def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    """A section for each part; what is missing reads `-`."""
+    """Yield the lines of a section for each part; a missing value is `-`."""
     for section, content in report.items():
         yield section.replace("_", " ")
         if isinstance(content, dict):
@@ -204,7 +204,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """The name and its value; a value of several lines is below the name."""
+    """Yield the name and its value; a value of several lines is below the name."""
     if isinstance(value, dict):
         value = ", ".join(f"{each} {_shown(each, part)}" for each, part in value.items())
     lines = _shown(name, value).splitlines()

@@ -53,7 +53,7 @@ def explain(
     """Print what one step of a plan does, phase by phase. Nothing is built or run.
 
     TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
-    gives one. What it leaves to the launch is read from the settings (`accel-fn config --show`).
+    returns one. The settings that it leaves to the launch are those of `accel-fn config --show`.
     """
     from accel_fn.core.state import Axis, DistState, mesh_of
     from accel_fn.observe.explain import explain as explain_plan

@@ -1,4 +1,4 @@
-"""The command `launch`: run a script on many processes, or show what each would get."""
+"""The command `launch`: run a script on many processes, or show the variables of each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def launch(
             _show(plan, as_json=as_json)
             return
         exit_code, report = _start(plan)
-    _print("", sys.stdout)  # what ranks have printed comes before the report
+    _print("", sys.stdout)  # flush, so that the output of ranks comes before the report
     _print(report, sys.stderr)
     sys.exit(exit_code)
 
@@ -106,7 +106,7 @@ def _start(plan: LaunchPlan) -> tuple[int, str]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from accel_fn.launcher.run import run
 
-    # It is for this process, not for the ranks.
+    # The variable is for this process, not for the ranks.
     if not is_set:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     gc.enable()
@@ -115,14 +115,14 @@ def _start(plan: LaunchPlan) -> tuple[int, str]:
 
 
 class _TerminalHandler(logging.Handler):
-    """Print what the launcher logs on stderr, a line each."""
+    """Prints the launcher's log records on stderr, one a line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _print(f"accel-fn launch: {record.getMessage()}\n", sys.stderr)
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print and flush; a closed terminal or pipe is no error."""
+    """Print and flush; a closed terminal or pipe is not an error."""
     try:
         print(text, end="", file=stream, flush=True)
     except OSError:
@@ -158,7 +158,7 @@ def _show(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _merge(values: list[str]) -> str:
-    """One value if all are equal, else each; of many the first and the last."""
+    """Join values: one if all are equal, else each; if there are many, the first and the last."""
     if len(set(values)) == 1:
         return values[0]
     return ", ".join(values) if len(values) <= _FEW else f"{values[0]}, ..., {values[-1]}"

@@ -93,7 +93,7 @@ def _print_plain(rows: Sequence[Sequence[str]]) -> None:
 
 
 def wrapped(label: str, text: str) -> str:
-    """Wrap a text at words, so that lines of 80 columns hang below where it starts."""
+    """Wrap a text at words to 80 columns; later lines are indented to the start of the text."""
     return textwrap.fill(
         text,
         80,
@@ -105,7 +105,7 @@ def wrapped(label: str, text: str) -> str:
 
 
 def readable_bytes(size: int | None) -> str:
-    """Bytes in units of 1024; `-` if unknown."""
+    """Format bytes in units of 1024; `-` if unknown."""
     if size is None:
         return "-"
     scaled, unit = float(size), "B"
@@ -117,7 +117,7 @@ def readable_bytes(size: int | None) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """`1 d 4 h`, `2 h 5 min`, `3 min 20 s`, `12.3 s`."""
+    """Format seconds as `1 d 4 h`, `2 h 5 min`, `3 min 20 s` or `12.3 s`."""
     for length, unit, smaller, small_unit in _LENGTHS:
         whole = round(seconds / smaller) * smaller
         if whole >= length:
@@ -127,7 +127,7 @@ def readable_seconds(seconds: float) -> str:
 
 @contextmanager
 def at_work(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal that a command works, until it prints its results; yield what changes the text."""
+    """Show a text on a terminal while a command works; yield a function that changes the text."""
     from rich.console import Console
 
     with Console(stderr=True).status(text) as status:
@@ -135,7 +135,7 @@ def at_work(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(value: object) -> None:
-    """Print for another program; paths are texts."""
+    """Print a value as JSON, for another program; paths are texts."""
     print(json.dumps(value, indent=2, default=str))
 
 

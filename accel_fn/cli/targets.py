@@ -1,4 +1,4 @@
-"""Load what a command names: `train.py:make_plan` or `package.module:make_plan`."""
+"""Load the object that a command names: `train.py:make_plan` or `package.module:make_plan`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # If the missing module is not on the way to this one, this one imports it and fails.
+            # If the missing module is neither this one nor a parent, this one imports it and fails.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""
@@ -83,6 +83,6 @@ def _attribute(place: str, inner: Any, part: str) -> Any:
 
 
 def _search_first(folder: str) -> None:
-    """Import from there first, as a script that is run does."""
+    """Import from a folder first, as Python does for the folder of a script."""
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -134,7 +134,7 @@ def check_this_world(*, as_json: bool) -> bool:
 
 
 def _print_row(verdict: Verdict) -> None:
-    """Print one promise; click leaves out colours where the output is no terminal."""
+    """Print one promise; click leaves out colours if the output is not a terminal."""
     status, colour = ("holds", "green") if verdict.holds else ("broken", "red")
     row = wrapped(f"{status:<8}{verdict.largest:>9.3g}{verdict.bound:>8g}  ", verdict.promise)
     click.echo(click.style(status, fg=colour) + row.removeprefix(status))
