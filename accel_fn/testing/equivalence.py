@@ -55,26 +55,27 @@ def assert_equivalent(
 
     Each plan gets a copy of its model, optimizer and frozen models, leaves out `log_to` and `profile`,
     and trains on as many simulated ranks as given: each rank takes its consecutive part of every
-    batch, empty where there are fewer samples than ranks, and starts from parameters of its
-    own, which `build` must replace by those of rank 0. After every batch, parameters, buffers
-    and reports are compared, on every rank: loss, weight, verdict, and the norm if both report it.
+    batch, empty if there are fewer samples than ranks, and starts from different
+    parameters, which `build` must replace by those of rank 0. After every batch, parameters,
+    buffers and reports are compared, on every rank: loss, weight, verdict, and the norm if both
+    report it.
 
     Args:
         plan_a: one plan. Its `loss_fn` must use the model that it is given.
-        plan_b: the other; often the same plan with one more transform.
+        plan_b: the other plan; often the same with one more transform.
         batches: global batches, trees of tensors [num_samples, ...] on the CPU.
-        world_sizes: ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp` or
-            `wrap_fsdp`.
+        world_sizes: numbers of ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp`
+            or `wrap_fsdp`.
         rtol: largest difference, relative to the values; for float64.
         atol: largest difference where values are near 0.
-        timeout_s: of collectives.
+        timeout_s: the time-out of collectives.
 
     Raises:
         AssertionError: names the first batch, rank and parameter that differ, and by how much,
             and, with equal world sizes, the first operation of torch whose output differs; or
             the first value that is not a number, with which nothing can be compared.
         ValueError: no batches, weights of zero, no parameter that moves or a loss that ignores
-            the batch, with which every two plans would be equivalent; models of other
+            the batch, with which every two plans would be equivalent; models with different
             parameters; an argument outside its range.
         Exception: an error of the training itself.
 
@@ -120,8 +121,8 @@ def train(
 ) -> list[Trace]:
     """Train copies of a plan on simulated ranks; return one trace a rank.
 
-    Ranks start from parameters and buffers of their own; the operations of the last batch are
-    recorded on request.
+    Ranks start from different parameters and buffers. With `records`, the operations of the last
+    batch are recorded.
     """
     plans = [copied(plan) for _ in range(world_size)]
     for rank, each in enumerate(plans):
@@ -185,7 +186,7 @@ def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> N
 
 
 def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
-    """Do each batch, its halves and the batch with other numbers have the same loss?"""
+    """Return whether every batch, its halves and a batch of other numbers have the same loss."""
     for batch in batches:
         halves = [take_part(batch, rank, 2) for rank in range(2)]
         other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)
@@ -203,7 +204,7 @@ def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
 
 
 def _weights(report: Report) -> dict[str, float]:
-    """The weight of the global batch, or that of each term."""
+    """Return the weight of the global batch, or that of each term, by name."""
     weight = report.weight
     if isinstance(weight, Mapping):
         return {f"weight of {name}": each for name, each in weight.items()}
@@ -256,7 +257,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
         b = _reported(found).get(name)
         if a is None or b is None:
             continue
-        # Both refuse such a batch.
+        # Both plans refuse such a batch.
         if math.isnan(float(a)) and math.isnan(float(b)):
             continue
         if not math.isclose(float(a), float(b), rel_tol=max(rtol, _REPORTED), abs_tol=_REPORTED):
@@ -267,7 +268,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
 
 
 def _reported(report: Report) -> dict[str, Any]:
-    """The numbers of a report that are compared, by name."""
+    """Return the numbers of a report that are compared, by name."""
     terms = {f"term {name}": each for name, each in report.terms.items()}
     others = {"applied": report.applied, "grad_norm": report.grad_norm}
     return {"loss": report.loss, **terms, **_weights(report), **others}

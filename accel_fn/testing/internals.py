@@ -1,7 +1,7 @@
-"""What the library's own tests look at or break beyond the public names, on one page.
+"""Names beyond the public ones that the library's own tests read or patch, on one page.
 
-Nothing here is for users: names and meaning change with the code. When a file of the library
-moves, this page is what follows it, and no test does.
+Nothing here is for users: names and meaning change with the code. If a file of the library
+moves, only this page changes, and no test.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from accel_fn.testing import simulation
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
 
-__all__ = [  # what tests call as it is
+__all__ = [  # names that tests use unchanged
     "Channel",
     "Entry",
     "FolderStore",
@@ -116,14 +116,14 @@ def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any
 
 HANG_EXIT_CODE = watchdog_file.EXIT_CODE
 
-# For `monkeypatch.setattr(*NAME, seconds)`: how long rank 0 serves those that it has failed, and how
-# long a watchdog waits for the entry of a rank that has left.
+# For `monkeypatch.setattr(*NAME, seconds)`: how long rank 0 waits until the other ranks have read
+# its error, and how long a watchdog waits for the entry of a rank that has left.
 LINGER_S = (rendezvous, "_LINGER_S")
 SLACK_S = (watchdog_file, "_SLACK_S")
 
 
 def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
-    """Let a watchdog look at its waits at this time; return why it would end the process."""
+    """Let a watchdog check its waits at time `now`; return why it would end the process."""
     reasons: list[str] = []
     with mock.patch.object(watchdog, "_end", side_effect=lambda *given: reasons.append(given[0])):
         watchdog._check(now)
@@ -131,12 +131,12 @@ def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
 
 
 def last_wait(watchdog: StoreWatchdog) -> str:
-    """The collective that a watchdog has noted last."""
+    """Return the collective that a watchdog has recorded last."""
     return str(watchdog._last)
 
 
 def is_timed(state: DistState) -> bool:
-    """Does the watchdog of a state time a step at this moment?"""
+    """Return whether the watchdog of a state times a step at this moment."""
     assert isinstance(state.watchdog, StoreWatchdog)
     return state.watchdog._step_began is not None
 
@@ -145,13 +145,13 @@ write_report = watchdog_file._write
 
 
 def count_report_and_wait(watchdog: StoreWatchdog, num_ranks: int) -> None:
-    """Let a rank that has reported wait until so many ranks have."""
+    """Let a rank that has reported wait until `num_ranks` ranks have reported."""
     watchdog._wait_for_reports(num_ranks)
 
 
 @contextmanager
 def forged_messages(data: bytes) -> Iterator[None]:
-    """Have ranks get these bytes, in place of what their peers pickle for them."""
+    """Let ranks receive these bytes in place of the pickles of their peers."""
     with (
         mock.patch.object(primitives, "signed", return_value=data),
         mock.patch.object(messages, "signed", return_value=data),
@@ -160,7 +160,7 @@ def forged_messages(data: bytes) -> Iterator[None]:
 
 
 def use_device_backend(backend_of: Callable[[Any], Any]) -> None:
-    """Let a world take this for the backend of its device, such as NCCL."""
+    """Let a world use this as the backend of its device, in place of one such as NCCL."""
     vars(rendezvous).update(nccl_of=backend_of, device_backend=backend_of)
 
 
@@ -173,9 +173,9 @@ derive_random = rng.derive_random
 
 @contextmanager
 def simulations_apart(**limits: int) -> Iterator[None]:
-    """Run simulations apart from those of other tests; join what is left of them at the end.
+    """Separate simulations from those of other tests; join their lost threads at the end.
 
-    `max_lost_sockets` and `max_idle_sockets` bound what failed and waiting worlds may hold open.
+    `max_lost_sockets` and `max_idle_sockets` bound the sockets of failed and of waiting worlds.
     """
     changed: dict[str, Any] = {f"_{name.upper()}": value for name, value in limits.items()}
     changed |= {
@@ -198,7 +198,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 
 def overlook_stopped_workers() -> None:
-    """Let this process take stopped workers for running ones, for good."""
+    """Make this process take stopped workers for running ones, until it ends."""
 
     def is_stopped(pid: int) -> bool:
         return pid < 0
@@ -207,7 +207,7 @@ def overlook_stopped_workers() -> None:
 
 
 def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | None]]:
-    """Yield the batches of epoch 0, and of how many samples each was made."""
+    """Yield the batches of epoch 0, and the number of samples of which each was made."""
     for batch in loader._source.batches(0, 0):
         yield batch, samples_of(batch)
 
@@ -221,7 +221,7 @@ check_fits_in_graph = keeps_tensors
 
 
 def place_of_rate(transform: Any) -> str:
-    """Return where a schedule that was begun computes rates, or that it counts batches."""
+    """Return where a schedule that has begun computes rates; "batches" if it counts batches."""
     kinds = {DeviceSchedule: "device", BatchSchedule: "batches"}
     return kinds.get(type(transform), "host")
 
@@ -240,7 +240,7 @@ _LIMITS: dict[str, list[tuple[Any, str]]] = {
 
 
 def set_limit(name: str, value: float) -> float:
-    """Set how long this process waits for something, or how large it is; return what it was."""
+    """Set a limit of this process, such as a time or a size; return the value before."""
     before: float
     for module, attribute in _LIMITS[name]:
         before = getattr(module, attribute)
@@ -250,7 +250,7 @@ def set_limit(name: str, value: float) -> float:
 
 @contextmanager
 def limited(name: str, value: float) -> Iterator[None]:
-    """Set such a limit for as long as the context lasts."""
+    """Set a limit as long as the context lasts."""
     before = set_limit(name, value)
     try:
         yield
@@ -259,7 +259,7 @@ def limited(name: str, value: float) -> Iterator[None]:
 
 
 def hashes_of_frozen() -> tuple[Any, str]:
-    """The owner and the name of the function that reads frozen parameters for their hashes."""
+    """Return the owner and the name of the function that reads frozen parameters to hash them."""
     return compare, "_hashes"
 
 
@@ -316,5 +316,5 @@ LOCK_TRIES = (file_lock, "_TRIES")
 
 
 def recorders(step: Step) -> list[Any]:
-    """What reads the device's values for the logs of a step."""
+    """List the objects that read the device's values for the logs of a step."""
     return [vars(each)["_recorder"] for each in step.observers.every if "_recorder" in vars(each)]

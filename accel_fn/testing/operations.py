@@ -16,7 +16,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
 
 _VIEWS = {"aten.detach.default", "aten.t.default", "aten.view.default"}
-"""Left out: their output is their input."""
+"""Operations that are left out, since their output is their input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _operation(call: Any) -> Operation:
 def first_difference(
     plan_a: Sequence[Operation], plan_b: Sequence[Operation], rtol: float, atol: float
 ) -> str:
-    """Name the first operation that is another one or gives another output, as the end of a sentence."""
+    """Name the first operation that differs in name or output, as the end of a sentence."""
     for number, (a, b) in enumerate(zip_longest(plan_a, plan_b), start=1):
         if a is None or b is None or a.name != b.name:
             names = [each.name if each else "none" for each in (a, b)]

@@ -1,6 +1,6 @@
-"""The promises of `accel-fn test`: one table, each promise with the check of it over a real world.
+"""The promises of `accel-fn test`: one table, each promise with its check over a real world.
 
-A check runs on every rank and returns how much this rank found to be wrong.
+A check runs on every rank and returns the error that this rank found, as a number; 0 is right.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Is the difference within the bound? Not-a-number is not."""
+        """Whether the difference is within the bound; not-a-number is not."""
         return self.largest <= self.bound
 
 
@@ -136,7 +136,7 @@ def _pairs_and_an_overflow(state: DistState, dtype: torch.dtype | None = None) -
 
 
 def _tokens(state: DistState, dtype: torch.dtype | None = None) -> list[Any]:
-    """Batches whose parts have different numbers of labels, down to none."""
+    """Make batches whose parts have different numbers of labels, down to none."""
     batches = []
     for size in _SIZES:
         labels = torch.arange(size * 4).reshape(size, 4) % 5
@@ -156,7 +156,7 @@ def _by_tokens(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _flat(model: nn.Module) -> Tensor:
-    """Join all parameters; if they are in shards, every rank calls it."""
+    """Join all parameters; if they are in shards, every rank must call it."""
     return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
 
 
@@ -218,7 +218,8 @@ def _training(
 ) -> float:
     """Compare the training by the library on all ranks with that by hand on one.
 
-    Infinite where replicas differ; not a number where a report is not that of the global batch.
+    Returns infinity if replicas differ, and not-a-number if a report is not that of the global
+    batch.
     """
     batches, model = draw(state, dtype), _small_model(state, num_outputs, dtype)
     by_one = copy.deepcopy(model)
@@ -381,7 +382,7 @@ def _trains(*transforms: Transform, **options: Any) -> Callable[[DistState], flo
 
 
 def promises(state: DistState) -> tuple[Promise, ...]:
-    """List all promises for a world on such devices."""
+    """List all promises for a world on the devices of this state."""
     rounding = 1e-9 if _exact_dtype(state) == torch.float64 else 1e-4
     return (
         Promise("ranks are on devices of their own, and their sums are right", 0, _devices),

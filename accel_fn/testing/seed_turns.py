@@ -1,4 +1,4 @@
-"""Turns of simulated ranks, which are threads, at torch's one generator of random numbers."""
+"""Let simulated ranks, which are threads, take turns at torch's global random generator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLL_S, _LONGEST_TURN_S = 0.0005, 2.0
 
 
 class _Turn:
-    """The rank that has the generator: from its seed to its next collective, or its end."""
+    """The turn of a rank at the generator: from its seed to its next collective, or its end."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -25,15 +25,15 @@ class _Turn:
         self._until = time.monotonic() + _LONGEST_TURN_S
 
     def lasts(self) -> bool:
-        """Does the rank still draw without having waited for another one?"""
+        """Return whether the rank still draws without having waited for another one."""
         return time.monotonic() < self._until and _num_collectives(self._group) == self._count
 
 
 class _Rank(threading.local):
-    """The simulated rank of this thread, and the turn of whichever rank has it."""
+    """The simulated rank of this thread, and the current turn, of this or another rank."""
 
     process: int | None = None
-    """Its process: in one that is forked from here, as for a worker of a loader, no thread is a rank."""
+    """The rank's process: in one that it forks, such as a loader's worker, no thread is a rank."""
     group: ProcessGroup | None = None
     turn: _Turn | None = None
     lock = threading.Lock()
@@ -73,7 +73,7 @@ def end_turn() -> None:
 
 @contextmanager
 def rank_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside, this thread is a rank of a world of several, which draws its own numbers after a seed."""
+    """Make this thread a rank inside the context, which draws its own numbers after a seed."""
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
     # Torch (2.13) sets `torch.compiler.is_compiling()` for the whole process while one thread compiles;
     # an optimizer that updates in another thread would then count its steps in float32.

@@ -39,8 +39,8 @@ _RELEASE_S = 0.1
 _MAX_LOST_SOCKETS = 256
 """Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
 _MAX_IDLE_SOCKETS, _UNUSED_S = 384, 1.0
-"""Most sockets of worlds that wait for the next simulation, and how long ago the last one of a world
-ended when it is released: a machine with much to do may stop a thread of Gloo for a while."""
+"""Most sockets of worlds that wait for the next simulation, and how long a world must have been
+unused before it is released: a busy machine may stop a thread of Gloo for a while."""
 
 
 _Key = tuple[int, float, tuple[tuple[str, int], ...]]
@@ -49,14 +49,14 @@ _Key = tuple[int, float, tuple[tuple[str, int], ...]]
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """The ends of the ranks of a world: of the group of all, and along each axis of its mesh."""
+    """The groups of a world, one object for each rank: of all ranks, and along each mesh axis."""
 
     key: _Key
     groups: list[ProcessGroup | None]
     axes: list[tuple[Axis, ...]]
 
     def called_equally_many(self) -> bool:
-        """Have all ranks of each group called equally many collectives?"""
+        """Return whether all ranks of each group have called equally many collectives."""
         every: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         for rank, group in enumerate(self.groups):
             every.setdefault(("", ()), set()).add(_num_collectives(group))
@@ -69,7 +69,7 @@ class _World:
         return sum(num_connections(group) for group in self.groups if group is not None)
 
     def release(self) -> None:
-        """Let the groups of all ranks end: nothing may be under way in them."""
+        """Release the groups of all ranks, in which no collective may be under way."""
         self.axes.clear()
         while self.groups:
             if (group := self.groups.pop()) is not None:
@@ -85,7 +85,7 @@ class _IdleWorlds:
 
     def __init__(self) -> None:
         self._worlds: list[tuple[float, _World]] = []
-        """Each after the time at which its last simulation ended, on the monotonic clock; in that order."""
+        """The worlds, each after the monotonic time at which its last simulation ended, sorted."""
         self._lock = threading.Lock()
         self._newest_s = -math.inf
 
@@ -196,23 +196,25 @@ def simulate(
 
     Every rank has its own `DistState` on the CPU. Ranks share what `fn` closes over: give each
     its own copy of a model (`copy.deepcopy`). They share the generators of the process too: after
-    `torch.manual_seed` a rank draws alone until its next collective, so a model that it makes
-    there is its own. What it draws later (dropout) wants a seed again, or an explicit generator.
+    `torch.manual_seed` a rank draws alone until its next collective, so a model that it makes there
+    is reproducible. Numbers that it draws later (dropout) need a seed again, or an explicit
+    generator.
 
     Args:
         fn: the function of one rank.
         world_size: number of ranks, >= 1; with `mesh`, default: as many as the mesh has.
-        timeout_s: of collectives.
-        seed: of every state, >= 0.
+        timeout_s: the time-out of collectives.
+        seed: the seed of every state, >= 0.
         mesh: as for `init`.
 
     Returns:
         The results of `fn`, in rank order.
 
     Raises:
-        BaseException: the first that `fn` raised on any rank, with a note of the rank; at once.
-            Collectives that other ranks are in fail a second later, in the background. Python waits
-            for them at exit for a few seconds, and so does a later simulation if they are many.
+        BaseException: the first error that `fn` raised on any rank, at once, with a note of the
+            rank. Collectives that other ranks are in fail a second later, in the background. Python
+            waits for them at exit for a few seconds, and so does a later simulation if they are
+            many.
         ValueError: an argument is outside its range.
         TypeError: an argument is of the wrong type.
 
@@ -282,7 +284,7 @@ def _num_ranks(mesh: Mapping[str, int] | None) -> int:
     if not mesh or -1 in sizes:
         rule = "be given, unless mesh has the sizes of all its axes"
         raise ArgumentError(message("simulate", "world_size", rule, None))
-    # Sizes that are no counts are refused later, as a part of the mesh.
+    # Sizes that are not counts are refused later, as a part of the mesh.
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 

@@ -56,10 +56,10 @@ def labelled_batches(
     sequence_length: int = 3,
     ignore_index: int = -100,
 ) -> list[dict[str, Tensor]]:
-    """Draw global batches for token losses, with labels masked at random; a part may have none.
+    """Draw global batches for token losses, with labels masked at random; a part may have no label.
 
     `inputs` is [num_samples, sequence_length, num_features], float64; `labels`
-    is [num_samples, sequence_length], int64; one label at least counts.
+    is [num_samples, sequence_length], int64; at least one label counts.
     """
     found: list[dict[str, Tensor]] = []
     for inputs, _ in draw(
@@ -101,7 +101,7 @@ def weights(
 
 @st.composite
 def uneven_parts(draw: st.DrawFn, num_samples: int, world_size: int) -> list[int]:
-    """Draw sizes >= 0 of `world_size` consecutive parts that add up to `count_samples`."""
+    """Draw sizes >= 0 of `world_size` consecutive parts that add up to `num_samples`."""
     cuts = draw(
         st.lists(st.integers(0, num_samples), min_size=world_size - 1, max_size=world_size - 1)
     )
