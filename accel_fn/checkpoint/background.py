@@ -1,4 +1,4 @@
-"""Asynchronous saving: writes a checkpoint from a copy, in a thread of each rank.
+"""Save asynchronously: write a checkpoint from a copy, in a thread of each rank.
 
 The threads enter no collective, which could mix with those of the run. Each thread lists what it
 has written in a file of the folder, and rank 0's thread commits the checkpoint when all have done

@@ -174,7 +174,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def to_plain(values: Mapping[str, Any], function: str) -> bytes:
-    """Make a file's content; refuse what could not be read back without running code."""
+    """Make a file's content; refuse values that cannot be read back without running code."""
     buffer = io.BytesIO()
     try:
         torch.save(dict(values), buffer)

@@ -30,7 +30,7 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import CheckpointError
 
 PAGEABLE = ("cpu", "mps")
-"""Devices whose copies to pinned memory are no faster. Those of an accelerator need no wait."""
+"""Devices from which copies to pinned memory are no faster; from an accelerator, none waits."""
 _BLOCK_BYTES = 2**28
 _ALIGNMENT = 64
 """Bytes, as torch aligns tensors: a copy is faster if both places have the same alignment."""

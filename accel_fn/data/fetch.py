@@ -325,7 +325,7 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _read(self, part: Part) -> Any:
-        # No code of the user's runs to read rows, so none needs the epoch or a seed.
+        # Rows are read without the user's code, so nothing needs the epoch or a seed.
         is_empty = type(part.numbers) is EmptyPart
         if self._reads_rows and not is_empty:
             return self.fetch(part.numbers)

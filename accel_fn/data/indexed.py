@@ -52,7 +52,7 @@ from accel_fn.data.set_epoch import InEpoch, LoopEpochs, may_sample, reached_fro
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_equal, message
 from accel_fn.parallel.messages import Channel
 
-_SAMPLES_AT_ONCE = 4096  # so many cost little more than one batch: to compute, or in one message
+_SAMPLES_AT_ONCE = 4096  # these cost little more than one batch, to compute or to send
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
@@ -200,7 +200,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
     """Return the state's seed, mixed with that of a generator that the user gave."""
-    # torchdata's samplers make a generator of their own, with another seed in each process.
+    # torchdata's samplers make a generator themselves, with another seed in each process.
     samplers = [each for each in nested_samplers(_outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):

@@ -386,7 +386,7 @@ class ShardedLoader(Generic[Batch]):
         return self._source.indices(epoch, batch)
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Return the samples of all ranks in a batch, in rank order: [num_samples of the batch]."""
+        """Return all ranks' samples in a batch, by rank: [num_samples of the batch], int64."""
         _check_place("global_indices", epoch, batch)
         return self._source.global_indices(epoch, batch)
 

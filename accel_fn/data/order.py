@@ -177,7 +177,7 @@ def no_numbers() -> ArgumentError:
 
 
 def per_rank_error(got: str, owner: str) -> ArgumentError:
-    """Make the error of `batch="per_rank"` for batches of `owner`, which no rank has a size of."""
+    """Make the error of `batch="per_rank"` for batches that `owner` cuts: no rank has a size."""
     rule = "have a batch_size where that is to be one rank's"
     repair = f'the batches of {owner} are shared: use batch="global"'
     return ArgumentError(message("shard_loader", "loader", rule, got, repair))

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from accel_fn.data.loader import ShardedLoader
 
-_SEVERAL = 100  # a list of samples may be long, so only its first items are looked at
+_SEVERAL = 100  # a list of samples may be long, so only its first items are followed
 _FIRST = (-1, 0)  # epochs that a reader shows before the first `set_epoch`
 
 

@@ -48,7 +48,7 @@ WORKER_OPTIONS = (
 )
 """Options of a user's DataLoader that a loader over our own data set takes over."""
 
-_PATIENCE_S = 0.5  # a connection may be seen to break before the worker's process has ended
+_PATIENCE_S = 0.5  # a connection may break before the worker's process has ended
 _POLL_MS = 200
 _REPORT_AFTER_S, _MOST_SHOWN = 60.0, 8
 _SHARED = "/dev/shm"  # noqa: S108
@@ -179,7 +179,7 @@ def _end_by_kill(workers: Sequence[Any]) -> None:
 
 def _end_partial_messages(running: Any, wait: _Wait) -> None:
     """Raise EOFError if a worker died in the middle of sending; the read would never return."""
-    # All workers write into one pipe, which the living ones keep open: no end of file is seen.
+    # All workers write into one pipe, which the living ones keep open, so no end of file comes.
     reader, workers = running._worker_result_queue._reader, running._workers
     arriving = select.poll()
     arriving.register(reader.fileno(), select.POLLIN)
@@ -246,7 +246,7 @@ def _room() -> str:
 
 
 class _Watchdog:
-    """Tells a worker whether its main process lives.
+    """Checks in a worker whether its main process lives.
 
     Torch compares the worker's parent with the parent at its start. That may be the process that
     adopted the worker, or a fork server, which lives as long as its children.
