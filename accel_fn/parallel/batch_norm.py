@@ -26,7 +26,7 @@ def batch_norms(model: nn.Module) -> dict[str, Any]:
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Does this BatchNorm compute something else than torch's?"""
+    """Return whether this BatchNorm has another forward than torch's."""
     return "forward" in vars(layer) or type(layer).forward not in _FORWARDS
 
 
@@ -43,7 +43,7 @@ class SyncedBatchNorm:
         self._ranks = ranks
         layers = batch_norms(model)
         self._names = [*layers]
-        # All packets have one size: by others, calls of two layers that meet would abort the process.
+        # All packets have one size: two sizes that meet would abort the process.
         self._width = max([0, *(each.num_features for each in layers.values())])
         # The same objects in every step, otherwise a compiler would compile again.
         call = torch.compiler.disable(_forward) if is_compiled else _forward  # type: ignore[no-untyped-call]
@@ -51,12 +51,12 @@ class SyncedBatchNorm:
             each: partial(call, self, number, each) for number, each in enumerate(layers.values())
         }
         self.counts = True
-        """Do the rows of the micro-batch under way count?"""
+        """Whether the rows of the micro-batch under way count."""
         self.nodes: list[Node | None] = []
         """The nodes of the layers in the graph of the micro-batch under way."""
 
     def exchange(self, code: int, numbers: Tensor) -> Tensor:
-        """Return every rank's numbers, [ranks, num_numbers]; raise on all if one is in another call."""
+        """Return all ranks' numbers, [ranks, num_numbers]; raise on all if one makes another call."""
         packet = numbers.new_zeros(1 + 1 + 2 * self._width)
         packet[0] = code
         packet[1 : 1 + len(numbers)] = numbers
@@ -109,11 +109,11 @@ class _Call:
         counts, means, variances = torch.split(every, [1, num_features, num_features], dim=1)
         self.count = counts.sum()
         if self.count.is_cpu and self.count == 1:
-            # As torch does for one process; the number is the same on all ranks.
+            # Torch raises this for one process. The count is the same on all ranks, so all raise.
             raise BatchError(
                 "Expected more than 1 value per channel when training, got 1 on all ranks"
             )
-        # Relative to a mean of one rank: squares of means that are far from 0 would cancel each other.
+        # One rank's mean is subtracted first: squares of means far from 0 would cancel each other.
         shares = counts / self.count
         start = means.index_select(0, counts.argmax().reshape(1))
         self.mean = (start + (shares * (means - start)).sum(0))[0]
@@ -135,7 +135,7 @@ class _Call:
         return (inputs.to(self.dtype) - self.along(self.mean)) * self.along(self.factor)
 
     def along(self, features: Tensor) -> Tensor:
-        """Return one number a feature, so that it goes with inputs."""
+        """Reshape one number for each feature, so that it broadcasts with inputs."""
         return features.to(self.dtype).view(self._shape)
 
     def sums(self, numbers: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class _Normalized(torch.autograd.Function):
         call: _Call = ctx.call
         inputs, weight = ctx.saved_tensors
         normalized, wide = call.normalized(inputs), gradient.to(call.dtype)
-        # Weight and bias get the gradients of this rank's rows, which the strategy averages as any other.
+        # Weight and bias get the gradients of this rank's rows; the strategy averages these too.
         own = torch.stack([call.sums(wide), call.sums(wide * normalized)])
         of_bias, of_weight = own.unbind()
         if weight is not None:

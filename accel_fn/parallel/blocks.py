@@ -14,13 +14,13 @@ Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
 
 def is_container(module: nn.Module) -> bool:
-    """Does it only hold modules, without a forward?"""
+    """Return whether a module only holds other modules, without a forward."""
     holds = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return holds and type(module).forward is nn.Module.forward
 
 
 def check_blocks(function: str, blocks: Any, parameter: str = "blocks") -> None:
-    """Refuse arguments that name no blocks."""
+    """Refuse an argument that does not name blocks."""
     several = blocks if isinstance(blocks, list | tuple) else (blocks,)
     if not several:
         repair = "leave it out for the repeated ones" if parameter == "blocks" else "leave it out"
@@ -33,25 +33,25 @@ def check_blocks(function: str, blocks: Any, parameter: str = "blocks") -> None:
 
 
 def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
-    """Return the blocks, by name, in the order of the model; modules without parameters are none.
+    """Return the blocks by name, in the order of the model; none is without parameters.
 
     Args:
         model: not a block itself.
-        blocks: classes, names of modules (that of a list stands for its items), or None:
-            the repeated ones, see `repeated`.
-        function: the public one, for errors.
+        blocks: classes, names of modules (the name of a list stands for its items), or None
+            for the repeated ones, see `repeated`.
+        function: the name of the public function, for errors.
 
     Returns:
         Modules by name.
 
     Raises:
-        ValueError: one of them matches nothing.
+        ValueError: a class or a name matches nothing.
     """
     return repeated(model) if blocks is None else named_blocks(model, blocks, f"{function}(blocks)")
 
 
 def modules_in(model: nn.Module, blocks: Blocks, argument: str) -> set[nn.Module]:
-    """Return these blocks and all modules inside them; none for None."""
+    """Return these blocks and all modules inside them; an empty set for None."""
     found = {} if blocks is None else named_blocks(model, blocks, argument)
     return {each for block in found.values() for each in block.modules()}
 
@@ -59,7 +59,7 @@ def modules_in(model: nn.Module, blocks: Blocks, argument: str) -> set[nn.Module
 def named_blocks(
     model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str], argument: str
 ) -> dict[str, nn.Module]:
-    """Return the blocks of these classes and names; errors name the `argument`, `wrap_fsdp(blocks)`."""
+    """Return blocks by class or name; errors name the `argument`, such as `wrap_fsdp(blocks)`."""
     wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
     modules = {name: each for name, each in model.named_modules() if name and _has_any(each)}
     found: set[str] = set()
@@ -89,8 +89,8 @@ def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> se
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
     """Return the most frequent modules of each outermost `ModuleList` or `Sequential`.
 
-    Of two classes that are as frequent, that with more parameters counts. A module that stands in
-    a list once belongs to them if another list repeats its class.
+    Of two equally frequent classes, the one with more parameters counts. A module whose class a
+    list holds once is included if another list repeats that class.
     """
     held: dict[str, list[nn.Module]] = {}
     for within, _, module in _items(model, "", ""):
@@ -109,7 +109,7 @@ def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
 
 
 def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the items of lists and sequences that have parameters, with the names of both."""
+    """Yield the items with parameters of lists and sequences, after the names of list and item."""
     lists = nn.Sequential | nn.ModuleList
     is_list = isinstance(module, lists)
     for name, child in module.named_children():

@@ -43,7 +43,7 @@ class Variables:
     def number(
         self, *names: str, least: int = 0, most: int | None = None, text: str | None = None
     ) -> int:
-        """Return the number in the first of these variables that is not empty, or in its `text`."""
+        """Return the number in `text`, else in the first of these variables that is not empty."""
         found = self.text(*names) if text is None else text
         number = int(found) if found.isdecimal() else -1
         if number < least or (most is not None and number > most):
@@ -93,7 +93,7 @@ class Task:
 
 
 class _Mpi(NamedTuple):
-    """The variables of an `mpirun`; of alternatives, the first that is set counts."""
+    """The variables of an `mpirun`; where it lists several, the first that is set counts."""
 
     rank: str
     world_size: str
@@ -125,7 +125,7 @@ _MPIS = {
     ),
 }
 RANKS = {cluster: names.rank for cluster, names in _MPIS.items()} | {"Slurm": "SLURM_PROCID"}
-"""The variable of the rank, for errors."""
+"""The variable that holds the rank in each cluster, for errors."""
 
 
 def read_task(environment: Mapping[str, str], *, function: str = "init") -> Task | None:
@@ -175,7 +175,7 @@ def _read_mpi(variables: Variables) -> Task | None:
 def _rank_0_host(variables: Variables, num_machines: int) -> str | None:
     """Return the machine of rank 0 of an MPI world; None if no scheduler names it.
 
-    Rank 0 is on the first machine, if the world fills all that the job has.
+    Rank 0 is on the first machine if the world fills all machines of the job.
     """
     values = variables.values
     if num_machines == 1:
@@ -249,14 +249,14 @@ class Node:
 
     cluster: str
     variables: tuple[str, ...]
-    """The variables by which the cluster is known: without them, the machine stands alone."""
+    """The variables that identify the cluster. Unset, they let a rank train on one machine alone."""
     num_machines: int
     machine_rank: int = 0
     host: str | None = None
     """The first machine; None if another variable must hold it."""
     port: int | None = None
     num_local: int | None = None
-    """Processes of this machine, if the cluster sets how many."""
+    """The number of processes on this machine, if the cluster sets it."""
     job: str | None = None
 
 

@@ -51,9 +51,9 @@ def wrap_ddp(
         sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows of
             all ranks, so W ranks are one process for them too. The layers stay your objects. Under
             `accumulate` the rows are those of one micro-batch of every rank.
-        **ddp_options: `DistributedDataParallel`'s own, by name. Ours differ in
-            `gradient_as_bucket_view=True`, and on a CPU in `bucket_cap_mb=100`, where
-            there is nothing to overlap a smaller bucket with.
+        **ddp_options: options of `DistributedDataParallel`, by name. Two defaults differ:
+            `gradient_as_bucket_view=True`, and on a CPU `bucket_cap_mb=100`, since there a
+            smaller bucket has nothing to overlap with.
 
     Returns:
         A transform.
@@ -72,8 +72,8 @@ def wrap_ddp(
     and awaited before the first backward, and of losses, beside the last backward. With
     `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
     widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
-    than another computes one of its with weight 0. A loss that raises on one rank then leaves the others
-    in a collective until the time-out.
+    than another computes one of the other's with weight 0. A loss that raises on one rank then
+    leaves the other ranks in a collective until the time-out.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 
@@ -99,7 +99,7 @@ class DDPSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: without an option of its own, DDP waits for every parameter."""
+        """Return the traits: without `find_unused_parameters`, DDP waits for every parameter."""
         finds = self.keywords.get("find_unused_parameters")
         return frozenset() if finds else frozenset({"needs_every_parameter"})
 
@@ -154,7 +154,7 @@ def make_ddp(
     sync_batchnorm: bool = False,
     **options: Any,
 ) -> Strategy:
-    """DDP over the state's group; of a split model, replicas over `dp`; one rank in a world of one."""
+    """Make DDP, or replicas over `dp` of a split model; one rank in a world of one."""
     is_split = any(map(is_sharded, plan.model.parameters()))
     if state.world_size == 1 or (is_split and state.data.world_size == 1):
         return Strategy(state, module, plan)
@@ -189,14 +189,14 @@ class SplitReplicas(Strategy):
 
 
 class _Turn:
-    """Which of the strategies over the same parameters has run the last backward."""
+    """The strategy, of those over the same parameters, that has run the last backward."""
 
     last = 0
-    """Its id."""
+    """The id of the strategy; 0 before the first backward."""
 
 
 _TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
-"""By the id of a parameter, which its strategies keep alive: plans over one model may take turns."""
+"""Turns by the id of a parameter, which its strategies keep alive: plans may share a model."""
 
 
 class DDP(Strategy):
@@ -221,7 +221,7 @@ class DDP(Strategy):
         self._options = {"process_group": state.group, **options}
         self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
         self._is_unfinished = False
-        """Is DDP to begin anew? It refuses a forward after a backward that did not reach its end."""
+        """Whether to make DDP anew: it refuses a forward after a backward that did not finish."""
         turn = _Turn()
         self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
         self.ddp = self._wrapped(module, **self._options)
@@ -230,13 +230,13 @@ class DDP(Strategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """A context around a batch; with retries, DDP's collectives come before the first forward."""
+        """Enclose a batch; with retries, DDP's collectives come before the first forward."""
         if not torch.is_grad_enabled():
             yield
             return
         for turn in self._turns:
             if turn.last != id(self):
-                # DDP takes parameters that another plan's backward has reached for used in its own.
+                # DDP counts parameters that another plan's backward has reached as used.
                 self._is_unfinished |= self.finds_unused and turn.last != 0
                 turn.last = id(self)
         if self._is_unfinished:
@@ -245,8 +245,8 @@ class DDP(Strategy):
             self.ddp = self.module = self._wrapped(self.loss_module, **options)
             self._is_unfinished = False
         if self.retries:
-            # Broadcast buffers now: a rank out of memory would not join later. DDP leaves it out after
-            # a forward under no_sync, but an attempt that failed has its own buffers again.
+            # Broadcast buffers now: a rank out of memory would not join later. DDP skips this after
+            # a forward under no_sync, but a failed attempt restores the rank's own buffers.
             self.ddp.require_forward_param_sync = True
             with self.no_sync():
                 self.ddp(None)
@@ -254,11 +254,11 @@ class DDP(Strategy):
             with super().sharing(state):
                 yield
         except BaseException:
-            self._is_unfinished = not self.retries  # their backward is under no_sync
+            self._is_unfinished = not self.retries  # with retries, backwards run under no_sync
             raise
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
-        """The loss in DDP, with its buckets laid out."""
+        """Wrap the loss in DDP and lay out its buckets."""
         ddp = DistributedDataParallel(module, **options)
         _fix_buckets(ddp)
         if self._comm_hook:
@@ -266,16 +266,16 @@ class DDP(Strategy):
         return ddp
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """A context whose backward fills DDP's buckets without averaging them."""
+        """Return a context whose backward fills DDP's buckets without averaging them."""
         found: AbstractContextManager[Any] = self.ddp.no_sync()
         return found
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A context whose forwards and backwards are not DDP's."""
+        """Enclose forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # DDP notes the parameters that any backward reaches, where it looks for unused ones.
+        # If DDP looks for unused parameters, it records those that any backward reaches.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
@@ -301,9 +301,9 @@ class SyncedDDP(SyncedStrategy, DDP):
 def _fix_buckets(ddp: DistributedDataParallel) -> None:
     """Let DDP lay out its gradient buckets for good, by a first backward of zeros.
 
-    It does so after its first backward, and a sum over three ranks or more
-    depends on the layout in its last bit: a run that is resumed would differ
-    from one that was not, and the first step from the same step again.
+    DDP does so after its first backward, and the layout decides the last bit of a sum over three
+    ranks or more. Otherwise a resumed run would differ from one that was not interrupted, and a
+    repeated first step from the first one.
     """
     if ddp.static_graph or ddp.find_unused_parameters:
         return  # laid out once, and the first backward of a static graph must be a real one
@@ -313,11 +313,11 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def _comm_hook(name: str, group: Any) -> tuple[Any, Any]:
-    """One of torch's communication hooks by its short name, after its state."""
+    """Return the state of one of torch's communication hooks, and the hook, by its short name."""
     if name == "powersgd":
         return powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook
     compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[
         name
     ]
-    # Under a name of ours: by its own, DDP refuses the bf16 hook wherever there is no CUDA.
+    # The lambda hides the hook's name, by which DDP refuses the bf16 hook without CUDA.
     return group, lambda group, bucket: compress(group, bucket)

@@ -1,7 +1,7 @@
 """FileLock: one run at a time writes to a folder or a file.
 
-The lock is a file of its own: NFS locks only what is open for writing, and the file holds the name of the
-run that the error of a second one gives.
+The lock is a separate file: NFS locks only files that are open for writing. The file holds the name
+of its run, for the error of a second run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRIES, _WAIT_S = 60, 0.05
 
 
 class FileLock:
-    """A lock that is held until this is closed or deleted, or the process ends in whatever way."""
+    """A lock that is held until the object is closed or deleted, or the process ends."""
 
     __slots__ = ("__weakref__", "_close", "_file", "_path", "owner")
 
@@ -31,16 +31,16 @@ class FileLock:
             # Without O_CREAT, which Linux refuses for another user's file in a sticky folder.
             self._file = os.open(path, flags)
         self._close = finalize(self, os.close, self._file)
-        # Whoever may save here may lock it. If it is another user's, that user has set its mode.
+        # Every user who may save here may lock the file. Another user's file has its mode already.
         with suppress(OSError):
             os.fchmod(self._file, path.parent.stat().st_mode & 0o666)
-        # A worker that outlives a killed run would hold its folder.
+        # A forked worker that outlives a killed run would keep the lock.
         register_after_fork(self, FileLock.close)
         self.owner = None if self._acquire() else self._read_owner()
-        """The run that holds the lock, if it is another one."""
+        """The other run that holds the lock; None if this one does."""
 
     def holds(self) -> bool:
-        """Return whether this is still the file at its path, and not one of a folder that was removed."""
+        """Return whether the locked file is still at its path: its folder may have been removed."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except OSError:
@@ -54,7 +54,7 @@ class FileLock:
         return f"another step of this process ({owner})" if owner == _own_name() else owner
 
     def _acquire(self) -> bool:
-        # Tried for 3 s: a run that was killed, and is restarted now, may still be ending.
+        # Try for 3 s: after a restart, the killed run may still be ending.
         for left in reversed(range(_TRIES)):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,21 +38,21 @@ def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
     them in rank order restores the order of the data set. Numbers of rows
     may differ between ranks, and may be 0.
 
-    Tensors, lists and `samples` are rows: a tensor holds one along its first dimension, a list one an
+    Tensors, lists and `samples` hold rows: a tensor along its first dimension, a list one in each
     item. Items may be anything that can be pickled, with tensors of any shape inside. Tuples, named
-    tuples, mappings and what is registered with torch's pytree are structure. A pair of
+    tuples, mappings and types that are registered with torch's pytree are structure. A pair of
     tensors that torch has collated is a list: pass `tuple(batch)`.
 
     A gradient goes through joined tensors, not through items of lists: in the backward it is summed
-    over the ranks, and each gets that of its rows. So a loss over the rows of all ranks trains as it
-    does in one process; all ranks must run its backward.
+    over the ranks, and each rank gets the gradient of its rows. So a loss over the rows of all
+    ranks trains as it does in one process; all ranks must run its backward.
 
     Args:
         tree: a tree of tensors [num_rows, ...] and lists, of one structure on all ranks; dtypes and
             trailing dimensions of tensors agree.
-        state: of this rank.
-        axis: of the mesh, whose ranks' rows are joined; default: `dp`, since the ranks along other axes
-            hold the same rows.
+        state: the state of this rank.
+        axis: the axis of the mesh whose ranks' rows are joined; default: `dp`, since the ranks
+            along other axes hold the same rows.
 
     Returns:
         The same tree with tensors [sum of num_rows, ...] and joined lists. Tensors that
@@ -103,7 +103,7 @@ def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
 def _put_into_graph(
     joined: list[Any], leaves: Sequence[Any], columns: Sequence[Sequence[_Leaf]], state: DistState
 ) -> None:
-    """Let gradients of joined rows reach the ranks whose rows they are."""
+    """Let gradients of joined rows reach the ranks that hold these rows."""
     places = [
         place for place, column in enumerate(columns) if any(leaf.in_graph for leaf in column)
     ]
@@ -140,7 +140,7 @@ def _is_list(node: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """A description of a tensor: peers need it to receive it."""
+    """A description of a tensor, which peers need to receive the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -156,13 +156,13 @@ class _Leaf:
     """A description of a leaf, a tensor or a list of items, for the peers."""
 
     kind: str
-    """Ranks must agree on it."""
+    """A description on which ranks must agree."""
     specs: tuple[_Spec, ...] = ()
     items: bytes = b""
     problem: str = ""
-    """Why it cannot be joined."""
+    """The reason why the leaf cannot be joined, if there is one."""
     in_graph: bool = False
-    """Does a gradient go through it?"""
+    """Whether a gradient goes through the leaf."""
 
 
 def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
@@ -242,7 +242,7 @@ def _exchange_bytes(
     device: torch.device,
     function: str,
 ) -> Iterator[list[Tensor]]:
-    """All-gather the pieces of every rank, padded to the longest rank's, and cut them again."""
+    """All-gather the pieces of every rank, padded to the longest rank's, and split them again."""
     longest = max(map(sum, sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     if pieces:
@@ -282,7 +282,7 @@ def _pack(items: Sequence[Any]) -> tuple[bytes, list[Tensor]]:
 
 
 def _unpack(data: bytes, tensors: Sequence[Tensor]) -> Sequence[Any]:
-    """Restore the items that `_pack` was given, with other tensors in the places of theirs."""
+    """Restore items that `_pack` has pickled, with these tensors in their places."""
     return _Unpickler(data, tensors).load()  # type: ignore[no-any-return]
 
 

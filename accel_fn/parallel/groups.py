@@ -32,7 +32,7 @@ MakeGroup = Callable[[DistState, str, range], ProcessGroup | None]
 _NEVER_SENT = 1 << 30  # a tag
 _numbers = itertools.count()  # for names: threads share torch's table of groups
 _groups: dict[str, list[ProcessGroup]] = {}
-"""Groups that are open, each with its parts behind it, by name."""
+"""Open groups by name, each followed by its parts."""
 
 
 def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
@@ -53,7 +53,7 @@ def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tu
 def make_subgroup(
     state: DistState, name: str, ranks: range, *, backend: str, timeout_s: float
 ) -> ProcessGroup | None:
-    """Make a group of some processes of a world; every rank calls this, also for groups without it."""
+    """Make a group of some ranks of a world; every rank must call this, also one outside of it."""
     timeout = timedelta(seconds=timeout_s)
     group: ProcessGroup = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, group_desc=name
@@ -62,16 +62,16 @@ def make_subgroup(
         return None
     nccl = nccl_of(group_of(state, "init"))
     if nccl is not None:
-        # Longer than the others, so that the watchdog prints its report before NCCL ends the process.
+        # Longer than other time-outs: the watchdog must report before NCCL ends the process.
         nccl_of(group)._set_default_timeout(nccl.options._timeout)
     return group
 
 
 @cache
 def _device() -> Any:
-    """Return the Gloo device of all groups of this process: one thread, where each would have its own.
+    """Return the Gloo device that all groups of this process share, with its one thread.
 
-    Messages between threads of one process then take at most half the CPU time.
+    With one device for each group, messages in a process would take at least twice the CPU time.
     """
     return dist.ProcessGroupGloo.create_default_device()
 
@@ -98,8 +98,8 @@ def make_group(
     # A mesh finds a group by its name.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
-    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's lets go of a tensor: one
-    # reference too many keeps it to the end, or until `release_group`.
+    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's releases a tensor:
+    # an extra reference keeps the group to the end, or until `release_group`.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.setdefault((part_of or group).group_name, []).append(group)
     return group
@@ -111,9 +111,9 @@ def num_connections(group: ProcessGroup) -> int:
 
 
 def close_group(group: ProcessGroup) -> None:
-    """Close the connections of a group and its parts: whoever waits in them fails at once, on all ranks.
+    """Close the connections of a group and its parts: calls that wait fail at once, on all ranks.
 
-    Gloo closes them after a time-out, and in no other way.
+    Gloo closes connections only after a time-out, so one is provoked.
     """
     for each in list(_groups[group.group_name]):
         if each.size() > 1:
@@ -123,7 +123,7 @@ def close_group(group: ProcessGroup) -> None:
 
 
 def release_group(group: ProcessGroup) -> None:
-    """Drop the extra reference to an idle group and its parts: threads and sockets end with the last."""
+    """Drop the extra reference to an idle group and its parts; the last one ends their threads."""
     for each in _groups.pop(group.group_name):
         _unregister_process_group(each.group_name)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

@@ -1,6 +1,6 @@
 """The parts of a hang report: lines of code, collectives, stacks, and the ranks that are at each.
 
-Imports no torch: the launcher sorts the lines of a traceback by it.
+Does not import torch, since the launcher classifies the lines of a traceback with it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_upd
 
 
 def is_in_python(file: str) -> bool:
-    """Is this file of the standard library? Reports about a user's program leave it out."""
+    """Return whether a file is of the standard library, which reports leave out."""
     return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
 
 
 def is_compiling() -> bool:
-    """Does any thread of this process compile for `torch.compile` right now?"""
+    """Return whether a thread of this process is compiling for `torch.compile`."""
     stacks = map(traceback.walk_stack, sys._current_frames().values())
     files = (frame.f_code.co_filename for stack in stacks for frame, _ in stack)
     return any(file.endswith(_COMPILING) for file in files)
@@ -45,7 +45,7 @@ class CodeLine(NamedTuple):
     line: int
 
     def is_in(self, folders: tuple[str, ...]) -> bool:
-        """Is it in a file below one of these folders?"""
+        """Return whether the line is in a file below one of these folders."""
         return self.code.co_filename.startswith(folders)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class CodeLine(NamedTuple):
 
 
 def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> CodeLine | None:
-    """Return the innermost line that is in none of these folders: the user's."""
+    """Return the innermost line outside of these folders, which is the user's."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(libraries):
             return CodeLine(frame.f_code, frame.f_lineno)
@@ -83,7 +83,7 @@ class Collective(NamedTuple):
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Return dtypes and shapes of the first tensors."""
-    # Not the tensors: the record of a collective must not keep their memory.
+    # Not the tensors themselves: the record of a collective must not keep their memory.
     return tuple(
         [
             (leaf.dtype, leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
@@ -119,13 +119,13 @@ class Stack:
         return cls((*outer.calls, *inner))
 
     def place(self, libraries: tuple[str, ...]) -> CodeLine | None:
-        """Return the user's innermost line, also of a wait in the standard library."""
+        """Return the user's innermost line, also if it waits in the standard library."""
         places = [CodeLine(frame.f_code, line) for frame, line in reversed(self.calls)]
         users = (each for each in places if not each.is_in(libraries))
         return next((each for each in users if not is_in_python(each.code.co_filename)), None)
 
     def under(self, libraries: tuple[str, ...]) -> Stack:
-        """Leave out the outermost calls, of what started the user's code."""
+        """Leave out the outermost calls, by which a library started the user's code."""
         for index, (frame, line) in enumerate(self.calls):
             if not CodeLine(frame.f_code, line).is_in(libraries):
                 return Stack(self.calls[index:])
@@ -151,7 +151,7 @@ class Entry:
     rank: int
     doing: str
     left: bool = False
-    """Has it left the world?"""
+    """Whether the rank has left the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +163,11 @@ class Ranks:
     """The number of ranks along each axis; empty without a mesh."""
 
     def along(self, axis: str, rank: int) -> range:
-        """Return the ranks that a collective of this one goes over."""
+        """Return the ranks that take part in this rank's collectives along an axis."""
         return ranks_along(self.mesh, axis, rank) if axis in self.mesh else range(self.world_size)
 
     def name(self, ranks: Sequence[int]) -> str:
-        """`ranks 2-3, 7 (dp 1)`, with the places that they share."""
+        """Name ranks and the places that they share, as in `ranks 2-3, 7 (dp 1)`."""
         runs: list[list[int]] = []
         for rank in ranks:
             if runs and rank == runs[-1][-1] + 1:
@@ -184,7 +184,7 @@ class Ranks:
         return f"{shown} ({', '.join(shared)})" if shared else shown
 
     def list_work(self, entries: Mapping[int, Entry], shown: Sequence[int]) -> str:
-        """Return a line for all of these ranks that do the same, and one for those without an entry."""
+        """Return a line for all ranks with the same work, and one for those without an entry."""
         by_text: dict[str, list[int]] = {}
         for rank in shown:
             by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)

@@ -38,7 +38,7 @@ def launch_options() -> LaunchOptions:
 
     Reads ACCEL_FN_MIXED_PRECISION, ACCEL_FN_NUM_MICROBATCHES, ACCEL_FN_WRAP,
     ACCEL_FN_TIMEOUT_S and ACCEL_FN_MESH, which `accel-fn launch` sets from its options of these
-    names. One that is absent or empty is not set.
+    names. A variable that is absent or empty sets no option.
 
     Returns:
         The options, checked.

@@ -1,4 +1,4 @@
-"""The main rank: what it runs alone, runs first, prints and logs."""
+"""Code for the main rank: to run alone or first, to print and to log."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def on_main(fn: Callable[[], T], state: DistState) -> T:
 
     Args:
         fn: takes no arguments; its result or exception is pickled for the other ranks.
-        state: of this rank.
+        state: the state of this rank.
 
     Returns:
-        The result of `fn`, on every rank; its tensors on an accelerator go to the device of each.
+        The result of `fn`, on every rank; tensors on an accelerator move to each rank's device.
 
     Raises:
         BaseException: the exception of `fn`, on every rank; if it cannot be
@@ -91,11 +91,11 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
     """Run the body of a `with` on the main rank; the other ranks run it afterwards.
 
     For work that leaves files for all ranks, such as a download into a cache: the main rank
-    makes them, the others find them. A collective inside raises an error on all ranks: they are not in
-    it at the same time.
+    makes them, the others find them. A collective inside raises an error on all ranks, since they
+    do not reach it at the same time.
 
     Args:
-        state: of this rank.
+        state: the state of this rank.
         local: True: the first rank of each machine runs the body first, where machines share no
             folder.
 
@@ -125,7 +125,7 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # A collective inside has met the wait of the others, which have raised an error by now.
+            # A collective inside has met the wait of the other ranks, which have raised an error.
             if num_calls() == before:
                 send_failure(error, state, "main_first")
             raise
@@ -146,7 +146,7 @@ def print_on_main(
 
     Args:
         *values: to print.
-        state: of this rank.
+        state: the state of this rank.
         sep: as for `print`.
         end: as for `print`.
         file: as for `print`.
@@ -166,7 +166,7 @@ def print_on_main(
 
 
 def _beside_bars(file: IO[str] | None) -> AbstractContextManager[None]:
-    """Take tqdm's bars off the screen meanwhile; none is there if tqdm was not imported."""
+    """Take tqdm's bars off the screen while printing; without tqdm imported, there are none."""
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file)
 
@@ -174,18 +174,18 @@ def _beside_bars(file: IO[str] | None) -> AbstractContextManager[None]:
 def main_logger(logger: logging.Logger, state: DistState) -> logging.Logger:
     """Let a standard logger log on the main rank alone, by a filter on the other ranks.
 
-    A call with `extra={"all_ranks": True}` logs on every rank. A filter is the logger's own: loggers
-    below it (`"app.data"` below `"app"`) keep logging everywhere.
+    A call with `extra={"all_ranks": True}` logs on every rank. The filter is on this logger alone:
+    loggers below it (`"app.data"` below `"app"`) keep logging everywhere.
 
     Args:
         logger: from `logging.getLogger`.
-        state: of this rank.
+        state: the state of this rank.
 
     Returns:
         The same logger. Simulated ranks share loggers; give each its own, `logging.Logger(name)`.
 
     Raises:
-        TypeError: `logger` is no `logging.Logger`.
+        TypeError: `logger` is not a `logging.Logger`.
 
     Cost: a call that does not log costs a microsecond.
 

@@ -2,8 +2,8 @@
 
 Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process, so
 groups of simulated ranks are not in it, and their mesh is made by hand, as is that of a world of one,
-which has no group. It stands here and not in `testing/`, since `wrap_fsdp` makes all of them. It uses
-private names of torch; tests/core/test_torch_internals.py fails when one of them changes.
+which has no group. The code is here and not in `testing/`, since `wrap_fsdp` makes meshes of all
+kinds. It uses private names of torch; tests/core/test_torch_internals.py fails when one changes.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ def _is_known(group: ProcessGroup) -> bool:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of simulated ranks: torch would take the rank of the process."""
+    """A mesh of a simulated rank, in place of the rank of the process that torch would take."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
     ) -> None:
         self._rank = rank
         super().__init__(kind, ranks, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
-        # Torch caches by mesh what follows from a rank's place in it, for all threads of a process.
+        # Torch caches facts about a rank by mesh, for all threads of a process; the key has the id.
         self._thread_id = rank
         self._dim_group_names = [group.group_name for group in groups.values()]
         self._pg_registry = {group.group_name: group for group in groups.values()}
@@ -136,7 +136,7 @@ class _MeshByHand(DeviceMesh):
         return self._part(self._get_slice_mesh_layout(wanted), wanted)
 
     def _part(self, layout: Any, names: tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of some axes: what `DeviceMesh` makes of them, but for this rank."""
+        """Return the mesh of some axes as `DeviceMesh` makes it, but for this rank."""
         part = object.__new__(_MeshByHand)
         part._rank = self._rank
         DeviceMesh.__init__(
@@ -186,7 +186,7 @@ def _groups_by_hand(
         return {"shard": group}
     row, column = divmod(state.rank, ranks.size(1))
     number, store = torch.tensor(next(_numbers)), group.get_group_store()
-    broadcast(number, state, 0, "build")  # rank 0's: another one each time
+    broadcast(number, state, 0, "build")  # rank 0's number, which no other mesh has
 
     def made(where: str, place: int, size: int) -> ProcessGroup:
         own = PrefixStore(f"{int(number)} {where}", store)

@@ -31,7 +31,7 @@ class _Failure:
 class Channel:
     """Messages between all ranks for one exchange, such as a pass over the data. Made by `open_channel`.
 
-    Messages of a channel arrive in the order in which they were sent, from whatever thread.
+    Messages of a channel arrive in the order in which they were sent, from any thread.
     Those of other channels and collectives do not mix with them. One thread of a rank uses a
     channel at a time.
     """

@@ -41,7 +41,7 @@ _SUMMED_AS = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""By dtype, for those that backends refuse, or sum as if they were another."""
+"""The dtype to sum in, for dtypes that backends refuse, or sum as if they were another."""
 _SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
@@ -57,9 +57,9 @@ def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
     Args:
         tree: a tree of tensors of one shape and dtype on all ranks, in memory
             in any order, and of numbers.
-        state: of this rank.
-        axis: of the mesh, over whose ranks it sums; default: `dp`, since the ranks along other axes hold
-            the same batch.
+        state: the state of this rank.
+        axis: the axis of the mesh over whose ranks to sum; default: `dp`, since the ranks along
+            other axes hold the same batch.
 
     Returns:
         The same tree of sums: new tensors, each on the device of this rank's leaf, and Python numbers
@@ -92,9 +92,9 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0, axis: str | N
     Args:
         tree: a tree of floating-point tensors of one shape and dtype on all
             ranks, in memory in any order, and of numbers.
-        state: of this rank.
-        weight: of this rank's values, finite and >= 0; a rank of weight 0 does not count,
-            whatever its values.
+        state: the state of this rank.
+        weight: the weight of this rank's values, finite and >= 0; a rank of weight 0 does not
+            count, whatever its values.
         axis: as for `reduce_sum`.
 
     Returns:
@@ -125,7 +125,7 @@ def reduce_max(tree: T, state: DistState) -> T:
 
     Args:
         tree: a tree of dense real tensors of one shape and dtype on all ranks, and of numbers.
-        state: of this rank.
+        state: the state of this rank.
 
     Returns:
         The same tree of largest values: new tensors, each on the device of this rank's leaf, and Python
@@ -152,7 +152,7 @@ def reduce_min(tree: T, state: DistState) -> T:
 
     Args:
         tree: as for `reduce_max`.
-        state: of this rank.
+        state: the state of this rank.
 
     Returns:
         The same tree of smallest values.
@@ -181,18 +181,18 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     Law: W ranks give the value and the gradient of `x.mean(0)` on one.
 
     Args:
-        x: [num_rows, ...], floating-point; ranks may have different numbers of rows, and none.
-        state: of this rank.
-        name: of the statistic, the same on every rank, by which ranks notice that they compute another one.
+        x: [num_rows, ...], floating-point; ranks may have different numbers of rows, also none.
+        state: the state of this rank.
+        name: the name of the statistic, which ranks compare, so that they average the same one.
 
     Returns:
         [...], in the dtype and on the device of `x`, equal on all ranks.
 
     Raises:
-        TypeError: `x` is no floating-point tensor with rows, or `name` no string.
+        TypeError: `x` is not a floating-point tensor with rows, or `name` is not a string.
         ValueError: on every rank: names, shapes or dtypes differ, or there is no row; in a loss under
-            training beside `accumulate` or `reproducible` (a micro-batch does not know the rows of others),
-            also without a graph; use one micro-batch. With a graph under `local_sgd`.
+            training beside `accumulate` or `reproducible` (a micro-batch lacks the rows of the
+            others), also without a graph; use one micro-batch. With a graph under `local_sgd`.
 
     Cost: a small collective, and that of `reduce_sum` of a tensor of the shape of a row and a number.
     In a world of one, none.
@@ -209,7 +209,7 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     if not isinstance(name, str):
         raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
     ranks = over(state)
-    # Its value is of all rows, also without a graph.
+    # The value must be that of all rows, also without a graph.
     leaves = [x if torch.is_grad_enabled() else x.detach()]
     problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
     agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
@@ -217,7 +217,7 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
         if not len(x):
             raise BatchError("batch_mean: x must have a row on some rank, got none")
         return x.mean(0)
-    # In a dict by name: ranks of which one sums another statistic differ in structure, and all raise.
+    # A dict by name: if a rank sums another statistic, the structures differ, and all ranks raise.
     found = reduce_sum({name: (x.sum(0), len(x))}, state)
     total, num_rows = found[name]
     if not num_rows:
@@ -355,7 +355,7 @@ def _number(weight: Any) -> float:
 
 
 def _shares(weights: Sequence[float]) -> list[float]:
-    """Shares of the total weight; a bad weight raises the same error on every rank."""
+    """Return shares of the total weight; raise the same error on every rank for a bad weight."""
     for rank, each in enumerate(weights):
         if not 0 <= each < math.inf:
             rule = f"be finite and >= 0 on every rank, it is not on rank {rank}"

@@ -57,7 +57,7 @@ class Launch:
     host: str
     port: int
     serves: bool
-    """Does this process serve the store at that address? Else rank 0 does, or torchrun's agent."""
+    """Whether this process serves the store at that address; else rank 0 or torchrun's agent does."""
     store_file: str | None = None
     """The store of a launch on this machine; None where ranks meet at the address."""
 
@@ -70,7 +70,7 @@ class JoiningRank:
     world_size: int
     timeout_s: float
     deadline: float
-    """On the monotonic clock."""
+    """The time to give up, on the monotonic clock."""
     task: str
     """What all ranks must do, for errors."""
 
@@ -80,8 +80,8 @@ def join_world(
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     """Join the world of all processes that call this; return its group and this rank's watchdog.
 
-    They meet in the file, if there is one, else at the address. A process that is in a world already
-    gets a second group over it.
+    The processes meet in the file, if there is one, else at the address. A process that is in a
+    world already gets a second group over it.
     """
     in_world, file = current_world(), launch.store_file
     if in_world not in (None, (launch.rank, launch.world_size)):
@@ -141,7 +141,7 @@ def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, 
         with suppress(dist.DistError):
             store.set(tried[me.rank], "")
             with suppress(dist.DistStoreError):
-                # Ranks that live fail at about the same time.
+                # Ranks that are alive fail at about the same time.
                 store.wait(tried, timedelta(seconds=_LINGER_S))
             absent = [rank for rank, key in enumerate(tried) if not store.check([key])]
             if absent:
@@ -234,7 +234,7 @@ def _late(me: JoiningRank, problem: str) -> WorldTimeoutError:
 
 
 def _may_be_of_a_peer(failure: Exception) -> bool:
-    """Can it have failed because another rank is gone, or slow? Gloo raises a bare RuntimeError."""
+    """Return whether a lost or slow rank may be the cause. Gloo raises a bare RuntimeError."""
     text = str(failure)
     return (
         isinstance(failure, dist.DistError) or "connectFullMesh" in text or "Wait timeout" in text
@@ -292,9 +292,9 @@ def _store_of(group: ProcessGroup) -> Store:
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     """Leave a group; leaving the first of a process leaves all. Does nothing the second time.
 
-    Gloo's threads may still hold the tensors of the last collectives for an
-    instant, and need the interpreter to let go of them: one that is late
-    aborts the process when Python is gone. Sleeping gives them both.
+    Gloo's threads may still hold the tensors of the last collectives for an instant, and need the
+    interpreter to release them. A late thread aborts the process when Python is gone. Sleeping
+    gives the threads the time and the interpreter.
     """
     if watchdog is not None:
         watchdog.stop()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_fn.core.loop import Strategy
 
 _PIECE, _PIECE_ON_HOST = 2**22, 2**16
-"""So many words at a time: many for few kernels, few on the host for its cache."""
+"""Numbers of words at a time: many, for few kernels; fewer on the host, for its cache."""
 _MIXING = 6364136223846793005
 """An odd number that looks like a random one: Knuth's for MMIX."""
 
@@ -34,7 +34,7 @@ def check_same_gradients(
     Cost: one read of the gradients, four small collectives, two host synchronisations.
     """
     if state.data.world_size < state.world_size:
-        # A loss or a metric of the part of a split layer that this rank computes.
+        # A loss or a metric may come from the part of a split layer that this rank computes.
         losses = {"the loss": report.loss} | {
             f"the metric {name!r}": each for name, each in report.metrics.items()
         }
@@ -62,7 +62,7 @@ def check_same_gradients(
 def check_same(
     strategy: Strategy, state: DistState, tensors: Mapping[str, Tensor | None], words: str
 ) -> None:
-    """Raise an error of these words on every rank, about the first tensor that differs between ranks.
+    """Raise an error with these words on every rank, for the first tensor that ranks differ in.
 
     The strategy names the ranks that are compared, and the part of a tensor that each holds. A tensor
     that other ranks do not have is compared among those that have it.
@@ -84,7 +84,7 @@ def check_same(
             if name not in entries:
                 continue
             place, it = entries[name]
-            # A rank without a gradient of a shard has none of its axes, and no rank to differ from.
+            # A rank without the gradient of a shard has no place, so compare the numbers of axes.
             same_axes = num_axes.setdefault(peers, len(place)) == len(place)
             if not same_axes or firsts.setdefault((peers, place), it) != it:
                 wrong.append(rank)
@@ -98,7 +98,7 @@ def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
 
     Equal tensors have equal fingerprints; tensors that differ almost never do.
     """
-    # Zeros stand on the device of the gradients, else each fingerprint would be copied to the host alone.
+    # Zeros are on the device of the gradients, else fingerprints would be copied one by one.
     device = next((each.device for each in tensors if each is not None), None)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     factors: dict[torch.device, Tensor] = {}
@@ -110,7 +110,7 @@ def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
-    """The sum of its words of bits, each times a number of its place: in pieces, since that takes memory."""
+    """Sum a tensor's words of bits, each times a factor of its place; in pieces, to save memory."""
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         values, places = (
@@ -118,12 +118,12 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
         )
         return values * _MIXING + places
     dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # Words of 32 bits at most: of 64, two signs that change places would move the sum by 2**64, which is 0.
+    # Words have 32 bits at most: with 64, two swapped signs would change the sum by 2**64, or 0.
     bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
     words = dense.reshape(-1).view(bits)
     largest = _PIECE_ON_HOST if words.is_cpu else _PIECE
     of_places = factors.get(words.device)
-    # No more than it needs, since a device may be nearly full.
+    # No more factors than needed, since a device may be nearly full.
     if of_places is None or len(of_places) < min(len(words), largest):
         of_places = factors[words.device] = _factors(min(len(words), largest), words.device)
     first, *others = (
@@ -133,6 +133,6 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
 
 
 def _factors(size: int, device: torch.device) -> Tensor:
-    """Factors for the places in a piece: odd, and not linear, since 0 and 3 would then be 1 and 2."""
+    """Return factors for the places in a piece: odd, and not linear, so that 0 + 3 is not 1 + 2."""
     mixed = torch.arange(size, device=device) * _MIXING
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

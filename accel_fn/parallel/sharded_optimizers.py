@@ -12,7 +12,7 @@ _NOT_FUSED = (SGD, Adagrad)
 
 
 def check_updates_shards(optimizer: Optimizer, transform: str) -> None:
-    """Refuse those of torch's whose update torch cannot compute on shards."""
+    """Refuse an optimizer of torch whose update torch cannot compute on shards."""
     name = type(optimizer).__name__
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if isinstance(optimizer, Muon):
@@ -29,7 +29,7 @@ def check_updates_shards(optimizer: Optimizer, transform: str) -> None:
 
 
 def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
-    """Rule, repair and shapes of optimizer state that cannot be sharded with its parameter."""
+    """Return rule, repair and shapes of state that cannot be sharded with its parameter."""
     for parameter, held in optimizer.state.items():
         for name, value in held.items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

@@ -93,13 +93,13 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> SignedStore:
-        # Torch's own code keeps the part in C++ of what this returns, which does nothing without this one.
+        # Torch keeps only the C++ part of the clone, which does nothing without its Python part.
         self._clones.append(SignedStore(self._store.clone()))
         return self._clones[-1]
 
     @property
     def served(self) -> Any:
-        """The store below."""
+        """The store that holds the signed values."""
         return self._store
 
 

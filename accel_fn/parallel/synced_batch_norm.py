@@ -27,7 +27,7 @@ _SPARE: Final = _Spare()
 
 
 def check_synced(function: str, state: DistState, plan: Plan) -> None:
-    """Refuse what statistics over ranks do not go with."""
+    """Refuse a plan that statistics over ranks cannot be combined with."""
     if state.world_size == 1:
         return
     argument = f"{function}(sync_batchnorm)"
@@ -53,12 +53,12 @@ def check_synced(function: str, state: DistState, plan: Plan) -> None:
 
 
 def is_synced(state: DistState, plan: Plan) -> bool:
-    """Are there layers, and ranks that share their rows?"""
+    """Return whether there are BatchNorm layers, and several ranks that share a batch."""
     return state.data.world_size > 1 and bool(batch_norms(plan.model))
 
 
 class SyncedStrategy(PaddingStrategy):
-    """Stands before a strategy, in whose steps BatchNorm layers use the rows of all ranks."""
+    """A base class before a strategy's: BatchNorm layers use the rows of all ranks in its steps."""
 
     # A rank without rows joins the collectives of every layer by a micro-batch of another rank, whose rows
     # count nothing: without a forward it would not know which layers come, and its backward would
@@ -74,7 +74,7 @@ class SyncedStrategy(PaddingStrategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """A context with other layers: in the backward too, where checkpoints call them."""
+        """Enclose a batch with synced layers, in the backward too, where checkpoints call them."""
         try:
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
@@ -84,12 +84,12 @@ class SyncedStrategy(PaddingStrategy):
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Return so many micro-batches: all of this rank, whose rows count also where their loss does not."""
+        """Return `most` micro-batches: this rank's, whose rows always count, and the spare one."""
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[_SPARE] * lacking]
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Loss and metrics of one micro-batch."""
+        """Return loss and metrics of one micro-batch."""
         layers = self._layers
         layers.counts = weight is not _SPARE
         layers.nodes.clear()
@@ -101,4 +101,4 @@ class SyncedStrategy(PaddingStrategy):
         return loss, metrics
 
     def zero_gradients(self) -> None:
-        """Do nothing: what weighs nothing leaves the gradients that go through statistics alone."""
+        """Do nothing: at weight 0, only gradients through the statistics remain, and these count."""

@@ -1,6 +1,6 @@
 """The watchdog: records which step and collective a rank is in, and aborts the world if ranks hang.
 
-Ranks that hang cannot use collectives, so they write what they do into the store of the rendezvous.
+Ranks that hang cannot use collectives, so they write their work into the store of the rendezvous.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from accel_fn.parallel.hang_report import (
 T = TypeVar("T")
 
 EXIT_CODE = 124
-"""Exit code of a process whose world timed out, as of `timeout` in coreutils."""
+"""Exit code of a process whose world timed out, the same as that of `timeout` in coreutils."""
 
 _OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
 _ABORTED = "another rank has waited for too long"
@@ -50,7 +50,7 @@ _LOG, _ABORT, _REPORTS = "accel_fn/log", "accel_fn/abort", "accel_fn/reports"
 class StoreLog:
     """A log that every rank may add to, a request to abort, and a count of reports.
 
-    Without a server nothing is read or written, and nothing waits.
+    If the server is gone, calls return at once, and read or write nothing.
     """
 
     def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
@@ -78,7 +78,7 @@ class StoreLog:
         self._call(lambda store: store.add(_ABORT, 1), 0)
 
     def is_abort_requested(self) -> bool:
-        """Has any rank requested an abort?"""
+        """Return whether a rank has requested an abort."""
         return self._call(lambda store: store.check([_ABORT]), False)
 
     def count_reports(self, more: int = 0) -> int:
@@ -86,7 +86,7 @@ class StoreLog:
         return self._call(lambda store: store.add(_REPORTS, more), 0)
 
     def is_served(self) -> bool:
-        """Does the server accept connections?"""
+        """Return whether the server accepts connections."""
         # Torch's client would print pages of native frames where no server answers.
         if self._address is None:
             return True
@@ -115,9 +115,10 @@ class StoreLog:
 class StoreWatchdog:
     """The flight recorder and the watchdog of one rank. Mutable; one per group.
 
-    A thread checks a few times per timeout. If this rank has waited for longer, it requests an
-    abort in the store log, and every rank prints a report and ends its process. A rank that entered
-    a collective within half the timeout does not read the store, so a healthy run costs no traffic.
+    A thread checks a few times per timeout. If this rank has waited longer than the timeout, the
+    thread requests an abort in the store log, and every rank prints a report and ends its process.
+    A rank that entered a collective within half the timeout does not read the store, so a healthy
+    run costs no traffic.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class StoreWatchdog:
         self._last: Collective | None = None
         self._step: tuple[str, CodeLine | None] | None = None
         self.waits: dict[int, tuple[float, Collective]] = {}
-        # The host does not wait for a device's collectives: there, a step that lasts is the only sign.
+        # The host does not wait for a device's collectives: there, a long step is the only sign.
         self._times_steps = times_steps
         self._step_began: float | None = None
         self._stopped = threading.Event()
@@ -150,7 +151,7 @@ class StoreWatchdog:
         self._thread = threading.Thread(target=self._run, name="accel_fn watchdog", daemon=True)
         self._shows_crashes = False
         self.has_lost_rank = False
-        """Has a collective failed because a rank is gone?"""
+        """Whether a collective has failed because a rank is gone."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -175,7 +176,7 @@ class StoreWatchdog:
     ) -> Waiting:
         """Record that a collective of these leaves begins; enter the result to wait for it."""
         place = place_of(sys._getframe(1), self._libraries)
-        # Ranks send each other different numbers of messages: only collectives have one number on all.
+        # Ranks send different numbers of messages: only the counts of collectives are equal on all.
         if not counts:
             return Waiting(self, Collective(0, function, axis, shapes_of(leaves), place))
         self.progress_at = time.monotonic()
@@ -276,7 +277,7 @@ class StoreWatchdog:
     def _wait_for_entries(
         self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
     ) -> dict[int, Entry]:
-        """Return the entries of the log as soon as they are enough, or time is up."""
+        """Return the entries of the log as soon as they suffice, or time is up."""
         deadline = time.monotonic() + notice_s + _SLACK_S
         while True:
             entries = self._log.entries()
@@ -298,7 +299,7 @@ class StoreWatchdog:
         return "".join([head, ranks, self._log.missing_server(), *shown])
 
     def _wait_for_reports(self, num_ranks: int) -> None:
-        """Return when so many ranks have reported, this one included, or time is up."""
+        """Return when `num_ranks` ranks have reported, including this one, or time is up."""
         deadline = time.monotonic() + self._period_s + _SLACK_S
         num_reports = self._log.count_reports(1)
         while num_reports < num_ranks and time.monotonic() < deadline and self._log.is_served():
@@ -309,14 +310,14 @@ class StoreWatchdog:
             time.sleep(_LINGER_S)
 
     def _entry(self, stack: Stack) -> Entry:
-        """Return what this rank is doing, with such a stack."""
+        """Return an entry with the current work of this rank, by its stack."""
         for _, collective in list(self.waits.values()):
             return Entry(self._rank, f"in {collective}{self._history(stack, last=False)}")
         place = stack.place(self._libraries)
         return Entry(self._rank, f"at {place}{self._history(stack)}")
 
     def _history(self, stack: Stack | None = None, *, last: bool = True) -> str:
-        """Return its step, and the last collective that it entered."""
+        """Describe the step of this rank, and the last collective that it entered."""
         shown = []
         if self._step is not None:
             name, place = self._step

@@ -44,7 +44,7 @@ def init(
     torch.distributed, as under `mp.spawn`; joins the group of processes, and leaves it at exit.
     Without any of them it is one process on one device. A cluster that gives a job several machines and
     starts no world on them (SageMaker, Kubernetes, Vertex AI, Azure ML, PBS) needs `accel-fn launch`.
-    Calling it again gives a second state over a group of its own.
+    Calling it again gives a second state over a separate group.
 
     Args:
         device: default: the launch's, else the one that Ray Train gave to this worker, else this
@@ -71,7 +71,7 @@ def init(
             address does not resolve, a machine has fewer devices than processes, or a cluster has
             given several machines without a world.
         TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`; the
-            message names who is missing. Calling `init` again is a new try, also if the other
+            message names the missing ranks. Calling `init` again is a new try, also if the other
             ranks have tried more or fewer times.
         ValueError: an argument is outside its range, or the sizes of `mesh` do not fit the number of ranks
             or differ between ranks.
@@ -98,7 +98,7 @@ def distributed(
     seed: int = 0,
     mesh: Mapping[str, int] | None = None,
 ) -> Iterator[DistState]:
-    """`init` as a context: leave the group at the end of the block.
+    """Join the world as `init` does, and leave the group at the end of the block.
 
     Steps and collectives refuse the state from then on. Leaving the first group of a process leaves all.
 
@@ -189,7 +189,7 @@ def _joined_world(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Has a launcher set a place in the world? An address alone may be the script's own."""
+    """Return whether a launcher has set a place in the world: scripts may set an address only."""
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 

@@ -79,13 +79,13 @@ def wrap_fsdp(
             may use them in any way, by `torch.func` and `torch.autograd.grad` too.
         ignore: modules whose parameters stay whole on every rank, in their dtype, named as blocks are:
             a frozen encoder or teacher that fits in memory, which is then not gathered.
-        replicate: number of groups of shards, which divides the number of ranks: parameters are
-            sharded within a group of ranks in a row, the same way in all groups.
+        replicate: the number of groups of shards, which divides the number of ranks: parameters are
+            sharded within a group of consecutive ranks, the same way in all groups.
         reshard_after_forward: False: blocks stay whole until their backward, and from one
             micro-batch to the next, which takes more memory and less traffic.
-        param_dtype: of unsharded parameters, and of the inputs of a model or block;
+        param_dtype: the dtype of unsharded parameters, and of the inputs of a model or block;
             default: unchanged. Shards, and so the optimizer, keep their dtype.
-        reduce_dtype: in which gradients are added up over the ranks; None: that of the gradients.
+        reduce_dtype: the dtype in which gradients are added up over the ranks; None: their dtype.
             Gradients in float64 are added up in float64, complex ones in their dtype.
         offload: keep shards, gradients and optimizer state in host memory.
         sync_batchnorm: as for `wrap_ddp`.
@@ -96,18 +96,19 @@ def wrap_fsdp(
         A transform.
 
     Raises:
-        ValueError: `replicate` is no integer >= 1 (TypeError too where it is no integer), or `blocks`
-            or `ignore` are a list of none. In `build`, on all ranks: `replicate` does not divide the
-            number of ranks; there is `accumulate("auto")` and several ranks; `blocks` or `ignore` match
-            nothing; a module in `ignore` is not frozen; or the model holds what FSDP cannot shard, by
-            name: a parameter that is tied across blocks, 0-dim, not contiguous, sharded already, or of
-            another dtype; an optimizer that cannot update shards, which those that torch does not have
-            are tried for on small tensors; `replicate` beside `wrap_tp`, and
-            there on one rank along `dp` `param_dtype` and `offload`, which `compiled(scope="step")`
-            excludes too; or, in a world of several, an `nn.Embedding` with a `max_norm` or sparse
-            gradients. In a step, on all ranks: their units or order differ; the loss uses shards of a block's
-            parameters, or puts others into a block; in the first one, the loss or a gradient transform
-            reads a number of shards.
+        ValueError: `replicate` is not an integer >= 1 (a TypeError too if it is not an integer), or
+            `blocks` or `ignore` is an empty list. In `build`, on all ranks: `replicate` does not
+            divide the number of ranks; there is `accumulate("auto")` and several ranks; `blocks` or
+            `ignore` match nothing; a module in `ignore` is not frozen; or the model holds what FSDP
+            cannot shard, by name: a parameter that is tied across blocks, 0-dim, not contiguous,
+            sharded already, or of another dtype; an optimizer that cannot update shards (one that
+            is not torch's is tried on small tensors); `replicate` beside `wrap_tp`; `param_dtype`
+            or `offload` beside `wrap_tp` with one rank along `dp`, or beside
+            `compiled(scope="step")`; or, in a world
+            of several, an `nn.Embedding` with a `max_norm` or sparse gradients. In a step, on all
+            ranks: the units of ranks or their order differ; the loss uses shards of a block's
+            parameters, or puts other parameters into a block; in the first step, the loss or a
+            gradient transform reads a number of shards.
         TypeError: another argument is of the wrong type.
 
     Warns:
@@ -245,13 +246,14 @@ class FSDP(PaddingStrategy):
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan)
-        self.ranks = ranks  # those that share each parameter
+        self.ranks = ranks  # the ranks that share each parameter
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
         self.begin_pass = self.order.begin
         sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
-        # In a forward the model holds unsharded parameters, else shards. Any other one was put in since.
+        # In a forward the model holds unsharded parameters, else shards. Any other parameter was
+        # put in since.
         self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
 
         self.__dict__["prepare"] = self._prepare_first
@@ -266,7 +268,7 @@ class FSDP(PaddingStrategy):
         return prepared
 
     def zero_gradients(self) -> None:
-        """Keep zeros of what micro-batches of weight 0 have reached, also where sums are wider."""
+        """Set gradients of micro-batches of weight 0 to zero, FSDP's wider sums included."""
         super().zero_gradients()
         self.sharded.zero_sums()
 
@@ -282,14 +284,14 @@ class FSDP(PaddingStrategy):
         self.order.end([index for index, each in enumerate(trained) if each.grad is None])
 
     def average(self, state: DistState) -> None:
-        """FSDP has averaged them in the last backward."""
+        """Do nothing: FSDP has averaged the gradients in the last backward."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context whose backward leaves the gradients on this rank, unsharded."""
         return self.sharded.no_sync()
 
     def reset(self) -> None:
-        """Reshard every unit, and forget what was gathered and not finished."""
+        """Reshard every unit, and forget collectives that did not finish."""
         self.order.abandon()
         self.sharded.reset()
 
@@ -305,7 +307,7 @@ def _innermost_first(units: Mapping[str, nn.Module]) -> list[str]:
 def _shard_frozen(
     sharded: ShardedLoss, frozen: Mapping[str, nn.Module], options: Mapping[str, Any]
 ) -> None:
-    """Shard frozen models, unit by unit; what is outside of blocks stays whole for the loss."""
+    """Shard frozen models, unit by unit; parameters outside of blocks stay whole for the loss."""
     for name, model in frozen.items():
         units, tops = units_of(model, None), dict(tops_of(model, ""))
         for place in _innermost_first(units):
@@ -335,7 +337,7 @@ def _shard(
     units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
     tops = {name: top for name, top in tops_of(model, "") if name in units}
     for tensor in [*model.parameters(), *model.buffers()] if state.world_size > 1 else ():
-        if not is_sharded(tensor):  # what is split has rank 0's values
+        if not is_sharded(tensor):  # split tensors have rank 0's values
             primitives.broadcast(tensor.detach(), state, 0, "build")
     pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
@@ -344,8 +346,8 @@ def _shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
-    # Inner units first, since a unit takes all parameters that no other one has. What is outside of
-    # blocks stays whole until the backward: the loss may call any method of the model.
+    # Inner units first, since a unit takes all parameters that no other one has. Parameters outside
+    # of blocks stay whole until the backward: the loss may call any method of the model.
     for name in _innermost_first(units):
         reshard = reshard_after_forward and name not in tops
         shard = partial(fully_shard, reshard_after_forward=reshard, **options)
@@ -358,7 +360,7 @@ def _shard(
     sharded.__dict__["__deepcopy__"] = refuse_copy  # in place of the method of FSDP's class
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():
-        sharded(None)  # FSDP takes the module that runs first for the root
+        sharded(None)  # FSDP makes the module that runs first the root
 
 
 def _adding(

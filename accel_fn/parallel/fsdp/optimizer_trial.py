@@ -1,4 +1,4 @@
-"""A trial of an optimizer: its updates of small shards are those of whole tensors."""
+"""A trial of an optimizer: compares its updates of small shards with those of whole tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accel_fn.errors import LossError, PlanError
 
 Group = dict[str, Any]
 LengthFn = Callable[[int], int]
-"""Rows of a small tensor, of those of a parameter."""
+"""Maps the number of rows of a parameter to that of the small tensor in its place."""
 NUM_UPDATES = 3
 _LENGTH = 3
 """The most elements along the other dimensions of a small tensor."""
@@ -39,14 +39,14 @@ def try_optimizer(
 ) -> None:
     """Refuse an optimizer, on all ranks, whose updates of shards are not those of whole parameters.
 
-    One that cannot run on small tensors at all, as far as this trial can make it, is not refused.
+    An optimizer that cannot be copied, or whose copy fails on small whole tensors, is not refused.
 
-    Cost: for an optimizer that is none of torch's, or of complex parameters, a few updates of small
-    tensors, and two collectives.
+    Cost: for an optimizer that is not torch's, or that has complex parameters, a few updates of
+    small tensors, and two collectives.
     """
     is_known = type(optimizer).__module__.startswith("torch.optim.")
     given = [each for group in optimizer.param_groups for each in group["params"]]
-    # torch 2.13 sees complex vectors that are cut unevenly as other real ones, without an error.
+    # torch 2.13 views unevenly cut complex vectors as the wrong real ones, without an error.
     if is_known and not any(each.is_complex() for each in given):
         return
     size, fault = mesh.size(mesh.ndim - 1), ""
@@ -77,8 +77,8 @@ def try_optimizer(
 
 
 def _length(size: int, first: int) -> int:
-    """The rows of a small tensor, some on each of so many ranks, cut evenly where a parameter is."""
-    # A rank without rows may fail alone, before a collective that the others wait in.
+    """Return a number of rows: some on each rank, and cut evenly where the parameter's are."""
+    # A rank without rows may fail alone, before a collective that its peers wait in.
     return 3 * size - 1 if first % size else 2 * size
 
 
@@ -87,19 +87,19 @@ def _length_or_none(size: int, first: int) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error, or the line outside of torch that raised one without words."""
+    """Return the first sentence of an error; without one, the line outside of torch that failed."""
     sentence, *_ = re.split(r"[.:!](?:\s|$)", str(error), maxsplit=1)
     if sentence:
         return f"{type(error).__name__} ({sentence})"
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    ours = Path(__file__).parents[2]  # the mode that watches stands between the two
+    ours = Path(__file__).parents[2]  # frames of `WholeNumbers` are in between
     others = [each for each in frames if not Path(each.filename).is_relative_to(ours)]
     lines = [each.line for each in others if "torch" not in Path(each.filename).parts]
     return f"{type(error).__name__} at {lines[0] if lines else 'a line of torch'}"
 
 
 def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
-    """Update parameters without rows, as some rank has of a parameter with fewer rows than ranks."""
+    """Update parameters without rows, which a rank has if there are fewer rows than ranks."""
     groups = optimizer.param_groups
     if all(len(each) >= size for group in groups for each in group["params"] if each.ndim):
         return ""
@@ -114,14 +114,14 @@ def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
 def _updated_whole(
     optimizer: Optimizer, state: DistState, length_of: LengthFn
 ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """Small parameters before and after the updates, and whether the optimizer draws; nothing if it fails."""
+    """Return parameters before and after updates, none on failure, and whether numbers are drawn."""
     with exclusive_random(state.device):
         before = random_state(state.device)
         try:
             twin, parameters = _twin(optimizer, state, length_of, _whole)
             starts = [each.detach().clone() for each in parameters]
             _update(twin, parameters, _whole)
-        except Exception:  # such as one that reads the model, or makes its state when it is made
+        except Exception:  # an optimizer may read the model, or make its state in `__init__`
             return [], False
         if not is_same_random(before, random_state(state.device)):
             return [], True
@@ -131,7 +131,7 @@ def _updated_whole(
 def _fault_on_shards(
     optimizer: Optimizer, state: DistState, mesh: DeviceMesh, expected: list[tuple[Tensor, Tensor]]
 ) -> str:
-    """Run the same updates on shards; return in what they differ, if they do."""
+    """Run the same updates on shards; describe a difference, if there is one."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
 
     def cut(whole: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def _update(
 
 
 def _values(like: Tensor, speed: float) -> Tensor:
-    """Numbers of a tensor's shape that no half of it repeats."""
+    """Return a tensor of this shape and dtype whose numbers do not repeat."""
     counts = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float64)
     return (counts * speed).view(like.shape).to(like.dtype)
 
@@ -196,7 +196,7 @@ def _twin(
 
 
 def _is_alike(group: Group, other: Group) -> bool:
-    """Have two groups the same settings, but for numbers, and parameters of the same kinds?"""
+    """Return whether groups differ in numbers alone, and have parameters of the same kinds."""
 
     def kinds(settings: Group) -> dict[str, Any]:
         names = [name for name in settings if name != "params"]
@@ -213,7 +213,7 @@ def _shape_of(parameter: Tensor) -> tuple[Any, ...]:
 
 
 class _Twins:
-    """Copies of what an optimizer holds, with small tensors in the place of parameters and their state."""
+    """Copies of an optimizer's objects, with small tensors for parameters and their state."""
 
     def __init__(
         self, device: torch.device, length_of: LengthFn, place: Callable[[Tensor], Tensor]
@@ -223,7 +223,7 @@ class _Twins:
         self._kinds: dict[Any, nn.Parameter] = {}
 
     def copied(self, value: Any) -> Any:
-        """Return the copy of a value; what is no container, tensor or optimizer stays the same object."""
+        """Copy containers, tensors, generators and optimizers; return other values as they are."""
         made = self._made.get(id(value))
         if made is not None:
             return made
@@ -266,7 +266,7 @@ class _Twins:
         return twin
 
     def _small(self, parameter: Tensor, group: int) -> nn.Parameter:
-        """The small parameter for all of a group that are cut in the same way."""
+        """Return the small parameter that stands for all of its kind in a group."""
         first, *others = parameter.shape
         shape = (self._length_of(first), *(min(each, _LENGTH) for each in others))
         kind = group, shape, parameter.dtype, parameter.requires_grad
@@ -278,7 +278,7 @@ class _Twins:
         return self._kinds[kind]
 
     def _state(self, state: Mapping[Any, Any]) -> Any:
-        """State that an optimizer has made when it was made: of a parameter's shape, of one value."""
+        """Copy the state that `__init__` made; a tensor of a parameter's shape holds one value."""
         made = defaultdict[Any, Any](dict)
         for parameter, held in state.items():
             twin = self._made.get(id(parameter), parameter)

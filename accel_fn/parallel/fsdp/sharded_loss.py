@@ -1,4 +1,4 @@
-"""The loss as a module whose parameters are shards: what FSDP is applied to in place of the user's model.
+"""The loss as a module whose parameters are shards: FSDP is applied to it, not to the user's model.
 
 FSDP changes the class of a module that it is applied to, which would show in the user's `type(model)`,
 errors and pickles. Here a module of the user's has that class only while one of FSDP's own methods is
@@ -40,27 +40,27 @@ class ShardedLoss(nn.Module):
         super().__init__()
         self.module = module
         self._keeps_whole = keeps_whole
-        """Do parameters stay whole between micro-batches?"""
+        """Whether parameters stay whole between micro-batches."""
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         """Modules with shards, and the classes that FSDP made for them."""
         self._is_in_loss = False
-        """Is a loss being computed, whose backward has not begun?"""
+        """Whether a loss with gradients is being computed."""
         self._is_empty = True
-        """Is the last loss that of no batch?"""
+        """Whether the last loss was that of no batch."""
         self._ends: list[Node] = []
-        """The nodes where gradients of shards arrive. Without a reference, nodes and their hooks would go."""
+        """The nodes where gradients of shards arrive; the references keep their hooks alive."""
         self._tops: list[nn.Module] = []
-        """The modules of these that hold parameters outside of all blocks."""
+        """The modules that hold parameters outside of all blocks."""
         self._frozen: dict[str, nn.Module] = {}
         """Frozen models in shards, by name."""
         self._is_running = False
-        """Is a loss being computed, also without gradients?"""
+        """Whether a loss is being computed, with gradients or without."""
         self._watches = True
-        """Is the next loss the first one, in which no number may be read of shards?"""
+        """Whether the next loss is the first one, which must not read a number of shards."""
         self._whole: set[nn.Module] = set()
         """Units whose parameters are all whole while a loss is computed."""
         self._held: dict[nn.Module, list[Any]] = {}
-        """FSDP's records of the parameters of each other unit."""
+        """FSDP's records of the parameters of each unit that is not in `_whole`."""
 
     def shard(
         self,
@@ -71,7 +71,7 @@ class ShardedLoss(nn.Module):
     ) -> None:
         """Shard the parameters of a part of the model, which keeps its class.
 
-        A part that is whole is gathered for a loss, whatever the loss does with it.
+        A part that `is_whole` is gathered for every loss, which may use it in any way.
         """
         kind = type(unit)
         if not is_whole:
@@ -87,7 +87,8 @@ class ShardedLoss(nn.Module):
     def _leave_to_loss(self, unit: nn.Module) -> None:
         """Keep FSDP out of the calls of a part that the loss has gathered.
 
-        Its hooks on the outputs would take an inner backward, as of `torch.func.grad`, for that of the step.
+        Its hooks on outputs would take an inner backward, such as that of `torch.func.grad`, for
+        that of the step.
         """
         [state] = self._call("_get_fsdp_state", [unit])
         state._pre_forward_hook_handle.remove()
@@ -118,28 +119,28 @@ class ShardedLoss(nn.Module):
                 )
 
     def add_top(self, top: nn.Module) -> None:
-        """Gather what this part holds outside of all blocks before every loss, or when it is called alone."""
+        """Gather a part's parameters outside of all blocks for a loss, or when it is called alone."""
         self._tops.append(top)
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
     def _free_alone(self, *_: object) -> None:
-        """Reshard a part that was called outside of a loss, which may go on using it."""
+        """Reshard a part that was called outside of a loss; a loss may go on using it."""
         if not self._is_running:
             self.free()
 
     def add_frozen(self, name: str, model: nn.Module) -> None:
-        """Make a frozen model, whose units are sharded, one of the modules that this loss gathers."""
-        # As a child of this module, it has FSDP's root, streams and order of collectives in common.
+        """Add a frozen model, whose units are sharded, to the modules that this loss gathers."""
+        # As a child of this module, the model shares FSDP's root, streams and order of collectives.
         self.add_module(f"frozen_{len(self._frozen)}", model)
         self._frozen[name] = model
 
     def add_frozen_top(self, top: nn.Module) -> None:
-        """Gather what a frozen model holds outside of its blocks, for a loss or for one call."""
+        """Gather a frozen model's parameters outside of its blocks, for a loss or for one call."""
         self._tops.append(top)
         top.register_forward_hook(self._free_after_call)
 
     def _free_after_call(self, *_: object) -> None:
-        """Reshard what was called outside of a loss, in which another method may follow the forward."""
+        """Reshard a model that was called outside of a loss; in a loss, another call may follow."""
         if not self._is_running:
             self._call("reshard", self._kinds)
             self._forget_forwards()
@@ -184,7 +185,7 @@ class ShardedLoss(nn.Module):
         raise refused from error
 
     def __deepcopy__(self, _memo: object) -> Any:
-        # The hooks of a unit lead here.
+        # A copy of a unit copies its hooks, and so this module.
         raise PlanError(
             "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
             "AveragedModel does; average by af.ema(decay), copy a frozen model before build, or write "
@@ -192,9 +193,9 @@ class ShardedLoss(nn.Module):
         )
 
     def refuse_gradients_of_shards(self) -> None:
-        """Refuse a loss that reaches a shard itself, in place of what a block gathers in its forward.
+        """Refuse a loss that uses a shard itself, in place of the parameter that a block gathers.
 
-        Such a gradient is of one rank's loss, and FSDP does not add those of the others.
+        The gradient of the shard would be that of one rank's loss: FSDP does not add up these.
         """
         for shard in self._shards():
             node = get_gradient_edge(shard).node
@@ -212,7 +213,7 @@ class ShardedLoss(nn.Module):
         """
         if isinstance(output, Tensor):
             return self._watch(output)
-        if type(output) is tuple:  # as blocks of transformers return; it saves a call
+        if type(output) is tuple:  # blocks of transformers return tuples; the branch saves a call
             return tuple([map_tensors(self._watch, each) for each in output])
         return map_tensors(self._watch, output)
 
@@ -240,14 +241,14 @@ class ShardedLoss(nn.Module):
                 self._forget_forwards()
 
     def _forget_forwards(self) -> None:
-        """Forget forwards that no backward follows: the next backward would gather the last unit of them."""
+        """Forget forwards without a backward: the next backward would gather their last unit."""
         for state in self._call("_get_fsdp_state", self._kinds):
             state._comm_ctx.post_forward_order.clear()
             for group in _groups_of(state):
                 group._post_forward_indices.clear()
 
     def reset(self) -> None:
-        """Reshard every unit, and forget what was gathered and not finished."""
+        """Reshard every unit, and forget collectives that did not finish."""
         forget = getattr(self, "reset_iter_state", None)  # FSDP has this method since torch 2.13
         if forget is not None:
             forget()
@@ -267,7 +268,7 @@ class ShardedLoss(nn.Module):
             parameter.unsharded_accumulated_grad = None
 
     def keep_order(self, order: UnitOrder, mesh: DeviceMesh) -> None:
-        """Have every collective of a unit meet those of the other ranks in this order."""
+        """Make the collectives of every unit keep this order, together with the other ranks."""
         if order.state.world_size == 1:
             return
         shard_axis, *others = mesh.get_all_groups()[::-1]

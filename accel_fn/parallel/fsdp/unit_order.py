@@ -33,7 +33,7 @@ class Event:
     """A collective of a unit, or the end of a pass."""
 
     code: tuple[int, ...]
-    """The same numbers on all ranks, if they are about to do the same."""
+    """Equal on ranks whose next collective is the same."""
     text: str = field(compare=False)
     stand_in: Callable[[], object] | None = field(compare=False)
     """Joins the collective with zeros; None at the end, where the ranks always compare."""
@@ -42,13 +42,13 @@ class Event:
 class UnitOrder:
     """Keeps the order of FSDP's collectives in a pass: a step, or a batch without gradients.
 
-    Where one event alone ever came at a place, the ranks expect it and exchange nothing. At any
-    other place they compare what each is about to do.
+    If only one event has ever come at a place, the ranks expect it and exchange nothing. At any
+    other place they compare their next events.
     """
 
     # Collectives are matched by their order alone. A rank that skips an expert, or fails in an
-    # evaluation, would leave its peers in a gather until the time-out. So it joins what they
-    # expect until the next place where ranks compare, and there all raise, or all go on.
+    # evaluation, would leave its peers in a gather until the time-out. So it joins the collectives
+    # that they expect, up to the next place where ranks compare. There all raise, or all go on.
 
     def __init__(self, state: DistState, names: Sequence[str]) -> None:
         self.state = state
@@ -77,7 +77,7 @@ class UnitOrder:
         self._place = None
 
     def meet(self, event: Event) -> None:
-        """Return when every rank is about to do the same; raise on all if one is not."""
+        """Return when this event is next on every rank; raise on all ranks if it is not."""
         place = self._place
         if place is None:
             self._compare(event, None)
@@ -145,7 +145,7 @@ class OrderedReduce:
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Called for the input, then for the output. Shards that are the whole are not scattered.
+        # FSDP calls this for the input, then for the output. With one shard it scatters nothing.
         tensor = torch.empty(*size, dtype=dtype, device=device)
         if self._num_shards == 1:
             if not self._has_input:

@@ -11,7 +11,7 @@ from accel_fn.errors import PlanError, message
 from accel_fn.parallel.blocks import Blocks, find_blocks, is_container, modules_in
 
 WHOLE_MODEL = ""
-"""In place of blocks: the name of the model in its `named_modules`."""
+"""The name of the model in its `named_modules`; as `blocks`, it makes the model one unit."""
 _AGAIN = (
     "build once, with one loss_fn that chooses by the batch, or make the model again and build it with "
     "after=step, which matches parameters by name"
@@ -19,7 +19,7 @@ _AGAIN = (
 
 
 def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[str, nn.Module]:
-    """Return the FSDP units of a model, by name; modules that are ignored are none."""
+    """Return the FSDP units of a model, by name, without ignored modules."""
     ignored = modules_in(model, ignore, "wrap_fsdp(ignore)")
     inner = {} if blocks == WHOLE_MODEL else find_blocks(model, blocks, "wrap_fsdp")
     found = {**dict(tops_of(model, "")), **inner}
@@ -27,7 +27,7 @@ def units_of(model: nn.Module, blocks: Blocks, ignore: Blocks = None) -> dict[st
 
 
 def has_inner(name: str, units: Collection[str]) -> bool:
-    """Does a unit hold other ones?"""
+    """Return whether a unit holds other units."""
     return any(each != name and _is_in(each, name) for each in units)
 
 
@@ -54,9 +54,9 @@ def check_shardable(
     is_split: bool,
     is_frozen: bool = False,
 ) -> None:
-    """Refuse, by name, what FSDP cannot shard, or would only refuse in the first step."""
+    """Refuse, by name, parameters that FSDP cannot shard or would refuse in the first step only."""
     holders: dict[nn.Parameter, tuple[str, str]] = {}
-    # Frozen models that are not frozen yet require gradients, which nobody adds up.
+    # Parameters of a frozen model may still require gradients, but no rank adds these up.
     added = [p for p in model.parameters() if p.requires_grad and not is_frozen]
     dtype = added[0].dtype if added else None
     for name, parameter in model.named_parameters(remove_duplicate=False):

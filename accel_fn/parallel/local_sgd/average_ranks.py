@@ -14,7 +14,7 @@ from accel_fn.errors import ReplicaError
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BUCKET_NUMEL = 2**24
-"""So many numbers travel at a time; two buffers of that size are what an average takes."""
+"""Numbers that are sent at a time. An average takes two buffers of that size."""
 
 
 def average(
@@ -22,8 +22,9 @@ def average(
 ) -> None:
     """Replace tensors by their weighted mean over the ranks, in place; the same bits on all ranks.
 
-    The mean is that of one rank, the heaviest, and of how far the others are from it. So what is equal on
-    all ranks, such as a count of updates, keeps its bits.
+    The mean is the value of the rank with the largest weight, plus the weighted differences of the
+    other ranks from it. So a value that is equal on all ranks, such as a count of updates, keeps
+    its bits.
     """
     weights = _agreed(tensors, weight, state, also)
     total = sum(weights)
@@ -34,7 +35,7 @@ def average(
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
         equal = mine == first  # equal also if both are infinite
-        # Times a share of 0, what overflowed on a rank without items would be NaN for all.
+        # Infinity on a rank without items, times its share of 0, would be NaN for all ranks.
         difference = mine.sub_(first).mul_(share) if share else mine.zero_()
         primitives.start_sum(difference.masked_fill_(equal, 0.0), state, "local_sgd").wait()
         write(first.add_(difference), bucket)

@@ -35,8 +35,8 @@ def local_sgd(every: int) -> Transform:
     since the last average. Ranks start from rank 0's parameters and buffers. In a world of one
     it does nothing.
 
-    A step's loss is the mean over the global batch as ever, each part by the parameters of
-    its rank. The gradients, their norm, and so what `clip` does, are the rank's own.
+    A step's loss is still the mean over the global batch, each part with the parameters of its
+    rank. The gradients, their norm, and so the effect of `clip`, are those of the rank alone.
 
     Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit;
     after one, all ranks hold the same bits. With `every=1` and an optimizer that is linear in its
@@ -49,16 +49,17 @@ def local_sgd(every: int) -> Transform:
         A transform. Adds `own_weight`, the number of items of this rank, to the report.
 
     Raises:
-        ValueError: `every` is no integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`; a loss
-            scale, `accept` functions, `ema` or `check_replicas`, which need equal
+        ValueError: `every` is not an integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`;
+            a loss scale, `accept` functions, `ema` or `check_replicas`, which need equal
             ranks; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
             is sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
-            averages. From the step, a RuntimeError, on every rank: an optimizer that has come to hold
-            state of other parameters on another rank.
+            averages. From the step, a RuntimeError, on every rank: the optimizers of two ranks have
+            come to hold state of different parameters.
 
-    Cost: a step two small collectives of a number or two, and none of gradients. An average,
-    for every dtype and every 16 million numbers of it, one broadcast and one all-reduce of parameters and
-    optimizer state (of half precision in float32), and two small collectives on the host.
+    Cost: for a step, two small collectives of a number or two, and none of gradients. For an
+    average, one broadcast and one all-reduce of parameters and optimizer state (half precision in
+    float32) for every dtype and every 16 million numbers of it, and two small collectives on the
+    host.
 
     Source: McMahan et al. 2017, arXiv:1602.05629; Stich 2019, arXiv:1805.09767.
 
@@ -76,12 +77,12 @@ after_update=[local_sgd(every=8)])
 
 
 class LocalSlot(SlotFunction):
-    """`make_local`, with the checks of what it cannot be combined with."""
+    """`make_local`, with checks of functions that it cannot be combined with."""
 
     traits = frozenset({"local_gradients"})
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what needs ranks to be equal after every update."""
+        """Refuse a plan that needs ranks to be equal after every update."""
         _check_scale(state)
         others = [describe(each) for each in plan.strategy if not isinstance(each, LocalSlot)]
         if others:
@@ -155,7 +156,7 @@ class OwnMean(GlobalMean):
         return mean / total[0], metrics, total
 
     def extras(self, plan: Plan) -> dict[str, Any]:
-        """Return the entries that it adds to the report of a step."""
+        """Return the entries that this mean adds to the report of a step."""
         return {**super().extras(plan), "own_weight": sum(self.own_weight)}
 
 
@@ -216,7 +217,7 @@ class RankAverage:
         self._num_items = 0.0
         self._has_diverged = False
         self.has_gradient: Sequence[bool] = ()
-        """Did each trained parameter have a gradient in the last update of this rank?"""
+        """Whether each trained parameter had a gradient in the last update of this rank."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._num_updates += 1
@@ -235,9 +236,9 @@ class RankAverage:
         return state
 
     def _updated(self) -> list[str]:
-        """Name what all ranks or none must have updated if an average follows every update.
+        """Name what all ranks or none must update if an average follows every update.
 
-        Without momentum and weight decay, no gradient is as one of zeros.
+        Without momentum and weight decay, a missing gradient acts like one of zeros.
         """
         groups = [g for each in self._plan.optimizers.values() for g in each.param_groups]
         has_state = any(each.state for each in self._plan.optimizers.values())
@@ -281,7 +282,7 @@ class RankAverage:
 
 
 def _tensors(plan: Plan) -> dict[str, Tensor]:
-    """Return what is averaged: trained parameters, buffers, and what the optimizer keeps of them."""
+    """Return the tensors to average: trained parameters, their optimizer state, and buffers."""
     name_of = {id(each): name for name, each in plan.model.named_parameters()}
     found: dict[str, Any] = {name_of[id(each)]: each for each in plan.trained()}
     for parameter in plan.trained():

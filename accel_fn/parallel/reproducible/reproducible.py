@@ -40,8 +40,8 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
         A transform.
 
     Raises:
-        ValueError: `num_virtual_ranks` is no power of two. In `build`, on every rank: the number of
-            ranks does not divide it; a BatchNorm or InstanceNorm takes running statistics; an
+        ValueError: `num_virtual_ranks` is not a power of two. In `build`, on every rank: the number
+            of ranks does not divide it; a BatchNorm or InstanceNorm takes running statistics; an
             `nn.Embedding` has sparse gradients or a `max_norm`; `accumulate("auto")` or
             `compiled(scope="step")`. From the step, on every rank: `num_virtual_ranks` does not divide the
             samples of a batch; the forward of the first one changes a buffer that is saved with the model;
@@ -74,12 +74,12 @@ class ReproducibleSlot(SlotFunction):
     traits = frozenset({"acts_alone", "virtual_ranks"})
 
     def allows(self, size: int) -> bool:
-        """Does this number of ranks divide the virtual ones?"""
+        """Return whether this number of ranks divides the number of virtual ranks."""
         divides: bool = self.keywords["num_virtual_ranks"] % size == 0
         return divides
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what would not be the same in another world."""
+        """Refuse a plan whose result would depend on the number of ranks."""
         num_virtual_ranks = self.keywords["num_virtual_ranks"]
         if not self.allows(state.world_size):
             raise PlanError(

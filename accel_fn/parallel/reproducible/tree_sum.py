@@ -11,7 +11,7 @@ from accel_fn.core import primitives
 from accel_fn.core.state import DistState
 
 Tensors = Sequence[Tensor | None]
-"""None counts as nothing: what is added to it stays as it is, to the bit."""
+"""None adds nothing: a tensor that is added to it keeps its bits."""
 
 _NOTHING = -0.0
 """Zero that changes no number when added: 0.0 would turn -0.0 into 0.0."""
@@ -51,16 +51,16 @@ def _added(left: Tensors, right: Tensors) -> Tensors:
 
 
 def sum_over_ranks(tensors: Tensors, like: Sequence[Tensor], state: DistState) -> Tensors:
-    """The sum over the ranks, a power of two, in the order of a tree; in the memory of what is given.
+    """Sum over the ranks, a power of two, in the order of a tree, in the memory of the tensors.
 
-    Every rank adds up one part of all ranks' tensors and gives the result to the others. So a
-    rank sends what it does in an all-reduce, and where a tensor begins in memory does not
-    depend on the number of ranks, which may matter to the kernels that read it.
+    Every rank adds up one part of all ranks' tensors and sends the result to the others. So a
+    rank sends as much as in an all-reduce. Where a tensor begins in memory does not depend on the
+    number of ranks, which may matter to the kernels that read it.
 
     Args:
-        tensors: of this rank; None where it has none.
+        tensors: the tensors of this rank; None where it has none.
         like: tensors of the shapes, dtypes and layouts that they have, or would have.
-        state: of this rank.
+        state: the state of this rank.
 
     Returns:
         The sums; None where no rank has a tensor.
@@ -112,7 +112,7 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
 
 
 def _sum_part(bucket: Sequence[Tensor], lacking: int, state: DistState) -> Tensor:
-    """Return this rank's part of the sums; every rank has as many numbers, and nothing else is kept."""
+    """Return this rank's part of the sums, as large as every rank's; nothing else is kept."""
     flat = torch.cat([*[tensor.reshape(-1) for tensor in bucket], bucket[0].new_zeros(lacking)])
     rows = primitives.all_to_all(flat.view(torch.uint8), state, "step").view(state.world_size, -1)
     rows = rows.view(flat.dtype)

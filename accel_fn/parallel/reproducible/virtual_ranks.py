@@ -45,9 +45,9 @@ Slice = tuple[Parts, Weights]
 
 
 class VirtualRanks(Strategy):
-    """Runs each virtual rank's forward and backward with random numbers of its own.
+    """Runs each virtual rank's forward and backward with separate random numbers.
 
-    What is added up, and in which order, does not depend on the number of ranks.
+    The terms of each sum, and their order, do not depend on the number of ranks.
     """
 
     is_exact_over_ranks = is_evenly_split = True
@@ -67,7 +67,7 @@ class VirtualRanks(Strategy):
         self.num_virtual_ranks = self.num_microbatches = num_virtual_ranks
         self._tracking = tracking_modules(loss_module_of(module).model)
         self._differing: LossError | None = None
-        """Error in the metrics that this rank has found in this step."""
+        """The error in the metrics that this rank has found in this step."""
         super().__init__(state, module, plan)
 
     def gradients(
@@ -98,7 +98,7 @@ class VirtualRanks(Strategy):
         return nullcontext()
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the settings that decide the bits beside the plan."""
+        """Return the settings that, beside the plan, determine the exact result."""
         return {"num_virtual_ranks": self.num_virtual_ranks}
 
     def _sum(
@@ -150,7 +150,7 @@ class VirtualRanks(Strategy):
         return [vector]
 
     def _metric_means(self, summed: Tensor | None, total: Weight) -> Mapping[str, Tensor]:
-        """Return the metrics of the global batch; raise on all ranks if one of them found others."""
+        """Return the metrics of the global batch; raise on all ranks if those of one differ."""
         assert summed is not None
         if summed[0]:
             raise self._differing or differing_elsewhere(self.layout)
@@ -165,7 +165,7 @@ class VirtualRanks(Strategy):
         total: Weight,
         metrics: MetricSums,
     ) -> Tensors:
-        """Return what a virtual rank adds to the mean loss and to the gradients of the global batch."""
+        """Return a virtual rank's part of the mean loss and of the gradients of the global batch."""
         mean: Tensor | None = None
         backward = wide_backward(self.backward, self.halves, len(parts))
         for part, weight in zip(parts, weights, strict=True):
@@ -220,7 +220,7 @@ class VirtualRanks(Strategy):
         return slices, total, samples, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
-        """Return the number of samples of this rank, and its slices: none if the number does not divide."""
+        """Return this rank's number of samples and its slices; none if these cannot be equal."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
         if type(batch) is FailedBatch:
@@ -234,7 +234,7 @@ class VirtualRanks(Strategy):
         ]
 
     def _check_rows(self, rows: Sequence[int]) -> None:
-        """Refuse, on all ranks, slices that would not be the same in another world."""
+        """Refuse, on all ranks, slices that would depend on the number of ranks."""
         if sum(rows) % self.num_virtual_ranks or min(rows) != max(rows):
             got = " + ".join(map(str, rows))
             raise BatchError(
@@ -279,7 +279,7 @@ def _in_own_memory(state: DistState, part: Any) -> Any:
     """Copy a part of a batch, since some kernels round by the address where a tensor begins."""
 
     def own(tensor: Tensor) -> Tensor:
-        # a tensor elsewhere will be moved anyway
+        # a tensor on another device will be moved anyway
         return tensor.clone() if tensor.device == state.device else tensor
 
     return map_tensors(own, part)
@@ -307,7 +307,7 @@ def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
 
 
 def check_same_step(steps: Sequence[str]) -> None:
-    """Refuse, on all ranks, ranks of which one caught an error of its update and repeats the step."""
+    """Raise on all ranks if they are in different steps: one may repeat a step after an error."""
     rank, step = next(
         ((r, each) for r, each in enumerate(steps) if each != steps[0]), (0, steps[0])
     )
@@ -319,7 +319,7 @@ def check_same_step(steps: Sequence[str]) -> None:
 
 
 def _place(error: Exception) -> str:
-    """Return the line of the user's code that raised it, if known."""
+    """Return the line of the user's code that raised an error, if known."""
     others = (f"{Path(__file__).parents[2]}{sep}", *(f"{each}{sep}" for each in torch.__path__))
     frames = [
         each for each in extract_tb(error.__traceback__) if not each.filename.startswith(others)

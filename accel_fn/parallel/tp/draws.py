@@ -1,4 +1,4 @@
-"""Random draws of activations that are split over an axis: each rank draws numbers of its own."""
+"""Random draws of activations that are split over an axis: each rank draws different numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], rank: int) -> None:
-    """Let a rank draw numbers of its own between column-wise layers and the row-wise one after them.
+    """Let each rank draw different numbers between column-wise layers and the next row-wise one.
 
     Ranks of an axis hold the same rows, so their generators are the same: dropout of an activation that
     all of them hold has one mask. Where each holds other features, one mask would serve all of them. So a
     column-wise layer starts a region, in which the default generator of the activation's device is seeded
     by its own state and the rank; the next row-wise layer or the end of the model's forward, also by an
-    error, ends it. After a region that has drawn nothing, the generator is as it was before. After another
-    one it has drawn one number more than before the region, on all ranks.
+    error, ends it. After a region that has drawn nothing, the generator is as it was before. After
+    any other, it has drawn one number more than before the region, on all ranks.
 
     Everything follows from the state of that generator, so a resumed run and a recomputation by
     `torch.utils.checkpoint` draw the same again.
@@ -32,7 +32,7 @@ def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], r
 
     Args:
         model: the root, whose forward calls the layers.
-        layers: with their styles. One whose output is gathered begins no region.
+        layers: split layers with their styles. One whose output is gathered begins no region.
         rank: this rank's place along the axis.
     """
     if not may_draw(model):
@@ -47,7 +47,7 @@ def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], r
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Return whether a module has dropout: a number > 0 by a name with "drop", itself or in its `config`."""
+    """Return whether a module, or its `config`, has a number > 0 under a name with "drop"."""
     return any(
         isinstance(value, int | float) and value > 0
         for module in model.modules()
@@ -77,7 +77,7 @@ class _Region:
         self._device = torch.device("cpu")
         self._seed = 0
         self._inside = self._outside = torch.empty(0)
-        """States of the generator: as the region began with, and as it was before."""
+        """States of the generator: the one that the region began with, and the one before."""
         self._is_open = False
 
     @_outside_of_graphs

@@ -22,8 +22,8 @@ _OF_TRANSFORMERS: dict[str, object] = {
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of heads, of which a rank has its own. Torch takes them for a part of the sequence: what is
-    # computed, and the sum of gradients over the ranks, are the same.
+    # Norms of heads, of which each rank has a part. Torch takes the part for one of the sequence:
+    # the output, and the sum of gradients over the ranks, are the same.
     "replicated_with_grad_allreduce": SequenceParallel(use_local_output=True),
     "replicate": None,
 }
@@ -33,7 +33,7 @@ READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that read the weights of their layers without calling them."""
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
-"""Modules that nobody calls: the one that holds them reads their parameters."""
+"""Modules without a call: the module that holds them reads their parameters."""
 
 
 def plan_styles(model: nn.Module) -> dict[str, object]:
@@ -105,7 +105,7 @@ def _without_plan(model: nn.Module) -> str:
 def _guess(block: nn.Module) -> dict[str, str]:
     """Return the styles of a block's layers: the last of a part is rowwise if it takes another's output.
 
-    A style is empty where that is not so, as where one matrix holds queries, keys and values.
+    A style is empty if none does, for example where one matrix holds queries, keys and values.
     """
     modules = dict(block.named_modules())
     layers = {

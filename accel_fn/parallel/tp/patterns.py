@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 def matches(name: str, pattern: str) -> bool:
     """Return whether each part of the name matches the same part of the pattern."""
     parts, wanted = name.split("."), pattern.split(".")
-    # The whole model, whose name is empty, is no name between dots.
+    # `*` does not match the whole model, whose name is empty.
     if not name or len(parts) != len(wanted):
         return name == pattern
     return all(map(fnmatchcase, parts, wanted))

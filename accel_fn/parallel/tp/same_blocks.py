@@ -33,18 +33,18 @@ from accel_fn.parallel.tp.patterns import starred
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEVER = ("torch.distributed.fsdp", "accel_fn.parallel.fsdp", __name__)
-"""Whose hooks stay out of both runs: parameters are whole here, and nothing is to be recorded."""
+"""Packages whose hooks stay out of both runs: parameters are whole, and nothing is recorded."""
 _STYLES = ("torch.distributed.tensor", "accel_fn.parallel.tp", "transformers.distributed")
-"""Whose hooks, and forwards in place of a module's own, split inputs and make plain tensors."""
+"""Packages whose hooks, and whose forwards on modules, split inputs and make plain tensors."""
 _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
 _BOUND_OF_HALVES = 0.05
 """How far outputs may differ, as a share of the largest: by the dtype of a run.
 
-Wrong heads may change little: where inputs are small, all look at the tokens almost alike. So blocks
-are compared in float64. There a sum in another order differs by 1e-15, and
-one of the softmax or the norm that code computes in float32 by 1e-7. Code that fails in float64 runs
-in the dtype of the model. There the bounds are those of products of TF32, which has 10 bits, and of
-bfloat16, which has 8. Autocast leaves float64 as it is.
+Wrong heads may change little: with small inputs, every head attends to all tokens almost equally.
+So blocks are compared in float64. There a sum in another order differs by 1e-15, and a softmax or a
+norm that the code computes in float32 by 1e-7. Code that fails in float64 runs in the dtype of the
+model. There the bounds are those of products of TF32, with 10 bits, and of bfloat16, with 8 bits.
+Autocast leaves float64 as it is.
 """
 _REPAIR = (
     "take sizes from the tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a "
@@ -56,7 +56,7 @@ _REPAIR_OF_GRADIENTS = (
 )
 _Convert = Callable[[Tensor], Tensor]
 _SPREAD = 0.05
-"""By how much vectors are varied; some, as those of variances, must stay positive."""
+"""The size of changes of vectors; some, such as variances, must stay positive."""
 
 
 def compare_blocks(
@@ -98,7 +98,7 @@ class _Comparison:
         self._model, self._open = model, set(styled)
         self._state, self._axis, self._along = state, axis, state.along(axis)
         self._kinds: dict[object, bool] = {}
-        """Is a module of this kind a block? Unknown until the first one has run."""
+        """Whether a module of this kind is a block; unknown until the first one has run."""
         self._handles: list[RemovableHandle] = []
         for name in dict.fromkeys(outer for each in styled for outer in _outward(each)):
             self._watch(name, model.get_submodule(name))
@@ -107,14 +107,14 @@ class _Comparison:
         calls: list[Any] = []
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # A copy of what holds tensors: attention puts its keys in a cache, for example.
+            # Containers are copied too: attention, for example, puts its keys in a cache.
             is_due = self._layers(name) and _kind(name, module) not in self._kinds
             calls[:] = [_copied((args, kwargs), _detached)] if is_due else []
 
         def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             kind = _kind(name, module)
             for call in calls:
-                # A layer with a part of the features is known by its output, without a second run.
+                # A layer's output shows without a second run whether it has a part of the features.
                 seen = (call, output if name in self._open else ())
                 is_new = bool(self._layers(name)) and self._are_whole(module, tensors_of(seen))
                 self._kinds[kind] = is_new and self._is_block(name, module, call)
@@ -126,25 +126,25 @@ class _Comparison:
             calls.clear()
 
         handles = (
-            # The hooks of styles, which change the input, come after it.
+            # The hooks of styles, which change the input, come after this one.
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             module.register_forward_hook(after, with_kwargs=True),
         )
         self._handles += handles
 
     def _layers(self, name: str) -> set[str]:
-        """The split layers inside that no block holds so far."""
+        """Return the split layers inside a module that no block holds so far."""
         return {each for each in self._open if name in _outward(each)}
 
     def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
-        """Are the tensors the same on all ranks, and such that a part of the features would not be?"""
+        """Return whether the tensors are equal on all ranks; constant ones may be equal parts."""
         values = [whole(each) for each in tensors]
         is_constant = module is not self._model and _is_constant(values)
         own = fingerprints(values) if values else [], is_constant
         return _are_equal(exchange(own, self._along, "wrap_tp")) and not is_constant
 
     def _is_block(self, name: str, module: nn.Module, call: Any) -> bool:
-        """Is the output whole? If so, raise unless the module returns the same unsplit."""
+        """Return whether the output is whole; if so, raise unless it is the same as unsplit."""
         found = self._compared(module, call, torch.float64)
         if any(each.failure for each in found):
             found = self._compared(module, call, None)
@@ -160,7 +160,7 @@ class _Comparison:
         return True
 
     def _compared(self, module: nn.Module, call: Any, dtype: torch.dtype | None) -> list[_Outcome]:
-        """Return what every rank along the axis found."""
+        """Compare a module with itself unsplit; return the outcomes of all ranks along the axis."""
         try:
             own = _compare(module, call, dtype, self._axis, self._state.device)
         except Exception as error:  # whatever the user's code raises
@@ -191,16 +191,16 @@ class _Comparison:
 
 
 class _Outcome(NamedTuple):
-    """What one rank found in one comparison."""
+    """The result of one comparison on one rank."""
 
     is_of_size: bool = True
-    """Has the output of the split block the shape of the unsplit one's?"""
+    """Whether the output of the split block has the shape of the unsplit one's."""
     difference: float = 0.0
     bound: float = 1.0
     text: str = ""
     failure: str = ""
     is_gradient: bool = False
-    """Is the output the same, and a gradient not?"""
+    """Whether the difference is that of a gradient, and the output is the same."""
 
 
 def _compare(
@@ -262,7 +262,7 @@ def _compare(
 
 
 def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
-    """Return the difference of the output, or else the largest of gradients: of these, then of the inputs."""
+    """Return the difference of outputs if it is too large, else the largest one of gradients."""
     if found[0] > bound or len(found) == 1:
         text = f"outputs that differ by {found[0]:.2g} of the largest"
         return _Outcome(True, found[0], bound, text)
@@ -303,9 +303,9 @@ def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
 
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw values near those of a parameter, the same on every rank; at a scale that keeps a signal's."""
-    # A block hides what is wrong in it where its last layer starts at zero, where all weights are
-    # one, or where they are so small that every head looks at all tokens alike.
+    """Draw values near a parameter's, the same on all ranks, at a scale that keeps that of signals."""
+    # A block hides its faults where its last layer starts at zero, where all weights are one, or
+    # where they are so small that every head attends to all tokens equally.
     if not tensor.is_floating_point():
         return tensor
     drawn: Tensor = torch.empty_like(tensor).normal_(generator=generator)
@@ -315,7 +315,7 @@ def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_constant(tensors: Iterable[Tensor]) -> bool:
-    """Are the first numbers all one, as a part of the features is then too, not numbers, or none?"""
+    """Return whether the first floating-point tensor is empty, or one number or NaN throughout."""
     first = next((each for each in tensors if each.is_floating_point()), None)
     if first is None:
         return False
@@ -372,7 +372,7 @@ def _outward(name: str) -> list[str]:
 
 
 def _kind(name: str, module: nn.Module) -> object:
-    """What layers of one class in the same place of several blocks have in common."""
+    """Return a key that layers of one class share in the same place of several blocks."""
     shapes = tuple((path, each.shape) for path, each in module.named_parameters())
     return starred(name), type(module), shapes
 
@@ -383,11 +383,11 @@ def _called(name: str, module: nn.Module) -> str:
 
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
-    """Put the modules inside in evaluation mode; what a forward leaves on them goes at the end."""
+    """Put the modules inside in evaluation mode; restore all of their attributes at the end."""
     before = {each: dict(vars(each)) for each in module.modules()}
     try:
         for each in before:
-            each.training = False  # its own `train` may do something else too
+            each.training = False  # a `train` method of the user's may have other effects
         yield
     finally:
         for each, attributes in before.items():
@@ -419,7 +419,7 @@ def _is_of(hook: Callable[..., Any], packages: tuple[str, ...]) -> bool:
 
 
 def _copied(tree: Any, convert: _Convert) -> Any:
-    """Copy what is in a tree; tensors are converted, and modules stay."""
+    """Copy a tree; convert its tensors, and keep its modules."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:

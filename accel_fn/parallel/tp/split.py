@@ -49,14 +49,14 @@ def split_model(
     layers = {model.get_submodule(name): style for name, style in styles.items()}
     draw_by_shard(model, layers, state.along(axis).rank)
     names = [name for name, module in model.named_modules() if _holds_parts(module)]
-    # Of a model that was split before, no layer has a style.
+    # In a model that was split before, no layer has a style.
     for name in {*styles, *names}:
         model.get_submodule(name).register_forward_hook(_watch_backward)
     compare_blocks(model, names, state, axis)
 
 
 def _send_values(state: DistState, model: nn.Module) -> None:
-    """Overwrite parameters and buffers with those of rank 0; of parts, with those of rank 0 along `dp`."""
+    """Overwrite parameters and buffers with rank 0's; parts, with those of rank 0 along `dp`."""
     data = state.along("dp")
     for tensor in (*model.parameters(), *model.buffers()):
         ranks = data if is_sharded(tensor) else state
@@ -110,11 +110,11 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 class _PlainForward:
     """The forward of a module, which sees the replicated parameters that it reads as plain tensors.
 
-    So its operations are those of one rank: they cost no dispatch of DTensors, and none of them is unknown
-    to it. The gradient of each replica is whole, since its input is the same on all ranks.
+    So its operations are those of one rank: they cost no dispatch of DTensors, which does not know
+    all operations. The gradient of each replica is whole, since its input is the same on all ranks.
     """
 
-    # No hooks, since what recomputes a forward may call it without them.
+    # Not hooks, since code that recomputes a forward may call it without them.
 
     def __init__(
         self, module: nn.Module, read: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh
@@ -124,7 +124,7 @@ class _PlainForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The compiler does not follow what is put in place of a parameter.
+            # The compiler does not follow a tensor that is put in place of a parameter.
             args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
             output = self._forward(*args, **kwargs)
             return tree_map_only(DTensor, DTensor.to_local, output)

@@ -18,8 +18,8 @@ class SplitSequence(ParallelStyle):
     The gradients of the module's parameters are DTensors of placement Partial.
     """
 
-    # torch's SequenceParallel takes a plain tensor for its rank's shard already. Of one that is the
-    # same on all ranks, that makes a sequence that is as many times as long, without an error.
+    # torch's SequenceParallel takes a plain tensor for the rank's shard. From a tensor that is the
+    # same on all W ranks, it would make a sequence that is W times as long, without an error.
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, _split, _gather)  # type: ignore[arg-type]

@@ -38,8 +38,8 @@ def styles_of(
 
     Args:
         model: its parameters may be on the meta device.
-        styles: by pattern of names, in which `*` stands for one name between dots; "auto": those
-            of the model's own plan, without layers that are tied to a layer that it leaves out.
+        styles: styles by pattern of names, in which `*` stands for one name between dots; "auto":
+            those of the model's own plan, except for layers tied to a layer that it leaves out.
         size: the number of ranks along the axis.
 
     Returns:
@@ -65,7 +65,7 @@ def styles_of(
 
 
 def _matched(model: nn.Module, styles: Mapping[str, object]) -> dict[str, object]:
-    """Return what each module is given, by the first of its names."""
+    """Return the style that is given for each module, by the first of its names."""
     # A module that stands in two places has two names.
     names = list(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names)}
@@ -93,7 +93,7 @@ def _style(name: str, module: nn.Module, given: object) -> ParallelStyle:
     if given == "colwise":
         return ColwiseParallel()
     if given == "rowwise":
-        # All tokens are on every rank; of a linear layer's input, a rank has a part of the features.
+        # Every rank has all tokens, but only a part of the input features of a linear layer.
         is_table = isinstance(module, nn.Embedding)
         return RowwiseParallel(input_layouts=Replicate() if is_table else None)
     if given == "sequence":
@@ -166,7 +166,7 @@ def _is_whole(layouts: object) -> bool:
 
 
 def _divided(module: nn.Linear | nn.Embedding, style: ParallelStyle) -> tuple[str, int]:
-    """Return what plain tensors outside of the module have an equal part of, and its number."""
+    """Return which features plain tensors outside of the module have a part of, and how many."""
     if isinstance(style, ColwiseParallel) and not _is_whole(style.output_layouts):
         rows, columns = module.weight.shape
         return "output features", rows if isinstance(module, nn.Linear) else columns
@@ -188,7 +188,7 @@ def _cut(module: nn.Module, name: str, style: ParallelStyle | None) -> int | Non
 def _check_heads(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int
 ) -> None:
-    """Refuse ranks that would have parts of heads."""
+    """Refuse styles that would give a rank parts of heads."""
     for name, style in styles.items():
         if not isinstance(style, ColwiseParallel) or _is_whole(style.output_layouts):
             continue
@@ -216,7 +216,7 @@ def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _ties(modules: Mapping[str, nn.Module]) -> list[dict[str, str]]:
-    """Return the modules that own each tied parameter, and what it is there."""
+    """Return, for each tied parameter, the modules that own it and its name in each."""
     owners: dict[nn.Parameter, dict[str, str]] = {}
     for name, module in modules.items():
         for own, parameter in module.named_parameters(recurse=False):

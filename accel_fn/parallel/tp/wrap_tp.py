@@ -28,7 +28,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     """Split layers over the ranks of an axis: each holds a part of their weights and of their activations.
 
     The ranks along the axis are given the same batch. A column-wise layer computes some of its outputs
-    on each rank, and the row-wise layer after it adds up what they make of them. `wrap_ddp` or
+    on each rank, and the row-wise layer after it adds up the ranks' results. `wrap_ddp` or
     `wrap_fsdp` beside it share batches over `dp`; a mesh whose `dp` is one rank needs neither.
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
@@ -36,16 +36,17 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     every rank. All start from rank 0's values.
 
     After `seed_all`, ranks along the axis draw one dropout mask of activations that all of them hold. Between
-    a column-wise layer and the row-wise one after it, each rank draws a mask of its own for its part.
-    A model has dropout if a module or its `config` has a number > 0 by a name with "drop" in `build`.
+    a column-wise layer and the row-wise one after it, each rank draws a different mask for its
+    part. A model has dropout if, in `build`, a module or its `config` has a number > 0 under a name
+    with "drop".
 
     Law: any mesh gives the result of one rank, for uneven parts, any weights, an empty rank.
 
     Args:
         styles: by name of a module, with `*` for one part of a name, `"colwise"` or `"rowwise"` for a linear
             layer or an embedding, `"sequence"` for a norm, which then computes a part of the sequence on each
-            rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model brings along, as those
-            of transformers do. A model that was split before, by `parallelize_module` on
+            rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model itself has, as
+            those of transformers do. A model that was split before, by `parallelize_module` on
             `device_mesh(state)[axis]`, or by `from_pretrained(tp_plan="auto")` of transformers where the
             axis is the whole world, is taken as it is.
         axis: "tp", or another axis of the mesh than `dp`.
@@ -54,14 +55,14 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
         A transform.
 
     Raises:
-        ValueError: `styles` or `axis` are none of these. In `build`, on all ranks: the mesh has no such axis;
-            a style fits no module, or one that cannot be split so; the axis does not divide a number of
-            heads or features; `"auto"` and a model without a plan; an optimizer that cannot update
-            shards; a model on the meta device, split over other ranks, or sharded by FSDP; dropout in
-            graphs of `compiled(fullgraph=True)`, which would have to break.
-            In the first forward, on the ranks along the axis: a block that returns something else than
-            with whole layers. In a step: gradients of gradients, or, in the first one, a loss or a
-            metric of a part of a layer's features.
+        ValueError: `styles` or `axis` is not one of these. In `build`, on all ranks: the mesh has
+            no such axis; a style fits no module, or one that cannot be split so; the axis does not
+            divide a number of heads or features; `"auto"` and a model without a plan; an optimizer
+            that cannot update shards; a model on the meta device, split over other ranks, or
+            sharded by FSDP; dropout in graphs of `compiled(fullgraph=True)`, which would have to
+            break. In the first forward, on the ranks along the axis: a block that returns something
+            else than with whole layers. In a step: gradients of gradients, or, in the first one, a
+            loss or a metric of a part of a layer's features.
         TypeError: `styles` is of another type.
 
     Cost: one all-reduce of an activation for each row-wise layer in the forward, and for each input of
@@ -97,7 +98,7 @@ class TPSlot(SlotFunction):
     traits = frozenset({"shards"})
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what cannot be split, before anything is moved."""
+        """Refuse a model that cannot be split, before any tensor is moved."""
         _check_not_sharded(plan.model)
         size = _size(state, self.keywords["axis"])
         if size == 1:
