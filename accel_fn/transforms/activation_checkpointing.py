@@ -24,7 +24,7 @@ from accel_fn.errors import LossError, PlanError, check_flag, message
 from accel_fn.parallel.blocks import Blocks, check_blocks, find_blocks
 
 OURS = "of_checkpoint_activations"
-"""Marks a hook that packs tensors as one of a checkpoint of ours: a block may stand in a block."""
+"""Marks a hook that packs tensors as one of our checkpoints: a block may hold other blocks."""
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
@@ -33,7 +33,7 @@ Contents = list[tuple[dict[str, Any], dict[str, Any]]]
 _LOOKS = (1, 2, 10, 100)
 """The steps in which outputs are compared."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""How far two runs of one computation may be apart, as a part of the largest value; else 0.02."""
+"""How far two runs of one computation may differ, as a part of the largest value; else 0.02."""
 
 
 @transform
@@ -43,10 +43,10 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     Memory for activations falls from all of the model's to those of one block; the forward of
     the blocks is computed twice. The second time, torch's global generators, and the buffers, modes
     and attributes of the block's modules have the values of the first time. So dropout, running
-    statistics, and adapters that are switched in between are those of the run without it. What else
-    a block reads may have changed: an object that an attribute holds, an attribute of the model
-    around it, Python's `random`. So steps 1, 2, 10 and 100 compare the outputs.
-    With `compiled`, graphs begin and end with a block.
+    statistics, and adapters that are switched in between are the same as without this transform.
+    Other values that a block reads may have changed: an object that an attribute holds, an
+    attribute of the model around it, Python's `random`. So steps 1, 2, 10 and 100 compare the
+    outputs. With `compiled`, graphs begin and end with a block.
 
     Law: the identity, bit for bit; with `compiled`, to rounding.
 
@@ -61,7 +61,7 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: `blocks` are a list of none. In `build`, on all ranks: they match nothing, or
+        ValueError: `blocks` is an empty list. In `build`, on all ranks: they match nothing, or
             `compiled` is given `scope="step"` or `fullgraph=True`. In steps 1, 2, 10 and 100, on each
             rank: a block has another output when it is computed again.
 
@@ -113,7 +113,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     inside = compile_inside(
         [each.keywords for each in plan.having("torch_compile")], found.values()
     )
-    pinned = state.device.type not in ("cpu", "mps")  # others copy from there without waiting
+    pinned = state.device.type not in ("cpu", "mps")  # others copy pinned memory without waiting
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
     names = {block: name for name, block in found.items()}
@@ -154,7 +154,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
 def _contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward and the recomputation, which begins with the buffers of now."""
+    """Return contexts for the forward and the recomputation, which begins with these buffers."""
     modules = [vars(module) for module in block.modules()]
     buffers: Buffers = [
         (home, name, buffer.clone())
@@ -162,7 +162,7 @@ def _contexts(
         for name, buffer in home.items()
         if buffer is not None
     ]
-    # With the forwards that contexts of the step have replaced: a backward runs outside of them.
+    # These include forwards that contexts of the step replaced: a backward runs outside of them.
     contents = _contents([*modules, *(module["_modules"] for module in modules)])
     flags = [(each, each.requires_grad) for each in block.parameters()]
     return _marked(), _Entered(partial(_again, buffers, contents, flags))
@@ -184,7 +184,7 @@ class _Entered(AbstractContextManager[None]):
 
 @contextmanager
 def _marked() -> Iterator[None]:
-    """Mark the hook of the checkpoint around as ours."""
+    """Mark the hook of the surrounding checkpoint as ours."""
     setattr(checkpoint_hook(), OURS, True)
     yield
 
@@ -193,7 +193,7 @@ def _marked() -> Iterator[None]:
 def _again(
     buffers: Buffers, contents: Contents, flags: Sequence[tuple[nn.Parameter, bool]]
 ) -> Iterator[None]:
-    """Restore what the forward has read for the recomputation; torch restores its generators."""
+    """Restore buffers, attributes and flags for the recomputation; torch restores generators."""
     setattr(checkpoint_hook(), OURS, True)
     now = [(home, name, home[name]) for home, name, _ in buffers]
     contents_now = _contents([home for home, _ in contents])
@@ -219,7 +219,7 @@ def _contents(homes: Sequence[dict[str, Any]]) -> Contents:
 
 
 def _fill(contents: Contents) -> None:
-    """Give dicts their copied contents, where these are other objects."""
+    """Give dicts their copied contents back, where they hold other objects now."""
     for home, copied in contents:
         if not (
             home.keys() == copied.keys() and all(map(is_, map(home.get, copied), copied.values()))
@@ -238,7 +238,7 @@ class _Looks:
     """Counts steps, to compare outputs in a few of them."""
 
     are_due = False
-    """Are the outputs of this step compared?"""
+    """Whether the outputs of this step are compared."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -254,7 +254,7 @@ class _Looks:
 
 
 class _Compared:
-    """The forward of a block, whose later outputs must be those of the first time."""
+    """The forward of a block, whose later outputs must equal the first ones."""
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
         self._forward, self._name = forward, name
@@ -278,7 +278,7 @@ class _Compared:
         assert self._first is not None
         if len(tensors) != len(self._first):
             return False
-        # What was written since cannot be compared.
+        # A tensor that was written to since cannot be compared.
         return all(
             _is_close(each, first)
             for each, (first, version) in zip(tensors, self._first, strict=True)

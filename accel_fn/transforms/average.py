@@ -45,16 +45,16 @@ def ema(decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
         decay: in (0, 1); 0.999 looks back on about a thousand updates. Or a function of the number
             of updates made since the warm-up, from 1 on, that returns one in [0, 1]: a decay
             that grows, `lambda n: min(0.999, (1 + n) / (10 + n))`, averages from the start on.
-        num_warmup: so many updates at the start, >= 0, after which it still is the
+        num_warmup: number of updates at the start, >= 0, after which the average still is the
             parameters themselves.
 
     Returns:
         A transform.
 
     Raises:
-        ValueError: `decay` is not in (0, 1), or `num_warmup` no integer >= 0. In a step, on all
-            ranks, after the update is made: the function returns a number outside of [0, 1].
-        TypeError: `decay` is neither a number nor a function, or returns no number.
+        ValueError: `decay` is not in (0, 1), or `num_warmup` is not an integer >= 0. In a step, on
+            all ranks, after the update is made: the function returns a number outside of [0, 1].
+        TypeError: `decay` is neither a number nor a function, or does not return a number.
 
     Cost: one read of the parameters and one of their average, one write of it; memory as of
     the parameters, in float32 where they are of half precision. No host synchronisation.
@@ -86,13 +86,13 @@ def swa(*, num_warmup: int = 0) -> Transform:
     Law: equal on all ranks; an update that is skipped does not move it.
 
     Args:
-        num_warmup: so many updates at the start, >= 0, count for nothing.
+        num_warmup: number of updates at the start, >= 0, that do not count.
 
     Returns:
         A transform.
 
     Raises:
-        ValueError: `num_warmup` is no integer >= 0.
+        ValueError: `num_warmup` is not an integer >= 0.
 
     Cost: as that of `ema`.
 
@@ -115,14 +115,14 @@ def averaged(step: Step) -> Iterator[None]:
     `torch.optim.swa_utils.update_bn` inside.
 
     Args:
-        step: of a plan with `ema`.
+        step: a step of a plan with `ema` or `swa`.
 
     Yields:
         Nothing.
 
     Raises:
-        TypeError: `step` is no step.
-        ValueError: the plan has no `ema`, or several; a step is made inside.
+        TypeError: `step` is not a step.
+        ValueError: the plan has no average, or several; a step is made inside.
 
     Cost: two copies of the parameters, and the memory of one.
 
@@ -247,7 +247,7 @@ class Average:
         """Restore the state of a checkpoint."""
         means = {
             name: f"mean/{name}" for name in self._means
-        }  # of another program, some may be new
+        }  # a checkpoint of another program may lack some
         _copy({name: saved[key] for name, key in means.items() if key in saved}, self._means)
         self._updates.restore(saved["num_updates"])
 
@@ -276,12 +276,12 @@ class AverageSlot(Stateful):
 
 
 def exponential(num_updates: int, *, decay: float) -> float:
-    """Weight of the newest parameters in the exponential average after `num_updates` updates."""
+    """Return the weight of the newest parameters in the exponential average after these updates."""
     return 1 - decay if num_updates else 1.0
 
 
 def following(num_updates: int, *, decay_fn: DecayFn) -> float:
-    """Weight of the newest parameters, for a decay that is a function of `num_updates`."""
+    """Return the weight of the newest parameters for a decay that depends on `num_updates`."""
     if not num_updates:
         return 1.0
     decay = decay_fn(num_updates)
@@ -294,5 +294,5 @@ def following(num_updates: int, *, decay_fn: DecayFn) -> float:
 
 
 def uniform(num_updates: int) -> float:
-    """Weight of the newest parameters in the uniform average after `num_updates` updates."""
+    """Return the weight of the newest parameters in the uniform average after these updates."""
     return 1 / (num_updates + 1)

@@ -16,12 +16,12 @@ from accel_fn.parallel.same_on_all_ranks import check_same
 
 @transform
 def check_replicas(every: int) -> Transform:
-    """Compare the parameters over the ranks, every so many steps: a fingerprint of all bits and their places.
+    """Compare the parameters of all ranks every `every` steps, by fingerprints of bits and places.
 
     Replicas diverge if something changes them on one rank: a loss that writes to
     parameters, random numbers that depend on the rank, faulty memory. No other check finds it.
     With `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; a single group
-    of shards has nothing to compare. `placements` and `compared_ranks` of a strategy of yours decide.
+    of shards has nothing to compare. Your own strategy decides by `placements` and `compared_ranks`.
 
     Law: the step computes the same bits as without it.
 
@@ -32,7 +32,7 @@ def check_replicas(every: int) -> Transform:
         A transform.
 
     Raises:
-        ValueError: `every` is no integer >= 1. From the step, on every rank, a
+        ValueError: `every` is not an integer >= 1. From the step, on every rank, a
             RuntimeError that names the first parameter that differs, and the ranks.
 
     Cost: when it compares, one read of the parameters, two small collectives and one host
@@ -60,7 +60,7 @@ class ReplicaComparison(Observer):
         self._strategy = strategy
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Compare the parameters of all ranks, if it is time."""
+        """Compare the parameters of all ranks, if the step is due."""
         is_updated = report.applied is not None
         if is_updated and state.world_size > 1 and state.step % self._every == 0:
             tensors = {name: each.detach() for name, each in self._model.named_parameters()}

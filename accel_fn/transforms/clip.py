@@ -30,7 +30,7 @@ def clip(max_norm: float) -> Transform:
         A transform. Adds `grad_norm` ([], float32, before clipping) to the report.
 
     Raises:
-        ValueError: `max_norm` is not finite or not > 0 (TypeError too where it is no number).
+        ValueError: `max_norm` is not finite or not > 0 (a TypeError too if it is not a number).
 
     Cost: one read of the gradients; no write where the optimizer is fused, else
     one multiply in place; no host synchronisation.
@@ -52,7 +52,7 @@ class ClipSlot(SlotFunction):
 
 
 def clip_norm(state: DistState, grads: Grads, *, max_norm: float) -> Grads:
-    """The gradients, times max_norm / norm where that is below one."""
+    """Multiply the gradients by max_norm / norm, if that is below one."""
     return grads.scaled((max_norm / (grads.norm() + 1e-6)).clamp(max=1.0))
 
 
@@ -72,7 +72,7 @@ def clip_value(max_value: float) -> Transform:
         A transform.
 
     Raises:
-        ValueError: `max_value` is not finite or not > 0 (TypeError too where it is no number).
+        ValueError: `max_value` is not finite or not > 0 (a TypeError too if it is not a number).
 
     Cost: one read and one write of the gradients, on an accelerator two of each in a few kernels; no
     host synchronisation.
@@ -86,7 +86,7 @@ def clip_value(max_value: float) -> Transform:
 
 
 def clamp_values(state: DistState, grads: Grads, *, max_value: float) -> Grads:
-    """The gradients with every element within the bound."""
+    """Clamp every element of the gradients to the bound."""
     plain = not any(each.is_cpu or each.is_sparse or is_sharded(each) for each in grads.present())
     if not plain or not grads.present():
         return grads.map(lambda value: value.clamp(-max_value, max_value))

@@ -21,24 +21,24 @@ from accel_fn.errors import ArgumentTypeError, PlanError, check_count, message
 def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform:
     """Do not train some parameters, until update number `until`.
 
-    The optimizer is given no gradient for them, so it does nothing to them, no weight decay
-    either; clipping and the norm do not see them. From then on they train as the others do.
-    An update that is skipped does not count.
+    The optimizer gets no gradient for them, so it does not change them, not even by weight decay.
+    Clipping and the norm leave them out. From update `until` on they train as the others do. An
+    update that is skipped does not count.
 
-    Law: the loop in which these parameters' `.grad` is None so long.
+    Law: the loop in which these parameters' `.grad` is None until then.
 
     Args:
         names: names of parameters or of modules, as in `model.named_parameters()`; a module's
             name means all that is in it.
-        until: the number of the first update that trains them, >= 1; default: none does.
+        until: the number of the first update that trains them, >= 1; default: no update does.
 
     Returns:
         A transform.
 
     Raises:
-        TypeError: `names` are no strings.
+        TypeError: `names` are not strings.
         ValueError: a name that the model does not have, nothing left to train for good, or
-            `until` is no integer >= 1.
+            `until` is not an integer >= 1.
 
     Cost: their gradients are still computed and averaged, so that nothing is wrapped again when
     they thaw; on several ranks, one copy of the gradients. For good, `requires_grad_(False)` on
@@ -94,7 +94,7 @@ class Frozen:
         }
 
     def __call__(self, grad_fn: GradFn) -> GradFn:
-        """Compute gradients, and drop those."""
+        """Compute gradients, and drop those of the frozen parameters."""
 
         def dropped(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
             state, grads, report = grad_fn(state, batch)
@@ -110,7 +110,7 @@ class Frozen:
 
 
 class Thawing:
-    """Counts applied updates up to the last one before `until`, then opens what is frozen."""
+    """Counts applied updates up to the last one before `until`, then thaws the parameters."""
 
     def __init__(self, frozen: Sequence[Frozen], until: int, *, always: bool) -> None:
         self._frozen = frozen
@@ -129,7 +129,7 @@ class Thawing:
         return state
 
     def _open(self) -> None:
-        """Open what is frozen, if the next update is `until`; close it after an earlier state was loaded."""
+        """Thaw the parameters if the next update is `until`; freeze them if it is before that."""
         for each in self._frozen:
             each.closed = self._updates.value + 1 < self._until
 

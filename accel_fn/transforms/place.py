@@ -21,8 +21,9 @@ def place(*, frozen_dtype: torch.dtype | None = None) -> Transform:
     Law: the identity if everything is on the device already, and no `frozen_dtype` is given.
 
     Args:
-        frozen_dtype: of the floating-point tensors of frozen models, such as `torch.bfloat16`; default:
-            unchanged. Outside of `with_amp`, the loss must give them inputs of this dtype.
+        frozen_dtype: the dtype of the floating-point tensors of frozen models, such as
+            `torch.bfloat16`; default: unchanged. Outside of `with_amp`, the loss must give these
+            models inputs of this dtype.
 
     Returns:
         A transform.
@@ -50,15 +51,15 @@ place_batch=[place()])
 
 
 def move_to_device(state: DistState, model: nn.Module) -> nn.Module:
-    """The model on the state's device: the same parameters, moved in place."""
+    """Move the model to the state's device: the same parameters, in place."""
     return model.to(state.device)
 
 
 def move_frozen(state: DistState, model: nn.Module, *, dtype: torch.dtype | None) -> nn.Module:
-    """A frozen model on the state's device, and in this dtype: the same parameters, in place."""
+    """Move a frozen model to the state's device and dtype: the same parameters, in place."""
     return model.to(device=state.device, dtype=dtype)
 
 
 def move_batch(state: DistState, batch: Any) -> Any:
-    """The batch on the state's device."""
+    """Move the batch to the state's device."""
     return to_device(batch, state)

@@ -23,11 +23,11 @@ class Preemption:
     The flag travels with the weights that a step sums anyway.
 
     Args:
-        signals: to be caught inside the `with` block; () for none, so that only `ask` counts.
+        signals: those to catch inside the `with` block; () for none, so that only `ask` counts.
 
     Raises:
-        ValueError: one of them cannot be caught, or is not caught in the main thread.
-        TypeError: they are not signals.
+        ValueError: a signal cannot be caught, or the `with` block is not in the main thread.
+        TypeError: `signals` are not signals.
 
     Law: the step computes the same bits as without it.
 
@@ -77,12 +77,12 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         """Restore the former handlers."""
         for each, handler in self._before.items():
-            with suppress(TypeError):  # one that was not set from Python cannot be set again
+            with suppress(TypeError):  # a handler from outside of Python cannot be set again
                 signal.signal(each, handler)
         self._before.clear()
 
     def asked(self) -> bool:
-        """Has this rank a request to stop? Raises outside of the context, where no signal is caught."""
+        """Return whether this rank has a request to stop; raise if the signals are not caught."""
         if self._signals and not self._before:
             rule = "be listened for while steps are made"
             names = ", ".join(each.name for each in self._signals)
@@ -97,7 +97,7 @@ class Preemption:
     def leave(self) -> NoReturn:
         """End this process with exit code 75, to be restarted and resumed.
 
-        `accel-fn launch --max-restarts` starts the ranks again; without, that is its exit code.
+        `accel-fn launch --max-restarts` starts the ranks again; without it, the launch ends so, too.
         """
         raise SystemExit(os.EX_TEMPFAIL)
 
@@ -105,5 +105,5 @@ class Preemption:
         if os.getpid() == self._owner:
             self._asked = True
             return
-        signal.signal(number, signal.SIG_DFL)  # a fork, such as a loader's worker, obeys
+        signal.signal(number, signal.SIG_DFL)  # a forked worker of a loader ends by it
         os.kill(os.getpid(), number)

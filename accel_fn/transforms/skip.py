@@ -18,7 +18,7 @@ from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import SkippedError, check_count, check_positive
 
 _LEAST = 2.0
-"""A spike is at least so many times the mean, however even the norms before it were."""
+"""A spike is more than this many times the mean, however even the norms before it were."""
 
 
 @transform
@@ -40,9 +40,9 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
         A transform. The report's `grad_norm` is always there.
 
     Raises:
-        ValueError: `max_consecutive` is no integer >= 1 (TypeError too where it is no integer).
-            From the step, on every rank, an ArithmeticError: so many in a row. On an
-            accelerator it is raised one step later.
+        ValueError: `max_consecutive` is not an integer >= 1 (a TypeError too if it is not an
+            integer). From the step, on every rank, an ArithmeticError: so many updates in a row
+            were skipped. On an accelerator it is raised one step later.
 
     Cost: one read of the gradients for their norm, shared with `clip`; no host
     synchronisation with a fused optimizer, one with any other.
@@ -62,8 +62,8 @@ def skip_spikes(
     """Skip updates whose gradient norm is far above those before it.
 
     A spike is more than `num_sigmas` standard deviations above the mean of the last
-    `window` norms that were no spikes, and more than twice that mean. Until half a window
-    is known, only non-finite norms are skipped. A norm of 0, of a batch without weight, is no
+    `window` norms that were not spikes, and more than twice that mean. Until half a window
+    is known, only non-finite norms are skipped. A norm of 0, of a batch without weight, is not a
     spike and does not enter the window. As with `skip_nonfinite`, all ranks decide the same, and
     nothing else changes.
 
@@ -79,7 +79,8 @@ def skip_spikes(
 
     Raises:
         ValueError: an argument breaks its rule. From the step, on every rank, an
-            ArithmeticError: so many in a row. On an accelerator it is raised one step later.
+            ArithmeticError: so many updates in a row were skipped. On an accelerator it is raised
+            one step later.
 
     Cost: one read of the gradients for their norm, shared with `clip`, and a few small kernels
     over the window; no host synchronisation with a fused optimizer, one with any other.
@@ -101,14 +102,14 @@ def skip_spikes(
 
 
 def finite_norm(state: DistState, plan: Plan, *, max_consecutive: int) -> AcceptFn:
-    """Make the check of one step: is the norm finite?"""
+    """Make the check of one step that the norm is finite."""
     return FiniteNorm(state.device, max_consecutive)
 
 
 def norm_in_line(
     state: DistState, plan: Plan, *, num_sigmas: float, window: int, max_consecutive: int
 ) -> AcceptFn:
-    """Make the check of one step: is the norm in line with those before it?"""
+    """Make the check of one step that the norm is in line with those before it."""
     return NormInLine(state.device, num_sigmas, window, max_consecutive)
 
 

@@ -26,7 +26,7 @@ def wrap_as_launched() -> Transform:
     Raises:
         ValueError: ACCEL_FN_WRAP is neither "ddp" nor "fsdp" nor "deepspeed".
 
-    Cost: that of the one it is.
+    Cost: that of the wrapper that it returns.
 
     >>> import accel_fn as af
     >>> af.wrap_as_launched()(af.Plan(loss_fn, model, optimizer))

@@ -49,12 +49,13 @@ def accumulate(
         A transform.
 
     Raises:
-        ValueError: `num_microbatches` is no integer >= 1 (TypeError too where it is no integer).
-            From the step, on all ranks, with `split=None`: a batch is no list, or too long. Else: a
-            loader's batch has its samples in dimension 1, and the default weight counts dimension 0.
-            In `build`, with "auto": beside `wrap_fsdp` in a world of several, or `reproducible`.
+        ValueError: `num_microbatches` is not an integer >= 1 (a TypeError too if it is not an
+            integer). From the step, on all ranks, with `split=None`: a batch is not a list, or too
+            long. Else: a loader's batch has its samples in dimension 1, and the default weight
+            counts dimension 0. In `build`, with "auto": beside `wrap_fsdp` in a world of several,
+            or `reproducible`.
         MemoryError: from the step, on all ranks, with "auto": one sample does not fit.
-        TypeError: `split` is none of these.
+        TypeError: `split` is not one of these.
 
     Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. Where
     parameters are in half precision, the sums take 4 bytes a parameter, and one read and write for each

@@ -45,8 +45,8 @@ class FittingSplit:
 class RetryOnOOM:
     """Repeats a batch in twice as many micro-batches if memory runs out on any rank.
 
-    It is done again as if nothing had happened: buffers and random generators are as they
-    were. The strategy votes before any rank averages gradients.
+    The batch starts again from the same buffers and random generators. The strategy votes before
+    any rank averages gradients.
     """
 
     def __init__(self, state: DistState, plan: Plan) -> None:
@@ -85,7 +85,7 @@ class RetryOnOOM:
             else:
                 extras = {**report.extras, "num_microbatches": self._split.num_parts}
                 return state, grads, replace(report, extras=extras)
-            # Here, where no traceback holds the tensors of the attempt any more.
+            # Not in the handlers, where a traceback still holds the tensors of the attempt.
             for parameter in self._model.parameters():
                 parameter.grad = None
             for buffer in buffers:

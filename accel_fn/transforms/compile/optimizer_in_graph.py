@@ -21,7 +21,7 @@ Memory = dict[str, Any]
 Group = dict[str, Any]
 
 _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
-"""Options that choose an implementation: plain operations on tensors alone are what a compiler wants."""
+"""Options that choose an implementation: a compiler needs plain operations on tensors."""
 
 
 class Captured:
@@ -47,7 +47,7 @@ class Captured:
         self._is_wide = device.type == "cpu" or any(each.dtype in doubles for each in parameters)
         dtype = torch.float64 if self._is_wide else torch.float32
         self.rates = torch.zeros(len(groups), dtype=dtype, device=device)
-        """Learning rates of the groups: as numbers, a change of them would take another graph."""
+        """Learning rates of the groups, as tensors: each new number would take another graph."""
         self._seen: list[Group] = [{} for _ in groups]
         self._settings: list[Group] = [{} for _ in groups]
         self._around: AbstractContextManager[Any] = nullcontext()
@@ -56,7 +56,7 @@ class Captured:
     def settings(self) -> list[Group]:
         """Return the hyperparameters of the groups as they are now, except the learning rates.
 
-        A dict that has not changed is the same one as before, which guards are quick to see.
+        A dict that has not changed stays the same object, which guards check quickly.
         """
         for index, group in enumerate(self._optimizer.param_groups):
             if group != self._seen[index]:
@@ -174,7 +174,7 @@ def gradients_of(
 
 
 def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
-    """Does an optimizer remember tensors between two updates? Refuses one that fits into no graph."""
+    """Return whether an optimizer keeps tensors between updates; refuse one that fits no graph."""
     if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
         options = [each for each in ("capturable", "fused") if each in optimizer.param_groups[0]]
         repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
@@ -238,7 +238,7 @@ def _counts_on_host(group: Group) -> bool:
 
 
 def _plain(trial: Optimizer) -> list[str]:
-    """Return what an optimizer holds beside tensors of its state, to be compared."""
+    """Return an optimizer's values, except tensors of its state, for a comparison."""
     state = [
         {name: v for name, v in each.items() if not isinstance(v, Tensor)}
         for each in trial.state.values()

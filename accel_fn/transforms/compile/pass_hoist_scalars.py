@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 _WORTH_IT = 1024
-"""Elements from which on a buffer for a number costs less than the number again and again."""
+"""Number of elements from which a buffer for a number costs less than computing it again."""
 
 
 class Hoisting(CustomGraphPass):
@@ -18,7 +18,7 @@ class Hoisting(CustomGraphPass):
 
     Else the compiler writes them into each loop that reads them: on a CPU the bias
     correction of Adam, two powers, is then computed anew for every sixteen elements,
-    since a C++ compiler may not move what could change between them.
+    since a C++ compiler may not move a value that could change between them.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -45,7 +45,7 @@ def _num_elements(node: Node) -> int:
 
 
 def _is_computed(node: Node) -> bool:
-    """Is the number computed from others? Inputs are in memory, constants are part of a loop."""
+    """Return whether a number is computed: inputs are in memory, constants are part of a loop."""
     value = node.meta.get("val")
     is_number = isinstance(value, Tensor) and not value.ndim
     return is_number and node.op == "call_function" and bool(node.all_input_nodes)

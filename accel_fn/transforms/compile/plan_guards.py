@@ -28,7 +28,7 @@ def _is_hooked(parameter: Tensor | None) -> bool:
 
 
 class PlanGuards:
-    """Compares a plan with what it was in `build`: torch's guards skip hooks and replaced methods."""
+    """Compares a plan with the one in `build`: torch's guards skip hooks and replaced methods."""
 
     def __init__(self, plan: Plan) -> None:
         self._optimizers = [*plan.optimizers.values()]
@@ -41,7 +41,7 @@ class PlanGuards:
         self._functions = self._found()
 
     def check(self) -> None:
-        """Refuse what has changed since `build`, which a graph would run without.
+        """Refuse changes since `build`, without which a graph would run.
 
         Cost: a look at each module and at each parameter.
         """
@@ -52,7 +52,7 @@ class PlanGuards:
             self._refuse(
                 "methods of model and optimizer", "replace them before build, or build again"
             )
-        if self._modules.refresh():  # torch's guards see other modules
+        if self._modules.refresh():  # torch's guards notice other modules
             self._functions = self._found()
         if self._modules.hooks() != self._hooks or self._is_hooked(held):
             self._refuse("hooks", "register them before build, or build again")

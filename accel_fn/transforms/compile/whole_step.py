@@ -34,7 +34,7 @@ _SCALE_FIELDS = ("scale", "good_steps", "skipped")
 
 
 class CompiledStep:
-    """One step of one rank as a call of a compiled function; until that can run, its stages."""
+    """One step of one rank as a call of a compiled function; before that can run, its stages."""
 
     def __init__(
         self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
@@ -54,15 +54,15 @@ class CompiledStep:
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self._stateful = [each for each in optimizers if keeps_tensors(each, state.device)]
-        """The optimizers that remember something between two updates."""
+        """The optimizers that keep tensors between updates."""
         self._has_added_parameters = any(
             0 < len(each.state) < len(trained_by(each)) for each in optimizers
         )
-        """Does the next update make the state of parameters that were added after others?"""
+        """Whether the next update makes the state of parameters that were added after others."""
         self._shares_before: tuple[tuple[float, ...], Tensor] = ((), self._always)
         """The shares of the micro-batches of the newest step, as numbers and on the device."""
         self._is_new = True
-        """Is there no graph yet?"""
+        """Whether there is no graph yet."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Run all of a step but `after_update`."""
@@ -73,7 +73,7 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        if () in weights:  # its gradients are zeros, whatever they are
+        if () in weights:  # gradients of a part of weight 0 are zeros, whatever it computes
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
@@ -117,7 +117,7 @@ class CompiledStep:
         return self._layout.means(found or {}, weight, loss)
 
     def _is_ready(self) -> bool:
-        """Do the optimizers have the state that their first update makes?"""
+        """Return whether the optimizers have the state that their first update makes."""
         if self._has_added_parameters:
             self._has_added_parameters = False
             return False
@@ -211,7 +211,7 @@ def _graph_function(
 
 
 def _seed(loss: Tensor, share: Tensor | None, scaler: LossScale | None) -> Tensor | None:
-    """Return the seed of the backward in place of one."""
+    """Return the seed of the backward; None for a seed of one."""
     factor = share if scaler is None else _times(scaler.scale, share)
     return None if factor is None else factor.to(loss.dtype)
 
@@ -229,7 +229,7 @@ def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _widened(tensor: Tensor | None) -> Tensor | None:
-    """Return a gradient in which others can be added up."""
+    """Widen a gradient of half precision, to which others will be added."""
     return tensor.float() if tensor is not None and tensor.dtype in HALF else tensor
 
 

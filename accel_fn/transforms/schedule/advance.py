@@ -116,7 +116,7 @@ class Schedule:
     def __init__(self, advance: Advance, *, always: bool) -> None:
         self._advance = advance
         self._always = always
-        """Is every update made?"""
+        """Whether every update is made."""
 
     @property
     def scheduler(self) -> Any:
@@ -150,13 +150,13 @@ class Schedule:
 
 
 class BatchSchedule(Schedule):
-    """Advances a scheduler after every so many batches of the run, whatever became of their updates."""
+    """Advances a scheduler after every `every` batches of the run, also after skipped updates."""
 
     def __init__(self, advance: Advance, *, every: int, step: int) -> None:
         super().__init__(advance, always=True)
         self._every = every
         self._step = step
-        """Batches consumed when it was last called: several updates of one batch advance it once."""
+        """Batches consumed at the last call: several updates of one batch advance it once."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
@@ -189,7 +189,7 @@ class StateSchedule(Schedule):
     def __init__(self, advance: Advance, seen: list[DistState]) -> None:
         super().__init__(advance, always=True)
         self._seen = seen
-        """The state that the function is given, alone in a list."""
+        """A list of one state, which the function is given."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self.before_step(state)
@@ -202,7 +202,7 @@ class StateSchedule(Schedule):
             self._advance()
 
     def see(self, state: DistState) -> None:
-        """Take this state for the newest one, without an advance."""
+        """Take this state as the newest one, without an advance."""
         self._seen[0] = state
 
     def signature(self) -> str:
@@ -263,7 +263,7 @@ class StateSchedules(Schedules):
 class Rates:
     """Learning rates of an optimizer's groups, as tensors on the device.
 
-    One for all schedules of a plan, which advance one after another.
+    All schedules of an optimizer in a plan share this object, and advance one after another.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -297,7 +297,7 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set the saved rates, or those that the optimizer has if none were saved, or of other groups."""
+        """Set the saved rates; without any, or with those of other groups, keep the optimizer's."""
         if saved is None or len(saved) != len(self._held):
             self.begin()
         else:
@@ -333,9 +333,9 @@ class DeviceSchedule(Schedule):
         self.rates = rates
         self._delayed = delayed
         self._is_first = is_first
-        """Is it the first schedule of its optimizer in the plan?"""
+        """Whether this is the first schedule of its optimizer in the plan."""
         self._before: dict[str, Any] | None = None
-        """State before the newest update advanced it."""
+        """The state of the scheduler before its newest advance."""
 
     @classmethod
     def in_plan(
@@ -386,13 +386,13 @@ class DeviceSchedule(Schedule):
 
 
 def schedules_made(plan: Plan) -> Iterator[Schedule]:
-    """Yield the schedules of a plan that is built, or of what is built of it so far."""
+    """Yield the schedules of a plan, as far as it is built."""
     for entry in plan.after_update:
         yield from by_optimizer(entry).values()
 
 
 def by_optimizer(entry: object) -> Mapping[str, Schedule]:
-    """The schedules of a slot function by the optimizer's name, "" for the only one; none of any other."""
+    """Return a slot function's schedules by name of optimizer, "" for the only one; else none."""
     if isinstance(entry, Schedules):
         return entry.schedules
     return {"": entry} if isinstance(entry, Schedule) else {}

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_fn.core.warn import warn_user
 
 LOOKS = (1, 2, 10, 100)
-"""After so many advances, what the scheduler has left is compared with what the next one finds."""
+"""The advances after which a scheduler's rates are compared with those before the next one."""
 _CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
-"""By the id of a scheduler that steps advance, which its check keeps alive; several steps may advance one."""
+"""Checks by the id of their scheduler, which they keep alive; several steps may advance it."""
 
 
 def rival_check(scheduler: Any, *, is_main: bool) -> RivalCheck:
@@ -31,16 +31,16 @@ class RivalCheck:
         """Position and rates after an advance."""
         self.num_advances = 0
         self.is_due = False
-        """Is the next advance to look?"""
+        """Whether the next advance looks for a rival."""
 
     def begin(self) -> None:
-        """Note what an advance has left."""
+        """Record position and rates after an advance."""
         self.is_due = self._is_on
         if self.is_due:
             self._left = self._position(), self._rates()
 
     def look(self) -> None:
-        """Compare it with what there is now, before the next advance."""
+        """Compare position and rates with the recorded ones, before the next advance."""
         self.is_due = False
         position, rates = self._left
         name = type(self._scheduler).__name__
@@ -65,7 +65,7 @@ class RivalCheck:
         return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
 
     def _rivals(self) -> list[Any]:
-        """Find the schedulers that have set the rates of now: torch keeps no list of them."""
+        """Find the schedulers that have set the current rates: torch keeps no list of them."""
         optimizer, rates = self._scheduler.optimizer, self._rates()
         found: list[Any] = [
             each for each in gc.get_objects() if issubclass(type(each), LRScheduler)

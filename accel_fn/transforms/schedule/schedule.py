@@ -56,11 +56,12 @@ def schedule(
     Args:
         scheduler_or_fn: any of `torch.optim.lr_scheduler`'s, or another library's, over the
             plan's optimizer: it advances in place, as the optimizer does. Or a function from
-            the number of updates made so far to a finite number, which is what the learning
-            rate that each group had is multiplied by. A function whose parameter is named `state` is given
-            the state of the run in place of that number, before each step: `state.items` is the number of
-            tokens (or of what else `weight_fn` counts), `state.samples` that of rows, and `state.step` that
-            of batches, over all ranks, in the batches before this one, skipped ones among them.
+            the number of updates made so far to a finite number, by which the learning rate that
+            each group had is multiplied. A function whose parameter is named `state` is given the
+            state of the run in place of that number, before each step: `state.items` is the number
+            of tokens (or of other items that `weight_fn` counts), `state.samples` that of rows, and
+            `state.step` that of batches, over all ranks, in the batches before this one, including
+            skipped ones.
         every: a loader that `shard_loader` returned, or `group_batches` made of one: advance in the step of
             the last batch of each epoch. Or a number of batches. Batches count by `state.step`, also those
             whose update is skipped. Default: every update that is made.
@@ -74,8 +75,8 @@ def schedule(
         A transform.
 
     Raises:
-        TypeError: it is neither a scheduler nor a function, or a function of `state` and more; `every` is
-            neither a loader whose epochs have one known length nor a number.
+        TypeError: `scheduler_or_fn` is neither a scheduler nor a function, or a function of `state`
+            and more; `every` is neither a loader whose epochs have one known length nor a number.
         ValueError: a scheduler over another optimizer than the plan's, or than the one named; a name
             that no optimizer of the plan has; a function that gives no finite number; a `metric` for a
             scheduler that takes none; `every` is < 1, or beside a function of the state. In `build`: a
@@ -129,7 +130,7 @@ def schedule(
 
 
 def over_optimizers(plan: Plan, name: str | None, by: Any = None) -> Mapping[str, Optimizer]:
-    """The optimizers whose learning rates a schedule changes: the one named, a scheduler's own, or all."""
+    """Return the optimizers whose rates a schedule changes: one by name, a scheduler's, or all."""
     own = getattr(by, "optimizer", None)
     return {
         each: optimizer
@@ -155,7 +156,7 @@ class ScheduleSlot(Stateful):
                 )
 
     def names(self, plan: Plan) -> Collection[str]:
-        """The names of the optimizers whose learning rates it changes."""
+        """Return the names of the optimizers whose learning rates the schedule changes."""
         return over_optimizers(plan, self.keywords.get("optimizer"), self.keywords["by"]).keys()
 
 
@@ -183,7 +184,7 @@ def scheduled(
                 made[name] = StateSchedule(advance, seen)
                 continue
         always = plan.always_applies(state)
-        # A kernel on the host, of offloaded parameters, would read a rate of the device too early.
+        # A kernel on the host, for offloaded parameters, would read a rate on the device too early.
         on_host = any(parameter.is_cpu for parameter in trained_by(each))
         waits = always or on_host or state.device.type == "cpu" or not takes_factor(each)
         if every is not None:
@@ -201,7 +202,7 @@ def scheduled(
 
 
 def _counts_batches(plan: Plan, name: str) -> bool:
-    """Does a schedule of this optimizer count batches? It cannot follow rates that the device chooses."""
+    """Return whether a schedule of the optimizer counts batches: it cannot follow device rates."""
     optimizer, made = plan.optimizers[name], schedules_made(plan)
     to_come = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
     return any(
@@ -227,7 +228,7 @@ def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
 
 
 def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
-    """Does its `step` take a metric? Not all that do are of torch's class: transformers' GreedyLR is none."""
+    """Return whether `step` takes a metric, as that of transformers' GreedyLR does, too."""
     if not isinstance(getattr(scheduler, "optimizer", None), Optimizer):
         return False
     step: Any = getattr(scheduler, "step", None)
@@ -236,10 +237,10 @@ def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
 
 
 def takes_state(function: object) -> bool:
-    """Is it a function of a state: does it have a parameter of that name?"""
+    """Return whether a function has a parameter `state`; refuse one that needs more than that."""
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # of a class in C
+    except (TypeError, ValueError):  # a class in C has no signature
         return False
     if "state" not in parameters:
         return False
@@ -255,7 +256,7 @@ def takes_state(function: object) -> bool:
 
 
 def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
-    """A function of the number of updates, with a check of its value; of the state, it reads `seen`."""
+    """Make a function of the number of updates that checks its value; one of state reads `seen`."""
     # A closure, since a checkpoint would hold the attributes of an object.
     of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
 
