@@ -21,7 +21,7 @@ def check_replicas(every: int) -> Transform:
     Replicas diverge if something changes them on one rank: a loss that writes to
     parameters, random numbers that depend on the rank, faulty memory. No other check finds it.
     With `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; a single group
-    of shards has nothing to compare. Your own strategy decides by `placements` and `compared_ranks`.
+    of shards has nothing to compare. Your own strategy sets `placements` and `compared_ranks`.
 
     Law: the step computes the same bits as without it.
 
