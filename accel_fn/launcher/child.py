@@ -1,6 +1,6 @@
 """The first code of a rank that runs a function: it reads the call from a file and writes its result.
 
-Without torch: a rank whose function needs none does not wait for its import.
+It does not import torch, so a rank whose function does not need torch starts sooner.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Call:
     kwargs: Mapping[str, Any]
     command_line: Sequence[str]
     sources: Mapping[str, Any]
-    """Code that is in no file, as of a notebook's cells: tracebacks show its lines."""
+    """Code without a file, such as that of a notebook's cells: tracebacks show its lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Exception of a rank. `error` is pickled separately, since its type may not load everywhere."""
+    """The exception of a rank. `error` is pickled, since its type may not load everywhere."""
 
     error: bytes
     last_line: str
@@ -98,7 +98,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _make_code(make: Callable[..., types.CodeType], parts: Any, file: str) -> types.CodeType:
-    """Code whose lines tracebacks and faulthandler find."""
+    """Make code whose lines tracebacks and faulthandler find."""
     return make(*parts).replace(co_filename=file)
 
 
@@ -109,7 +109,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value, with functions and classes that no module defines (of a notebook, a script)."""
+    """Pickle a value, with functions and classes that a notebook or a script defines."""
     pickled = io.BytesIO()
     _Pickler(pickled).dump(value)
     return pickled.getvalue()
@@ -125,7 +125,7 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _dump_error(error: BaseException, last_line: str) -> bytes:
-    """Pickle the error; one of ours instead if it would exit the caller or cannot be pickled."""
+    """Pickle the error, or one of ours if it would exit the caller or cannot be pickled."""
     if not isinstance(error, Exception):
         return dumps(RankError(message("launch", "fn", "return or raise an Exception", last_line)))
     text = last_line

@@ -1,4 +1,4 @@
-"""Failures of ranks: which was the cause, the report of them with the user's lines, and the exit code."""
+"""Failures of ranks: their cause, a report with the user's lines, and the exit code."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Failure:
     stack: str = ""
     exception: str = ""
     stopped: bool = False
-    """Was it still running when the launcher stopped the world because another rank failed?"""
+    """Whether the rank was still running when the launcher stopped it after another one failed."""
     place: str = ""
-    """The user's line at which it ended; if it was stopped, at which it waited."""
+    """The user's line at which the rank ended, or, if it was stopped, waited."""
 
     @property
     def process(self) -> str:
-        """The rank and where it ran."""
+        """The rank, its host and its pid."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def signal_name(self) -> str | None:
-        """The signal that killed it, if one did."""
+        """The signal that killed the rank, if one did."""
         if self.exit_code >= 0:
             return None
         try:
@@ -69,7 +69,7 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """The code as a shell shows it: 128 + signal if it was killed.
+        """The exit code as a shell shows it: 128 + signal for a killed rank.
 
         A rank that raised and was slow to end was killed by the launcher: it counts as raised.
         """
@@ -79,7 +79,7 @@ class Failure:
 
     @property
     def last_line(self) -> str:
-        """Its exception, exit code or signal."""
+        """The exception, exit code or signal of the rank."""
         if self.exit_status == os.EX_TEMPFAIL:
             return f"exit code {self.exit_status}: left to be started again"
         if self.exception:
@@ -92,7 +92,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """Rank, failure and the user's line, in one line; a long error is cut, the place never."""
+        """Rank, failure and the user's line, in one line; a long error is cut, not the place."""
         lines = self.last_line.splitlines()
         if self.stopped and not self.exception:
             lines = ["stopped"]
@@ -112,7 +112,7 @@ def read_failure(
     stopped_at: float,
     stopped: bool,
 ) -> Failure:
-    """Describe a failed rank, from the record of its end in its folder if there is one."""
+    """Describe a failed rank, by the record of its end if its folder has one."""
     stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
     # SIGTERM made it write its stack: the line at which it waited for the rank that failed.
@@ -166,12 +166,12 @@ def _read_stack(folder: Path) -> str:
 
 
 def has_record(folder: Path) -> bool:
-    """Has the rank with this folder recorded what ended it?"""
+    """Return whether the rank with this folder has recorded the cause of its end."""
     return (folder / "error.json").is_file()
 
 
 def has_failed(folder: Path) -> bool:
-    """Was the record written at the rank's end? torch's `record` writes one that a program may survive."""
+    """Return whether the record is of the rank's end: a program may survive torch's `record`."""
     try:
         return "exception" in json.loads((folder / "error.json").read_text())
     except (OSError, ValueError):
@@ -179,17 +179,17 @@ def has_failed(folder: Path) -> bool:
 
 
 def lost_peer(folder: Path) -> bool:
-    """Did it end because it lost another rank, or because another failed?"""
+    """Return whether the rank ended because it lost another rank, or because another failed."""
     return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that caused all others.
+    """Return the failure that caused all others.
 
-    Crashes come first, then errors of ranks, then exits, then errors from lost peers; of a kind the
-    earliest.
+    Crashes come first, then errors of ranks, then exits, then errors from lost peers; among equals,
+    the earliest.
     """
-    # Not by time alone: a killed rank records none, and its peers notice before the launcher does.
+    # Time is not enough: a killed rank records none, and its peers notice before the launcher does.
     return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
 
 
@@ -202,7 +202,7 @@ def _kind(failure: Failure) -> int:
 
 
 def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool) -> str:
-    """A line for each other rank, then the cause: its traceback, its rank, its exception.
+    """Return a line for each other rank, then the cause: its traceback, its rank, its exception.
 
     A rank that was stopped is listed only if it waited for the others.
     """
@@ -239,14 +239,14 @@ class _Frame(NamedTuple):
 
 
 def place_in_traceback(stack: str) -> str:
-    """The user's innermost line in a traceback; empty if there is none."""
+    """Return the user's innermost line in a traceback; empty if there is none."""
     # Python prints the tracebacks of an error's causes before its own.
     own = stack.rpartition("Traceback (most recent call last):")[2]
     return next((str(each) for each in _frames(own, reverse=True) if _is_users(each)), "")
 
 
 def place_of_wait(dump: str) -> str:
-    """The user's innermost line in a dump of faulthandler, if it waits there in accel_fn or torch."""
+    """Return the user's innermost line in a stack dump, if it waits there in accel_fn or torch."""
     # Processes that the rank forked may have written to the file before.
     own = dump.rpartition("Stack (most recent call first):")[2]
     frames = [each for each in _frames(own) if not is_in_python(each.file)]
@@ -285,7 +285,7 @@ def _is_users(frame: _Frame) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """The folders of accel_fn and of torch, found without an import."""
+    """Return the folders of accel_fn and of torch, without an import."""
     torch = importlib.util.find_spec("torch")
     folders = [Path(__file__).parents[1]]
     if torch is not None and torch.origin is not None:

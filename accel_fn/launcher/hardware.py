@@ -68,7 +68,7 @@ def _number(path: Path) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """The processors that share a core with this one."""
+    """Return the processors that share a core with this one."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text() if path.is_file() else str(cpu)
 
@@ -103,7 +103,7 @@ def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...],
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0")
-"""Devices of other makers: torch is imported to count them if one of these exists."""
+"""Devices of other makers: if one of these exists, torch is imported to count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +137,14 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
 
 
 def visible_devices(ids: list[str], variable: str | None) -> list[str]:
-    """Select the GPUs that CUDA shows of those with these ids.
+    """Select, from GPUs with these ids, those that CUDA shows.
 
     CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
     ends the list, and a repeated entry empties it.
     """
     if variable is None:
         return ids
-    # Of MIG parts, CUDA shows one to a process.
+    # CUDA shows a process only one MIG part.
     if variable.startswith("MIG-"):
         return [variable]
     chosen: list[str] = []
@@ -179,7 +179,7 @@ def list_gpus() -> list[str]:
 
 
 def built_for_cuda() -> bool:
-    """Was torch built for CUDA? Read from its version file, without an import."""
+    """Return whether torch was built for CUDA, by its version file, without an import."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

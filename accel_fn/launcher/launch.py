@@ -74,9 +74,9 @@ def launch(
     Each rank is a new interpreter, with the variables that torchrun would set, so
     `af.init()` in `fn` needs no argument. Nothing is forked and no script is imported
     again, so `launch` works for functions of a notebook's cell, or of a script without
-    `if __name__ == "__main__"`, also after CUDA has started in the script. They are sent by
-    cloudpickle; ranks import what comes from a module. Files of settings are not read. Ranks inherit
-    variables such as ACCEL_FN_WRAP, unless an argument replaces them.
+    `if __name__ == "__main__"`, also after CUDA has started in the script. Such functions
+    are sent by cloudpickle; ranks import functions of modules. Files of settings are not read.
+    Ranks inherit variables such as ACCEL_FN_WRAP, unless an argument replaces them.
 
     A notebook's cell shows what rank 0 displays: pictures and progress bars. What ranks print appears
     there, too.
@@ -85,16 +85,16 @@ def launch(
     Ctrl-C stops all ranks. No rank outlives this process.
 
     Args:
-        fn: what each rank runs; `af.init()` in it returns the rank's state.
-        *args: for `fn`, the same on every rank.
-        num_processes: ranks, all on this machine.
-        kwargs: for `fn`, by name.
+        fn: the function that each rank runs; `af.init()` in it returns the rank's state.
+        *args: arguments for `fn`, the same on every rank.
+        num_processes: number of ranks, all on this machine.
+        kwargs: arguments for `fn` by name.
         cpu: use the CPU even if there are accelerators.
         gpu_ids: accelerators to use, by index.
-        mixed_precision: what `with_amp()` without an argument does.
-        num_microbatches: what `accumulate()` without an argument does.
-        wrap: what `wrap_as_launched()` does, "ddp", "fsdp" or "deepspeed".
-        threads_per_process: CPU threads of each; default: the cores, divided.
+        mixed_precision: the default of `with_amp()`.
+        num_microbatches: the default of `accumulate()`.
+        wrap: the wrapper that `wrap_as_launched()` takes: "ddp", "fsdp" or "deepspeed".
+        threads_per_process: CPU threads of each rank; default: an equal share of the cores.
         timeout_s: seconds that a collective may take before all ranks report and end.
         mesh: axes that the ranks form and their sizes, as for `init`.
         **others: none; arguments of `fn` go into `kwargs`, which cannot clash with these names.
@@ -105,10 +105,10 @@ def launch(
     Raises:
         Exception: the first exception of `fn` on any rank, with the rank as a note and the
             rank's traceback as the cause.
-        RuntimeError: a rank was killed or exited, this process is itself a rank, or it is a notebook's
-            that has used an accelerator, without `cpu`.
+        RuntimeError: a rank was killed or exited, this process is itself a rank, or, without `cpu`,
+            it is a notebook's that has used an accelerator.
         ValueError: an argument is outside its range.
-        TypeError: `fn` is no function, an argument cannot be pickled, or is none of these.
+        TypeError: `fn` is not a function, or an argument cannot be pickled or is not one of these.
 
     Cost: starts the interpreters, which import torch if `fn` uses it; arguments and
     results are written to a temporary folder and read once.
@@ -192,7 +192,7 @@ def _unpicklable(
 
 
 def _variables(settings: Settings, processors: Processors) -> list[dict[str, str]]:
-    """The variables of each rank: as from `accel-fn launch` and torch's agent on this machine."""
+    """Return the variables of each rank, as `accel-fn launch` and torch's agent would set them."""
     machines = Machines(
         num_machines=1,
         machine_rank=0,
@@ -227,15 +227,15 @@ class Rank:
     process: subprocess.Popen[bytes]
 
     def has_ended(self) -> bool:
-        """Has it exited, or written why it will?"""
+        """Return whether the rank has exited, or written why it will."""
         return self.process.poll() is not None or (self.folder / RAISED).exists()
 
     def has_failed(self) -> bool:
-        """Has it ended without a result?"""
+        """Return whether the rank has ended without a result."""
         return self.has_ended() and not (self.folder / VALUE).exists()
 
     def raised(self) -> Raised | None:
-        """Its exception; None if it was killed or exited."""
+        """Return the rank's exception; None if it was killed or exited."""
         try:
             found: Raised = pickle.loads((self.folder / RAISED).read_bytes())
         except FileNotFoundError:
@@ -259,7 +259,7 @@ def run_ranks(
     """Run a pickled call on a rank for each set of variables; return the results in rank order.
 
     If ranks fail, raise the error of the rank that caused it, once all have ended. In a notebook,
-    rank 0 sends what it displays to `displays`.
+    rank 0 sends its displays to the pipe `displays`.
     """
     reaper = Reaper(variables[0]["TORCHELASTIC_RUN_ID"])
     folder = reaper.make_folder(tempfile.gettempdir())
@@ -270,7 +270,7 @@ def run_ranks(
         (folder / CALL).write_bytes(call)
         for number, own in enumerate(variables):
             ranks.append(_start(number, {**own, **met}, cpus[number], folder, displays))
-            # One at a time: if this process is killed here, no started rank is left behind.
+            # Ranks are watched one by one: if this process is killed here, none is left behind.
             reaper.watch([ranks[-1].process.pid])
         failed_at = _wait(ranks)
         if failed_at is not None:

@@ -1,4 +1,4 @@
-"""The machines of a launch: how many, which one this is, and the addresses at which they meet."""
+"""The machines of a launch: their number, the rank of this one, and the addresses to meet at."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Machines:
     num_local: int
     host: str
     port: int
-    """0: a free one."""
+    """The port to meet at; 0 for a free one."""
     backend: str
     job: str | None
     """The name of this run on all machines, if a cluster has given one."""
@@ -37,7 +37,7 @@ class Machines:
 
     @property
     def num_processes(self) -> int:
-        """Processes of all machines."""
+        """The number of processes on all machines."""
         return self.num_machines * self.num_local
 
 
@@ -110,7 +110,7 @@ def _read_node(environment: Mapping[str, str]) -> Node | None:
 
 
 def _check_pod(environment: Mapping[str, str]) -> None:
-    """Refuse a pod that knows its index and the first pod, but not how many there are."""
+    """Refuse a pod that knows its index and the first pod, but not the number of pods."""
     address = next(filter(environment.get, ("MASTER_ADDR", "PET_MASTER_ADDR")), None)
     if address and environment.get("JOB_COMPLETION_INDEX"):
         raise WorldError(
@@ -130,7 +130,7 @@ def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resol
 def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
     count = settings.num_processes or 1
-    # A default counts the devices here for each machine of the settings; the cluster may have others.
+    # A default counts the devices here for each machine of the settings; the cluster may differ.
     if not resolved.is_given("num_processes"):
         return (node and node.num_local) or count // (settings.num_machines or 1)
     if count % num_machines:
@@ -144,7 +144,7 @@ def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
 def _host(
     resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """The address of machine 0, and its source."""
+    """Return the address of machine 0, and its source."""
     if resolved.settings.main_process_ip:
         return resolved.settings.main_process_ip, resolved.sources["main_process_ip"]
     if num_machines == 1:
@@ -162,7 +162,7 @@ def _host(
 def _port(
     resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
 ) -> int:
-    """The port of the rendezvous, which several machines must know before; 0 on one machine."""
+    """Return the port of the rendezvous, which several machines must know; 0 on one machine."""
     port = resolved.settings.main_process_port
     if port or num_machines == 1:
         return port or 0
@@ -191,11 +191,11 @@ def check_host(host: str, source: str) -> None:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen at an address of this machine, at a port, 0 being a free one."""
+    """Listen at an address of this machine, at a port, or at a free one for 0."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # On Debian, a machine's own name is an address of its loopback, which other machines cannot
-        # reach; they resolve the name to its address in the network.
+        # On Debian, a machine resolves its own name to a loopback address, which other machines
+        # cannot reach. They resolve the name to its address in the network.
         if not alone and address[0] != host and ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, ("", port)
         return socket.create_server(address, family=family)
@@ -213,14 +213,14 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
 
 
 def free_port(host: str, port: int) -> int:
-    """Return that port of this machine, or a free one for 0, which nobody listens at then."""
+    """Return this port of the machine, or a free one for 0, after a check that it can be opened."""
     with listen(host, port, alone=True) as listener:
         found: int = listener.getsockname()[1]
         return found
 
 
 def is_listening(host: str, port: int, timeout_s: float) -> bool:
-    """Does a process accept connections there?"""
+    """Return whether a process accepts connections at this address."""
     try:
         with socket.create_connection((host, port), timeout_s):
             return True
@@ -229,17 +229,17 @@ def is_listening(host: str, port: int, timeout_s: float) -> bool:
 
 
 def own_address(host: str) -> str:
-    """The address of this machine from which it reaches `host`."""
+    """Return the address of this machine from which it reaches `host`."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # Sends nothing: with UDP, it only chooses the route.
+        # This sends nothing: with UDP, it only chooses the route.
         probe.connect(address)
         own: str = probe.getsockname()[0]
         return own
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface through which this machine reaches `host`; None if unknown."""
+    """Return the network interface through which this machine reaches `host`; None if unknown."""
     try:
         own = own_address(host)
     except OSError:
@@ -251,7 +251,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address(interface: str) -> str | None:
-    """The IPv4 address of an interface of Linux."""
+    """Return the IPv4 address of an interface of Linux."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:

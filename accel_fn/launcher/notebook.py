@@ -1,6 +1,6 @@
 """A notebook that launches ranks: its cell shows what rank 0 displays.
 
-IPython is imported where a notebook has imported it, and in its ranks.
+IPython is imported only if a notebook has imported it, and in the ranks of the notebook.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_unused_accelerator(shell: Any) -> None:
 
 @contextmanager
 def shown_displays(shell: Any) -> Iterator[int | None]:
-    """Show in the running cell what rank 0 sends; yield its end of the pipe, None outside of notebooks."""
+    """Show rank 0's displays in the running cell; yield its pipe, None outside of notebooks."""
     if shell is None:
         yield None
         return
@@ -58,7 +58,7 @@ def shown_displays(shell: Any) -> Iterator[int | None]:
     try:
         yield writer.fileno()
     finally:
-        # Not only the end of the pipe: a process that outlives rank 0 may hold it open.
+        # Closing the pipe is not enough: a process that outlives rank 0 may hold it open.
         with writer, suppress(OSError):
             writer.send(None)
         thread.join()

@@ -47,9 +47,9 @@ class LaunchPlan:
     settings: Settings
     machines: Machines
     variables: Sequence[Variable]
-    """The same for all ranks of this machine."""
+    """The variables that are equal for all ranks of this machine."""
     cpus: Sequence[Sequence[int]] | None
-    """The processors of each local rank; None: any."""
+    """The processors of each local rank; None for any."""
 
 
 def plan_launch(
@@ -59,7 +59,7 @@ def plan_launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """Plan a launch on this machine; start nothing, but raise errors that can be known before."""
+    """Plan a launch on this machine: start nothing, but raise errors that can be known before."""
     _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
@@ -106,7 +106,7 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    """Look for the outermost package alone: what is inside is known only after an import."""
+    """Look for the outermost package only, since its contents are known after an import."""
     first, places = target.partition(".")[0], [os.getcwd(), *sys.path]
     if PathFinder.find_spec(first, places) or (first and find_spec(first)):
         return
@@ -126,7 +126,7 @@ def _check_program(target: str) -> None:
 
 
 _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_program}
-"""Each refuses a target that is not there, and names the nearest that is."""
+"""Each check refuses a target that does not exist, and names the nearest one that does."""
 
 
 # ---- variables of ranks
@@ -134,7 +134,7 @@ _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_p
 ROLE, STORE = "rank", "ACCEL_FN_STORE"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
-"""The largest value that every glibc before 2.36 accepts; one that refuses it maps large tensors again."""
+"""The largest value that every glibc before 2.36 accepts; a refused one has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Variable:
 
     name: str
     value: str | None
-    """None: not known before the start."""
+    """The value; None if it is not known before the start."""
     why: str
 
 
@@ -153,7 +153,7 @@ def launch_variables(
     processors: Processors,
     environment: Mapping[str, str],
 ) -> list[Variable]:
-    """Variables that are the same for all ranks of a machine."""
+    """Return the variables that are equal for all ranks of a machine."""
     return [
         threads_variable(settings, machines, processors, environment),
         *_allocator(environment),
@@ -165,7 +165,7 @@ def launch_variables(
 def threads_variable(
     settings: Settings, machines: Machines, processors: Processors, environment: Mapping[str, str]
 ) -> Variable:
-    """The threads of each rank: those of the setting, else of the variable, else a share of the cores."""
+    """Return the threads of a rank: the setting, else the variable, else a share of the cores."""
     name, threads = "OMP_NUM_THREADS", settings.threads_per_process
     if threads is not None:
         return Variable(name, str(threads), "threads_per_process")
@@ -178,7 +178,7 @@ def threads_variable(
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
     """Make glibc keep freed memory."""
-    # By default it returns large tensors to the system at once, and each step faults them in again.
+    # By default glibc returns large tensors to the system at once; each step faults them in again.
     version = glibc_version()
     if version is None or "malloc" in environment.get("LD_PRELOAD", ""):
         return
@@ -194,7 +194,7 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
 
 
 def glibc_version() -> tuple[int, int] | None:
-    """The version of the GNU C library of this process; None if it has another."""
+    """Return the version of the GNU C library of this process; None if it has another library."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
         major, minor, *_ = version.split(".")
@@ -204,7 +204,7 @@ def glibc_version() -> tuple[int, int] | None:
 
 
 def settings_variables(settings: Settings) -> list[Variable]:
-    """Variables that hold settings, on any machine."""
+    """Return the variables that hold settings, on any machine."""
     found = [Variable("ACCEL_FN_DEVICE", "cpu", "cpu")] if settings.cpu else []
     if settings.gpu_ids is not None:
         ids = ",".join(map(str, settings.gpu_ids))
@@ -217,7 +217,7 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
-    """The store of torch's rendezvous, and Gloo's interface."""
+    """Yield variables for the store of torch's rendezvous and for Gloo's interface."""
     # Torch would give the ranks of a restart the store that those before them wrote to.
     if machines.backend != "static":
         why = "a new store for each attempt"
@@ -235,7 +235,7 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
 def rank_variables(
     machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
 ) -> list[Variable]:
-    """Variables that torch's agent sets for a rank at the first attempt, if known before the start."""
+    """Return what torch's agent sets for a rank at the first attempt, as far as known before."""
     machine = machines.machine_rank
     num_local, world_size = machines.num_local, machines.num_processes
     rank = None if machine is None else machine * num_local + local_rank
@@ -282,7 +282,7 @@ _NETWORKS = (
 
 
 def parent_of_store(environment: Mapping[str, str]) -> str:
-    """Return the folder to make it in: XDG_RUNTIME_DIR, else TMPDIR, unless that is in a network."""
+    """Return a folder for the store: XDG_RUNTIME_DIR, else TMPDIR, unless it is in a network."""
     memory = "/dev/shm"  # noqa: S108 - a folder of mode 0700 is made in it
     for each in (environment.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), memory):
         if each and os.access(each, os.W_OK | os.X_OK) and not _is_in_network(each):
@@ -293,13 +293,13 @@ def parent_of_store(environment: Mapping[str, str]) -> str:
 def store_variables(
     folder: Path, attempt: int, port: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables by which the ranks of an attempt find their store, and sign for each other."""
+    """Return the variables by which ranks of an attempt find their store and sign its values."""
     token = environment.get(TOKEN) or secrets.token_hex(32)
     return {STORE: str(folder / f"store_{attempt}_{port}"), TOKEN: token}
 
 
 def _is_in_network(folder: str) -> bool:
-    """Is the folder on a network file system, whose locks a store should not depend on?"""
+    """Return whether a folder is on a network file system, whose locks a store should not use."""
     real, found, kind = os.path.realpath(folder), "", ""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()

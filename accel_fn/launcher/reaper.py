@@ -1,7 +1,7 @@
-"""The reaper: a process beside a launcher that kills what is left when the launcher ends.
+"""The reaper: a process beside a launcher that kills remaining processes when the launcher ends.
 
-It is run as a script that imports only the standard library. It reads folders and ranks from
-its standard input until that closes, which happens however the launcher ends.
+It is a script that imports only the standard library. It reads folders and ranks from its standard
+input until that closes, which happens at any end of the launcher.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C ends the launcher, and must not end this first.
+            # Ctrl-C ends the launcher, and must not end the reaper first.
             start_new_session=True,
         )
 
     def make_folder(self, parent: str) -> Path:
-        """Make a temporary folder, which the reaper knows, and will remove, before it exists."""
+        """Make a temporary folder; the reaper learns of it before it exists, and will remove it."""
         folder = Path(parent, f"accel_fn_{os.urandom(8).hex()}")
         self._send(str(folder))
         folder.mkdir(mode=0o700)
         return folder
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Kill these processes, and what is left in their sessions, when this process ends."""
+        """Kill these processes, and all others in their sessions, when this process ends."""
         self._send([*ranks])
 
     def _send(self, value: object) -> None:
@@ -53,18 +53,18 @@ class Reaper:
             self._process.stdin.flush()
 
     def finish(self) -> None:
-        """Let it clean up now, and wait for it."""
+        """Let the reaper clean up now, and wait for it."""
         with suppress(OSError):
             self._process.communicate()
 
 
 def kill_left(ranks: Iterable[int], run_id: str) -> None:
-    """Kill what is left in the sessions of these ranks, such as workers of data loaders.
+    """Kill processes that are left in the sessions of these ranks, such as workers of loaders.
 
-    A process that opened a session of its own is not in them: it was meant to stay.
+    A process that opened a separate session is not in them: it was meant to stay.
     """
     sessions = {*ranks}
-    # Several times, since a process may start another while the first list is read.
+    # Repeat, since a process may start another one while the list is read.
     for _ in range(_TRIES):
         left = [pid for pid in _members(sessions) if _is_of(run_id, pid)]
         if not left:
@@ -87,7 +87,7 @@ def _members(sessions: set[int]) -> list[int]:
 
 
 def _is_of(run_id: str, pid: int) -> bool:
-    """Is the process of this run? Its number may have been reused for a foreign one."""
+    """Return whether a process is of this run: the system may have reused its number."""
     with suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return f"TORCHELASTIC_RUN_ID={run_id}".encode() in variables

@@ -58,10 +58,10 @@ from accel_fn.launcher.store_rendezvous import GONE_AFTER_S, StoreRendezvous
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
 _BARRIER_S = 5
-"""All machines have finished when they come to torch's barrier, except by a rendezvous of torch."""
+"""All machines have finished at torch's barrier, except with a rendezvous of torch's."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""A failed world ends within five seconds; one that is signalled to stop may still save its state."""
+"""A failed world ends within five seconds; a world that gets a signal may still save its state."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -69,7 +69,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RankFolders(DefaultLogsSpecs):
-    """Torch's folders of logs, and a folder of the launch's own for the record of each rank's end."""
+    """Torch's folders of logs, and a folder of ours for the record of each rank's end."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class RankFolders(DefaultLogsSpecs):
     ) -> None:
         super().__init__(log_dir=str(logs), redirects=redirects, tee=tee)
         self._store = store
-        """The folder of the ranks' store, where they are all on this machine."""
+        """The folder of the ranks' store, if all ranks are on this machine."""
         self._records, self._size, self._attempts = records, size, itertools.count()
         self.ranks: dict[int, Path] = {}
         self.logs = logs
-        """Where the logs of the attempt are: `0/stderr.log` and so on."""
+        """The folder with the logs of the attempt: `0/stderr.log` and so on."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of an attempt; check the size of the world that came together."""
+        """Make the folders of an attempt; check the size of the world that met."""
         size = envs[0]["WORLD_SIZE"]
         if size != str(self._size):
             raise WorldError(
@@ -146,7 +146,7 @@ class Agent(LocalElasticAgent):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started: dict[int, int] = super()._start_workers(worker_group)
-            for number in STOPS:  # torch has set handlers of its own, which raise each time
+            for number in STOPS:  # torch has set handlers, which would raise each time
                 signal.signal(number, self._stop)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -162,7 +162,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stop the ranks; kill them if a signal comes during the wait."""
         try:
-            # Closed here, since torch before 2.12 has no timeout to pass on.
+            # Close it here, since torch before 2.12 has no timeout to pass on.
             if self._pcontext is not None:
                 self._pcontext.close(death_sig, timeout)
             super()._shutdown(death_sig)
@@ -171,7 +171,7 @@ class Agent(LocalElasticAgent):
             raise
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Have the agent stop the ranks; at later signals, kill them, and interrupt no clean-up."""
+        """Make the agent stop the ranks; at later signals, kill them, but let clean-ups go on."""
         if self._is_stopping:
             self._kill()
             return
@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Send a signal on to the ranks."""
-        # Ranks that end because of it save for the next job: they are not started again here.
+        # Ranks that end by the signal save for the next job: they are not started again here.
         self._remaining_restarts = 0
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
@@ -198,7 +198,7 @@ class Agent(LocalElasticAgent):
         exit_codes = self._poll_until_cause()
         ended, stopped_at = _failed(exit_codes), time.time()
         has_lost = self._has_lost_machine()
-        # Torch would poll again, and could see ends whose causes were not waited for.
+        # Torch would poll again, and could find ends without their causes.
         if None in exit_codes.values() and not ended and not has_lost:
             return RunResult(state=WorkerState.HEALTHY)
         if ended or has_lost:
@@ -226,7 +226,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _has_lost_machine(self) -> bool:
-        """Has another machine given up for all, or is it silent?"""
+        """Return whether another machine has given up for all, or is silent."""
         if self._machines is None:
             return False
         if self._machines.has_ended():
@@ -238,7 +238,7 @@ class Agent(LocalElasticAgent):
         return silent is not None
 
     def _poll_until_cause(self) -> dict[int, int | None]:
-        """Each local rank's exit code, None while it runs; a failure counts once its cause is known."""
+        """Return local ranks' exit codes, None while one runs; wait for the cause of a failure."""
         # A rank that loses a peer ends at once, while the peer may still unwind from its own error.
         deadline = time.monotonic() + _RECORD_WITHIN_S
         folders = self.folders.ranks
@@ -270,7 +270,7 @@ class Agent(LocalElasticAgent):
 
 
 def _failed(exit_codes: dict[int, int | None]) -> set[int]:
-    """The local ranks that have failed by themselves."""
+    """Return the local ranks that have failed by themselves."""
     return {rank for rank, code in exit_codes.items() if code}
 
 
@@ -332,7 +332,7 @@ def _wait(
     agent: Agent, handler: RendezvousHandler, machines: Machines, settings: Settings
 ) -> tuple[int, str]:
     """Run the agent to its end; return the exit code and the report."""
-    # Slurm sends it before a job's time is over.
+    # Slurm sends SIGUSR1 before a job's time is over.
     before = signal.signal(signal.SIGUSR1, agent.forward_signal)
     try:
         result = agent.run()

@@ -31,11 +31,11 @@ class Given:
 
     @property
     def where(self) -> str:
-        """The source, with the line if there is one."""
+        """The source of the value, with the line if there is one."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
     def becomes(self, value: object) -> Given:
-        """The same place with another value."""
+        """Return another value with the same source and line."""
         return replace(self, value=value)
 
     def refuse(self, name: str, rule: str, repair: str = "") -> NoReturn:
@@ -52,7 +52,7 @@ class Layer:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was probably meant; empty if none is near."""
+    """Return the known name that was probably meant; empty if none is near."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return found[0] if found else ""
 
@@ -248,7 +248,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 
 
 class Mistake(NamedTuple):
-    """A wrong setting; the code that reports it knows where it was given."""
+    """A wrong setting; the code that reports it has its source."""
 
     name: str
     rule: str
@@ -295,7 +295,7 @@ def _conflicts(settings: Settings) -> Iterator[Mistake]:
 
 
 def is_on(name: str, value: object) -> bool:
-    """Does this value turn the setting on? A wrong one is reported later."""
+    """Return whether this value turns the setting on. A wrong value is reported later."""
     try:
         return bool(SETTINGS[name].read(value))
     except (ValueError, TypeError, OverflowError):
@@ -316,7 +316,7 @@ class Resolved:
     sources: Mapping[str, str]
 
     def is_given(self, name: str) -> bool:
-        """Was it given (not a default, nor detected)?"""
+        """Return whether the setting was given, and is neither a default nor detected."""
         return not self.sources[name].startswith(("default", "detected"))
 
 
@@ -331,13 +331,13 @@ def resolve(
     """Resolve each setting: the flag, else the variable, else a file, else the default.
 
     Args:
-        flags: by the setting's name; None is a flag that was not given.
+        flags: values by the setting's name; None for a flag that was not given.
         config: the file to read; default: the nearest `accel_fn.yaml`, or
             `[tool.accel_fn]` of a pyproject.toml, in or above `folder`. Settings
             that it leaves open are read from the user's own file.
-        environment: of this process.
-        folder: where the search starts; default: the working folder.
-        machine: default: this one, detected.
+        environment: the variables of this process.
+        folder: the folder in which the search starts; default: the working folder.
+        machine: the machine of the launch; default: this one, detected.
 
     Returns:
         Settings that fit each other and the machine, with `num_processes` filled in.
@@ -389,7 +389,7 @@ def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
 
 
 def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:
-    """One process for each accelerator that may be used, else one; and why."""
+    """Return one process for each accelerator that may be used, else one; and the reason."""
     if settings.cpu:
         count, why = 1, "default"
     elif settings.gpu_ids is not None:
@@ -440,7 +440,7 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
 
 
 def _read(path: Path, *, is_pyproject: bool = False) -> Layer | None:
-    """Import the readers only if there is a file: a launch without one starts sooner."""
+    """Read a file of settings; import the readers here, since many launches have no file."""
     from accel_fn.launcher.settings_files import read_pyproject, read_yaml
 
     return read_pyproject(path) if is_pyproject else read_yaml(path)
@@ -462,7 +462,7 @@ def _nearest_file(folder: Path) -> Layer | None:
 
 
 def user_file(environment: Mapping[str, str]) -> Path | None:
-    """The path of the user's own file; None if there is no home."""
+    """Return the path of the user's own file; None if there is no home."""
     base, home = environment.get("XDG_CONFIG_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(base):
         return Path(base, "accel_fn", "config.yaml")
@@ -470,7 +470,7 @@ def user_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def _is_file(path: Path) -> bool:
-    """Is it a file in a folder that can be read?"""
+    """Return whether a path is a file in a folder that can be read."""
     try:
         return path.is_file()
     except OSError:
@@ -488,7 +488,7 @@ def check_machine(
     environment: Mapping[str, str],
     machine: Machine,
 ) -> None:
-    """Refuse what this machine cannot do, a line for each; `where` names the source of each setting."""
+    """Refuse settings that this machine cannot satisfy, a line for each; `where` has sources."""
     _refuse([*_address(settings, environment), *_devices(settings, environment, machine)], where)
 
 
@@ -522,7 +522,7 @@ def _devices(
 
 
 def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
-    """The settings' number of machines, else the cluster's."""
+    """Return the settings' number of machines, else the cluster's."""
     if settings.num_machines is not None:
         return settings.num_machines
     cluster = _cluster(environment)
@@ -535,7 +535,7 @@ def _cluster(environment: Mapping[str, str]) -> Task | Node | None:
 
 
 def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
-    """The devices must exist, be visible, and be of a kind that CUDA_VISIBLE_DEVICES selects."""
+    """Find devices that do not exist, or that CUDA_VISIBLE_DEVICES hides or cannot select."""
     count = machine.num_installed
     if machine.kind not in ("", "CUDA"):
         rule = f"be left out where the devices are {machine.kind}"

@@ -123,7 +123,7 @@ def _toml_line(text: str, key: str) -> int | None:
 
 
 def render(given: Mapping[str, object]) -> str:
-    """The text of a file: a line for each setting, commented out if it is not given."""
+    """Return the text of a file: a line for each setting, commented out if it is not given."""
     entries = []
     for name, setting in SETTINGS.items():
         mark = "" if name in given else "# "

@@ -51,8 +51,8 @@ class StoreRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Do ranks use a store that the launcher serves?"""
-        # Where it serves none, rank 0 does for scripts that call torch's init_process_group themselves.
+        """Return whether ranks use a store that the launcher serves."""
+        # Otherwise rank 0 serves one for scripts that call torch's init_process_group themselves.
         return self._machines.num_machines > 1
 
     def get_backend(self) -> str:
@@ -71,7 +71,7 @@ class StoreRendezvous(RendezvousHandler):
         return self._run_id
 
     def num_nodes_waiting(self) -> int:
-        """1 if another machine is at a later attempt: torch's agent starts over here, too."""
+        """Return 1 if another machine is at a later attempt: torch's agent then starts over."""
         if self._machines.num_machines == 1 or self._store is None:
             return 0
         try:
@@ -89,7 +89,7 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt += 1
         self._join(self._store)
         if self._rank == 0 and self.attempt > 0 and self._machines.num_machines > 1:
-            # The ranks of an attempt must not read what those before them wrote.
+            # The ranks of an attempt must not read keys of the attempt before.
             self._attempt_store, port = _serve(self._machines, 0)
         own = PrefixStore(f"store/{self.attempt}", self._store)
         info = RendezvousStoreInfo.build(self._rank, own, self._machines.host, port)
@@ -111,7 +111,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def _take_over(self, store: Any) -> None:
         """Take the place of an earlier launcher of this machine, once it has ended."""
-        # It has ended if the other machines are at an attempt without it, or if its beat has stopped.
+        # It has ended if the other machines are at an attempt without it, or if its beat stops.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
         first = store.get(beat) if store.check([beat]) else b""
         while time.monotonic() < deadline:
@@ -143,7 +143,7 @@ class StoreRendezvous(RendezvousHandler):
                 if last != beat:
                     self._beats[peer] = beat, now
                 elif now > since + GONE_AFTER_S:
-                    # A launcher that takes its place has as much time to show itself.
+                    # A launcher that takes its place has as much time for its first beat.
                     del self._beats[peer]
                     return peer
         except DistError:
@@ -162,7 +162,7 @@ class StoreRendezvous(RendezvousHandler):
                 return
 
     def _all_joined(self, store: Any, size: str) -> bool:
-        """False if a later attempt starts before all have joined; an error if worlds differ in size."""
+        """Return False if a later attempt starts before all have joined; raise if worlds differ."""
         for peer in range(self._machines.num_machines):
             key = f"here/{self.attempt}/{peer}"
             self._wait(partial(self._has_key, store, key), f"machine {peer}")
@@ -212,7 +212,7 @@ class StoreRendezvous(RendezvousHandler):
             time.sleep(_POLL_S)
 
     def has_ended(self) -> bool:
-        """Has another machine given up, or is machine 0 gone?"""
+        """Return whether another machine has given up, or machine 0 is gone."""
         if self._machines.num_machines == 1 or self._store is None:
             return False
         try:
@@ -221,13 +221,13 @@ class StoreRendezvous(RendezvousHandler):
             return True
 
     def leave(self) -> None:
-        """Have the other machines end, too."""
+        """Make the other machines end, too."""
         if self._store is not None:
             with suppress(DistError):
                 self._store.set("ended", "")
 
     def all_finished(self) -> bool:
-        """Record that the ranks of this machine have ended well; have those of all machines?"""
+        """Record that the ranks of this machine have ended well; return whether all ranks have."""
         if self._machines.num_machines == 1 or self._store is None:
             return True
         peers = range(self._machines.num_machines)
@@ -256,7 +256,7 @@ class StoreRendezvous(RendezvousHandler):
                 time.sleep(_POLL_S)
             self._linger(self._store)
         except DistError:
-            pass  # machine 0 is gone: what has arrived has to do
+            pass  # machine 0 is gone: the reports that have arrived must do
         return list(reports.values())
 
 
@@ -271,7 +271,7 @@ def _signed(store: TCPStore) -> Any:
 
 
 def _serve(machines: Machines, port: int) -> tuple[Any, int]:
-    """Serve a store at a port of this machine's address, 0 being a free one; return both."""
+    """Serve a store at a port of this machine's address, or a free one for 0; return both."""
     listener = listen(machines.host, port, alone=machines.num_machines == 1)
     port = listener.getsockname()[1]
     store = TCPStore(

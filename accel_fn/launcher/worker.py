@@ -1,6 +1,6 @@
 """The first code of a rank: it arranges to die with the launcher, then runs the user's program.
 
-A script that imports only the standard library: every rank waits for its imports.
+It is a script that imports only the standard library, since every rank waits for its imports.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
-        # Python's handler would note a Ctrl-C that comes just before the exec, which forgets it.
+        # Python's handler would only record a Ctrl-C just before the exec, which discards it.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         _unblock_ctrl_c()
@@ -47,7 +47,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
 
 
 def die_with(launcher: int) -> None:
-    """Have this process killed as soon as the launcher is gone, however it ended."""
+    """Let the system kill this process as soon as the launcher is gone, however it ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
@@ -58,7 +58,7 @@ def die_with(launcher: int) -> None:
 
 
 def open_streams() -> None:
-    """Open the standard streams that the parent closed: stderr as a copy of stdout, the others on no file.
+    """Open standard streams that the parent closed: stderr as a copy of stdout, others on no file.
 
     The next file or socket would get the number of a closed stream, and native code would print into it.
     """
@@ -73,14 +73,14 @@ def open_streams() -> None:
 
 
 def print_whole_lines() -> None:
-    """Have each line that is printed written at its end, in one piece: lines of ranks do not mix."""
+    """Write each printed line at its end, in one piece, so that lines of ranks do not mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not one of a notebook
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def record_stacks(path: Path) -> None:
-    """Have Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
+    """Let Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def record_stacks(path: Path) -> None:
 
 
 def _unblock_ctrl_c() -> None:
-    # The launcher blocks it while a rank starts: before here, Python would print a traceback.
+    # The launcher blocks Ctrl-C while a rank starts, since Python would print a traceback.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -118,7 +118,7 @@ def _run(
     *,
     show: bool,
 ) -> None:
-    """Run the user's program; write what ended it to a file, of which the launcher prints one."""
+    """Run the user's program; write its error to a file. The launcher prints that of one rank."""
     # Read now, since the program may empty os.environ.
     hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]
     if not show:
@@ -143,7 +143,7 @@ def _run(
         text = _record(error, frames, file)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
-        # As Python does for an error that ends a program: exit handlers look there.
+        # Python sets this for an error that ends a program, and exit handlers read it.
         hook.recorded = sys.last_value = error
         sys.excepthook(type(error), error, frames)
     else:
@@ -194,14 +194,14 @@ def _run_module(target: str, arguments: list[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    """Import from there first, unless the user has set PYTHONSAFEPATH."""
+    """Import from this folder first, unless the user has set PYTHONSAFEPATH."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
 def _replace_main(**attributes: object) -> ModuleType:
     """Make a new `__main__`."""
-    # It stays for the program's threads; runpy would put this file back after the program's last line.
+    # The module stays for the program's threads; runpy would restore this file's at the end.
     main_module = ModuleType("__main__")
     main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
     sys.modules["__main__"] = main_module
@@ -209,7 +209,7 @@ def _replace_main(**attributes: object) -> ModuleType:
 
 
 def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
-    """The frames below those of this file and of runpy."""
+    """Return the frames below those of this file and of runpy."""
     starts = (__file__, "<frozen runpy>", runpy.__file__)
     while frames is not None and frames.tb_frame.f_code.co_filename in starts:
         frames = frames.tb_next
@@ -217,7 +217,7 @@ def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _record(error: BaseException, frames: TracebackType | None, file: Path) -> str:
-    """Write what ended this rank to the file that torch names, in a form that torch can read too."""
+    """Write the error of this rank to the file that torch names, in a form that torch can read."""
     whole = traceback.TracebackException(type(error), error, frames)
     text, last = "".join(whole.format()), "".join(whole.format_exception_only())
     own_code = None
@@ -234,7 +234,7 @@ def _record(error: BaseException, frames: TracebackType | None, file: Path) -> s
         "time": now,
     }
     try:
-        # Renamed, so that the launcher finds a whole file or none.
+        # The file is renamed, so that the launcher finds a whole one or none.
         Path(f"{file}.new").write_text(json.dumps(content))
         os.replace(f"{file}.new", file)
     except OSError:
@@ -243,7 +243,7 @@ def _record(error: BaseException, frames: TracebackType | None, file: Path) -> s
 
 
 def _status(end: SystemExit) -> int:
-    """The exit status that other processes will see: -1 is 255."""
+    """Return the exit status that other processes will see: 255 for -1."""
     return end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
 
 
