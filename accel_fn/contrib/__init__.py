@@ -1,4 +1,4 @@
-"""Plug-ins: each takes public names alone, and could be a package of its own."""
+"""Plug-ins: each uses only public names, and could be a separate package."""
 
 from accel_fn.names import lazy_names
 

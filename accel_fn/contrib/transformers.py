@@ -1,4 +1,4 @@
-"""Trainer: that of transformers, whose loop, arguments and callbacks stay, over the step of accel_fn."""
+"""Trainer: the loop, arguments and callbacks of transformers' Trainer over the step of accel_fn."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PRIVATE_NAMES = (
 _FOLDER = "accel_fn"
 """The folder in a checkpoint of the Trainer's that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
-"""The key of a batch that a rank reads because it has no sample of its own: it counts for nothing."""
+"""The key that marks a batch of a rank without a sample: the batch does not count."""
 _KEPT_OPTIONS = (
     *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor"),
     *("persistent_workers", "pin_memory", "in_order"),
@@ -90,10 +90,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     the plain Trainer is resumed from as well.
 
     Args:
-        *args: as those of `transformers.Trainer`.
+        *args: as for `transformers.Trainer`.
         recipe: more transforms for the step, such as `ema(0.999)` or `wrap_fsdp()`; a strategy in it
             takes the place of `wrap_ddp()`.
-        **options: as those of `transformers.Trainer`.
+        **options: as for `transformers.Trainer`.
 
     Raises:
         ValueError: an argument that it does not support is set; the message has the reason.
@@ -137,7 +137,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return {**found, "mixed_precision": "no"}
 
     def _part_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader of this rank: its part of the batches of all ranks, which are as large together."""
+        """Return the loader of this rank: its part of batches over all ranks."""
         if isinstance(loader.dataset, IterableDataset):
             if self._state.world_size > 1:
                 raise ArgumentTypeError(
@@ -145,7 +145,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"ranks, got a {type(loader.dataset).__name__}; give a map-style data set"
                 )
             return loader
-        if loader.batch_size is None:  # whose batches another sampler makes
+        if loader.batch_size is None:  # a batch sampler makes the batches
             if self._state.world_size > 1:
                 raise ArgumentTypeError(
                     "Trainer: a DataLoader that accelerator.prepare takes must have a batch_size on several "
@@ -201,7 +201,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loss
 
     def _num_items(self, batch: Mapping[str, Any]) -> float | Tensor:
-        """The number of items that a loss is the mean over: labels, or samples."""
+        """Return the number of items that a loss is the mean over: labels, or samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor):
             return count_samples(batch)
@@ -215,7 +215,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self._step is not None
         model.train()
         if inputs.pop(_IS_STAND_IN, False):
-            # The Trainer counts tokens and operations of the batch: of a stand-in, there are none.
+            # The Trainer counts tokens and operations of the batch: a stand-in must have none.
             inputs.update(pytree.tree_map_only(Tensor, lambda each: each[:0], dict(inputs)))
         else:
             self._parts.append(dict(inputs))
@@ -255,7 +255,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run `prediction_step` on every batch, and collect what it returns in the order of the samples."""
+        """Run `prediction_step` on every batch, and collect its results in order of the samples."""
         args = self.args
         loss_only = (
             args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -305,7 +305,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, with the buffers of the main rank."""
+        """Yield the model in evaluation mode, with the buffers of the main rank."""
         args, model = self.args, self.model
         if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
             model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16)
@@ -320,10 +320,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _predict(
         self, model: nn.Module, batch: Any, loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """This rank's sums of losses, items and samples of a batch, and its rows by name."""
+        """Return this rank's sums of losses, items and samples of a batch, and its rows by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
-        with self.autocast_smart_context_manager():  # that of a prediction_step of the user's, too
+        with self.autocast_smart_context_manager():  # also for a prediction_step of the user's
             loss, logits, labels = self.prediction_step(
                 model, batch, loss_only, ignore_keys=ignore_keys
             )
@@ -348,7 +348,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self.accelerator.pad_across_processes(tree, dim=1, pad_index=-100)
 
     def _gathered(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """The rows of all ranks, in the order of the samples."""
+        """Return the rows of all ranks, in the order of the samples."""
         return gather(self._padded(rows), self._state) if self._state.world_size > 1 else rows
 
     # Checkpoints
@@ -371,18 +371,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._step.notes.pop("locks", None)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """The loss scale is among what `save` wrote."""
+        """Do nothing: `save` has written the loss scale."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, _FOLDER).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint)  # that of a plain Trainer
+            super()._load_optimizer_and_scheduler(checkpoint)  # a checkpoint of a plain Trainer
             return
         saved = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
         self._checkpoint = Path(checkpoint, _FOLDER)  # loaded once the step is built
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The loss scale is among what `load` reads."""
+        """Do nothing: `load` reads the loss scale."""
 
     def _load_best_model(self) -> None:
         if any(map(is_sharded, self.model.parameters())):
@@ -399,7 +399,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class RankBatches:
-    """A batch sampler: the numbers of this rank's samples in each batch of all ranks.
+    """A batch sampler that yields the numbers of this rank's samples in each batch of all ranks.
 
     A batch of all ranks is `world_size` times the batch size of the loader, in the order in which the plain
     Trainer reads samples on one process. In a last batch with fewer samples than ranks, a rank
@@ -427,7 +427,7 @@ class RankBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         order = [*self.sampler]
         state = self._state
-        # Any other sampler may draw from the rank's own generator.
+        # Any other sampler may draw from a generator that differs between ranks.
         if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
             order = broadcast(order, state)
         for number in range(len(self)):
@@ -447,7 +447,7 @@ class _Marked(list[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Samples(Dataset[Any]):
-    """A data set whose batches know whether they are stand-ins."""
+    """A data set that marks batches which are stand-ins."""
 
     data: Any
 
@@ -493,7 +493,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def _repeatable(sampler: Any, seed: int | None) -> Any:
-    """A random sampler in the order that the plain Trainer takes, which is the same on all ranks."""
+    """Return a random sampler in the plain Trainer's order, which is the same on all ranks."""
     if not isinstance(sampler, RandomSampler):
         return sampler
     return SeedableRandomSampler(
@@ -506,14 +506,14 @@ def _repeatable(sampler: Any, seed: int | None) -> Any:
 
 
 def _read_norm(state: DistState, grads: Grads) -> Grads:
-    """Read the norm of the gradients for the log, where nothing clips."""
+    """Read the norm of the gradients for the log, since no clip does."""
     grads.norm()
     return grads
 
 
 @contextmanager
 def _in_eval_mode(optimizer: Any) -> Iterator[None]:
-    """Switch an optimizer that has modes, as schedule-free ones do, and is in train mode."""
+    """Switch an optimizer with modes, such as a schedule-free one, from train to eval mode."""
     has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
     switches = has_modes and all(each.get("train_mode", True) for each in optimizer.param_groups)
     if switches:
@@ -526,12 +526,12 @@ def _in_eval_mode(optimizer: Any) -> Iterator[None]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Widen half precision, as accelerate does with what a model returns."""
+    """Widen half precision, as accelerate does for the outputs of a model."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _prediction(found: Mapping[str, Any], args: Any) -> EvalPrediction:
-    """The argument of `compute_metrics`."""
+    """Make the argument of `compute_metrics`."""
     included = {"losses": "loss", "inputs": "inputs"}
     more = {
         name: found.get(name) for name, kind in included.items() if kind in args.include_for_metrics
@@ -579,11 +579,11 @@ _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "torch_empty_cache_steps": (lambda args: args.torch_empty_cache_steps, "call it in a callback"),
 }
-"""Arguments that are refused: how to see that one is set, and the reason or what to do."""
+"""Arguments that are refused: the test that one is set, and the reason or the repair."""
 
 
 def _check_mesh(state: DistState) -> None:
-    """Refuse ranks that hold the same rows: the Trainer gives each rank rows of its own."""
+    """Refuse ranks that hold the same rows: the Trainer gives each rank different rows."""
     if state.data.world_size < state.world_size:
         mesh = {each.name: each.world_size for each in state.axes}
         raise ArgumentError(f"Trainer: mesh must have dp alone, got {mesh}; leave out --mesh")

@@ -1,1 +1,1 @@
-"""What accelerate wrote: its configuration, given to a launch, and its checkpoints."""
+"""Files that accelerate wrote: its configuration, given to a launch, and its checkpoints."""

@@ -77,12 +77,13 @@ def load_accelerate(
     With `wrap_fsdp`, each rank fills its shards.
 
     Args:
-        step: over the same model and optimizer, or optimizers, which are read in the order of the
-            plan: `optimizer.bin`, `optimizer_1.bin`; as `build` returned it.
-        state: as `build` returned it.
-        folder: with `model.safetensors`, or its shards and index, and `optimizer.bin`; of one model.
-        schedulers: to load `scheduler.bin`, `scheduler_1.bin` and so on: anything with
-            `load_state_dict`. By default, accelerate advances them once for each rank at each update.
+        step: the step as `build` returned it, over the same model and optimizer, or optimizers,
+            which are read in the order of the plan: `optimizer.bin`, `optimizer_1.bin`.
+        state: the state as `build` returned it.
+        folder: a folder of one model, with `model.safetensors`, or its shards and index, and
+            `optimizer.bin`.
+        schedulers: objects with `load_state_dict` that load `scheduler.bin`, `scheduler_1.bin` and
+            so on. By default, accelerate advances them once for each rank at each update.
 
     Returns:
         The state; its `step` is the number of updates that the optimizer has counted (0 if it
@@ -91,7 +92,7 @@ def load_accelerate(
     Raises:
         RuntimeError: on every rank: a file is missing, broken, of another optimizer, or a link out of the
             folder, or holds values that no run saves, such as a negative count.
-        ValueError: on every rank: the weights are another model's, or a scheduler is none.
+        ValueError: on every rank: the weights are another model's, or an entry is not a scheduler.
 
     Cost: one read of the files on each rank; a few small collectives.
 
@@ -133,7 +134,7 @@ def load_accelerate(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The files but the weights, checked."""
+    """The content of all files but the weights, checked."""
 
     path: Path
     optimizers: Sequence[Mapping[str, Any]]
@@ -141,7 +142,7 @@ class _Saved:
     schedulers: Sequence[Any]
     has_scale: bool
     scaler: LossScale | None
-    """The program's, with what was saved of one."""
+    """The program's loss scale, with the saved values of one."""
 
 
 def _files(kind: str, count: int) -> list[str]:
@@ -271,7 +272,7 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str
 
 
 def _odd_state(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
-    """Describe values by parameter that no run of this program saves."""
+    """Describe state of parameters that no run of this program saves."""
     keys = {key for values in saved["state"].values() for key in values} & {*_LIKE, "step"}
     for number, parameter, values in _by_parameter(saved, optimizer):
         for key in sorted(keys) if values else ():
@@ -292,14 +293,14 @@ def _odd(key: str, value: Any, parameter: Tensor) -> str:
 
 
 def _kind(value: object) -> str:
-    """Dtype and shape of a tensor; anything else as it is."""
+    """Return dtype and shape of a tensor, or another value as text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"{value}"
 
 
 def _is_count(value: object) -> bool:
-    """Is it a whole number that is not negative, as a number or in a tensor?"""
+    """Return whether a value is a whole number >= 0, as a number or in a tensor."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         value = value.item()
     return (
@@ -311,7 +312,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_negative(value: object) -> bool:
-    """Is a number, or one of several, negative or not finite?"""
+    """Return whether a number, or one of several, is negative or not finite."""
     if isinstance(value, list | tuple):
         return any(map(_is_negative, value))
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -329,7 +330,7 @@ def _by_parameter(
 
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
-    """Overwrite all but the weights, which are only compared, and add to `undo` how to go back."""
+    """Overwrite all but the weights, which are only compared; add the way back to `undo`."""
     for optimizer, each in zip(step.plan.optimizers.values(), saved.optimizers, strict=True):
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         state = {

@@ -1,4 +1,4 @@
-"""Translate the configuration that `accelerate config` writes; warn of what has no counterpart."""
+"""Translate the configuration that `accelerate config` writes; warn of keys without counterpart."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The keys of each section: those of accelerate 1.15 and of older versions."""
 
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-"""Accelerate reads the keys of these with and without the prefix."""
+"""Prefixes of sections: accelerate reads the keys of these with and without the prefix."""
 
 _NOT_RESHARDED = "wrap_fsdp(reshard_after_forward=False)"
 _SHARDING = {
@@ -123,7 +123,7 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "main_training_function=main": "",
     }
 )
-"""The counterpart of a key, or of one value of it; empty: it happens anyway."""
+"""The counterpart of a key, or of one value of it; empty if accel_fn does it anyway."""
 
 _SAME = (
     *("num_machines", "machine_rank", "main_process_ip", "main_process_port"),
@@ -137,7 +137,7 @@ _BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
 _WRAPPED = MappingProxyType({"FSDP": "fsdp", "DEEPSPEED": "deepspeed"})
-"""Types that `wrap_as_launched` names here."""
+"""Types and the names that `wrap_as_launched` has for them."""
 
 _OTHER_TYPES = ("MEGATRON_LM", "TP", "XLA")
 """Types that need more than processes with replicas or shards."""
@@ -150,13 +150,13 @@ _SAGEMAKER_JOB = (
     *("pytorch_version", "transformers_version", "py_version", "additional_args"),
     *("sagemaker_inputs_file", "sagemaker_metrics_file"),
 )
-"""Keys by which accelerate starts a job, and that say nothing to the processes inside of it."""
+"""Keys by which accelerate starts a job, and which its processes do not use."""
 
 _OTHERS = (
     *("main_training_function", "downcast_bf16", "dynamo_backend", "command_file", "commands"),
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
 )
-"""Keys, beside the sections, that are no settings here."""
+"""Keys, beside the sections, that are not settings here."""
 
 _KNOWN = (
     *("compute_environment", "distributed_type", "num_processes", "use_cpu"),
@@ -186,7 +186,7 @@ class UnusedSettingsWarning(UserWarning):
 def translate(given: Mapping[str, Given]) -> Layer:
     """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys.
 
-    A null is a question that accelerate's dialogue left open, also of a key that a later version has.
+    A null is a question that accelerate's dialogue left open, which may be one of a later version.
     """
     environment = given.get("compute_environment")
     sagemaker = environment if environment and environment.value == _SAGEMAKER else None
@@ -223,7 +223,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
                 "accel_fn starts no job: give its estimator an entry point that calls accel-fn "
                 "launch, which reads this file there",
             )
-        # Devices that are named and not there are refused later, by name.
+        # Devices that are named and do not exist are refused later, by name.
         uses_cpu = on_cpu or settings.cpu
         if kind.value != "NO" and not (uses_cpu or settings.gpu_ids or num_devices):
             rule, repair = (
@@ -275,7 +275,7 @@ def _processes(count: Given | None, kind: Given) -> Given | None:
 
 
 def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
-    """MULTI_CPU is the CPU even without use_cpu."""
+    """Read whether to use the CPU: MULTI_CPU does so even without use_cpu."""
     if kind.value == "MULTI_CPU":
         ids = given.get("gpu_ids")
         if ids is not None and ids.value not in (None, "all"):
@@ -299,7 +299,7 @@ def _precision(given: Mapping[str, Given]) -> Given | None:
 def _microbatches(
     given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]
 ) -> Given | None:
-    """Steps of accumulation there are micro-batches here."""
+    """Read the number of micro-batches: accelerate's steps of accumulation."""
     for section, key in reversed(_MICROBATCHES):
         count = sections.get(section, {}).get(key, "auto")
         if count != "auto":
@@ -326,7 +326,7 @@ def _sizes(sections: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
 
 def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Entry]:
-    """Entries outside of the sections that are no settings here."""
+    """Yield entries outside of the sections that are not settings here."""
     if kind.value in _OTHER_TYPES:
         yield "", f"distributed_type {kind.value}", True
     if "enable_cpu_affinity" in given and not on_cpu:
@@ -339,7 +339,7 @@ def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterat
 def _in_sections(
     sections: Mapping[str, Mapping[str, object]], values: Mapping[str, Given]
 ) -> Iterator[_Entry]:
-    """Entries in them that are no settings here."""
+    """Yield entries in the sections that are not settings here."""
     taken = [key for _, key in _MICROBATCHES] if "num_microbatches" in values else []
     for name, section in sections.items():
         if not is_set(section.get("dynamo_backend", True)):
@@ -351,7 +351,7 @@ def _in_sections(
 
 
 def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
-    """Do all ranks of a replica shard it, as here?"""
+    """Return whether all ranks of a replica shard it, as they do here."""
     keys = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
     given = [section.get(key, 1) for key in (*keys, *_AXES.values())]
     sizes = [size for size in given if isinstance(size, int)]
@@ -361,7 +361,7 @@ def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Gi
 
 
 def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None:
-    """Warn once: what to write in the script, and what has no counterpart."""
+    """Warn once of keys to write in the script, and of keys without a counterpart."""
     written: list[str] = []
     missing: dict[str, list[str]] = {}
     for section, key, value in entries:
@@ -389,7 +389,7 @@ def spelled_today(section: str, key: str) -> str:
 
 
 def in_script(key: str, value: object) -> str | None:
-    """Line to write in the script; empty if the key changes nothing, None without a counterpart."""
+    """Return the line for the script; empty if it changes nothing, None without counterpart."""
     exact = f"{key}={value}".lower()
     if exact in _IN_SCRIPT:
         return _IN_SCRIPT[exact]
@@ -406,7 +406,7 @@ def _plain(value: object) -> str:
 
 
 def is_set(value: object) -> bool:
-    """Is it more than an empty value?"""
+    """Return whether a value is not empty."""
     if isinstance(value, list):
         return any(map(is_set, value))
     if isinstance(value, str):

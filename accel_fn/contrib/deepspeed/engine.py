@@ -95,12 +95,12 @@ class ZeRO(Strategy):
         self.pads = self._stage >= 1
         (self._optimizer,) = plan.optimizers.values()
         self._is_open = False
-        """Does the engine hold gradients of a step, which it has not applied?"""
+        """Whether the engine holds gradients of a step that it has not applied."""
         self._state = state
         self._names = {id(p): name for name, p in plan.model.named_parameters() if p.requires_grad}
         """The trained parameters, by their ids."""
         self._is_due = True
-        """Does the next backward look at what the loss reaches?"""
+        """Whether the next backward checks which parameters the loss reaches."""
         self.parameters.known = {*self._names}
         trained = {*map(id, self.trained)}
         self._beside = [each for each in self.reachable if id(each) not in trained]
@@ -143,7 +143,7 @@ class ZeRO(Strategy):
             del os.environ["LOCAL_RANK"]
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: _Weight) -> _Outcome:
-        """Loss and metrics of one micro-batch."""
+        """Return loss and metrics of one micro-batch."""
         with self._local_rank():
             try:
                 return super().outputs(plan, state, part, weight)
@@ -182,7 +182,7 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> tuple[Sequence[Any], Sequence[_Weight]]:
-        """Run what weighs something; from stage 1 on, as many micro-batches on every rank.
+        """Run the micro-batches with a weight; from stage 1 on, equally many on every rank.
 
         Ranks reduce gradients in the order in which a backward gives them: from stage 2 on in every backward,
         and at stage 3 every forward gathers parameters. So a rank that has fewer micro-batches runs one of
@@ -216,7 +216,7 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> None:
-        """Run the micro-batches; in batches 1, 2, 10 and 100, look at what the first of them reaches."""
+        """Run the micro-batches; in batches 1, 2, 10 and 100, check what the first one reaches."""
         self._is_due, self._is_open = bool(self.observers.due), True
         super().run(plan, state, mean, parts, weights)
 
@@ -254,7 +254,7 @@ class ZeRO(Strategy):
             raise
 
     def _check_reached(self, loss: Tensor) -> None:
-        """Refuse a loss that reaches no parameter, one of another engine, or others than on another rank."""
+        """Refuse a loss that reaches no parameter, another engine's, or different ones on ranks."""
         leaves = {id(each): each for each in _leaves(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
         foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
@@ -286,10 +286,10 @@ class ZeRO(Strategy):
         check_equal([", ".join(found) for found, *_ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
-        """Do nothing: what weighs nothing is not run, and what stands for it is finite."""
+        """Do nothing: own micro-batches of weight 0 are not run, and a spare one is finite."""
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
-        """Let the engine reduce what is left, clip and update: this stage has collectives."""
+        """Let the engine reduce remaining gradients, clip and update, by collectives."""
         for each in self._beside:
             each.grad = None  # at stage 0 the engine would clip by it, too
         norm = self._norm_at_stage_0()
@@ -318,7 +318,7 @@ class ZeRO(Strategy):
 
     @contextmanager
     def whole(self, *, writes: bool) -> Iterator[None]:
-        """Gather parameters and optimizer state on every rank; with `writes`, cut what is there at the end.
+        """Gather parameters and optimizer state on all ranks; with `writes`, shard them at the end.
 
         Cost: a gather of each parameter, and of each tensor of its state, and the memory of both.
         """
@@ -339,7 +339,7 @@ class ZeRO(Strategy):
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """The leaves of the graph of a loss that get a gradient."""
+    """Return the leaves of the graph of a loss that get a gradient."""
     ahead = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = {*ahead}
     while ahead:
@@ -351,12 +351,12 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _cannot_be_sent(parameter: Tensor) -> bool:
-    """Does DeepSpeed fail to send a parameter: one of no dimensions, or of channels last?"""
+    """Return whether DeepSpeed fails to send a parameter: it is 0-dim, or in channels last."""
     return not parameter.dim() or parameter.stride(-1) != 1
 
 
 def _sent(model: nn.Module) -> list[Tensor]:
-    """Return what the engine does not send from rank 0: buffers, and parameters of some layouts."""
+    """Return tensors that the engine does not send: buffers, and parameters of some layouts."""
     return [*model.buffers(), *(p.detach() for p in model.parameters() if _cannot_be_sent(p))]
 
 

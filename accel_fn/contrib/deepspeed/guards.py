@@ -1,4 +1,4 @@
-"""What a program does beside the step that DeepSpeed's engine would lose: refused."""
+"""Refuse changes that a program makes beside the step and that DeepSpeed's engine would lose."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from accel_fn.errors import StateError
 
 IS_GATHERED = ContextVar("IS_GATHERED", default=False)
-"""Do parameters, and what `whole` has of the optimizer, belong to the program?"""
+"""Whether the program may use parameters and optimizer state, which `whole` has gathered."""
 
 
 def is_held(parameter: Tensor) -> bool:
-    """Does an engine of stage 1 to 3 hold this parameter?"""
+    """Return whether an engine of stage 1 to 3 holds this parameter."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
 @contextmanager
 def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
-    """Give every rank the whole parameters inside. With `writes`, keep what rank 0 has written."""
+    """Give every rank the whole parameters inside. With `writes`, keep those that rank 0 wrote."""
     import deepspeed
 
     parameters = [*model.parameters()]
@@ -81,7 +81,7 @@ def _refuse(function: str) -> Callable[..., None]:
 
 
 def is_overwritten(zero: Any, parameters: Sequence[nn.Parameter]) -> bool:
-    """Has the program written parameters of this rank's shard, which the engine has a copy of?
+    """Return whether parameters of this rank's shard differ from the engine's copy of them.
 
     Cost: a comparison of the shard.
     """

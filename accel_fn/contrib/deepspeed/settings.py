@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what the call gives, what the plan decides, and what the engine gets."""
+"""DeepSpeed's configuration: from the call and the plan, to that of the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REPAIRS = {
     "managed_gradient_accumulation": "use accumulate",
     **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "use log_to"),
 }
-"""By name of a section that must be left out: what to do."""
+"""The repair for each section that must be left out."""
 _OTHERS = (
     *("activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile"),
     *("communication_data_type", "data_efficiency", "data_types", "dataloader_drop_last"),
@@ -51,13 +51,13 @@ _OF_ZERO = (
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
     *("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
 )
-"""Settings that DeepSpeed reads in zero_optimization, and ignores beside it."""
+"""Settings that DeepSpeed reads in zero_optimization, and ignores outside of it."""
 _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda size: size * size,
     "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
     "stage3_param_persistence_threshold": lambda size: 10 * size,
 }
-"""What "auto" is in zero_optimization, from the hidden size of the model, as transformers has it."""
+"""The value of "auto" in zero_optimization by the model's hidden size, as in transformers."""
 
 
 def read_settings(
@@ -91,7 +91,7 @@ def read_settings(
 
 
 def _check_spelling(found: Mapping[str, Any]) -> None:
-    """Refuse what is nearly a setting: DeepSpeed ignores sections that it does not know."""
+    """Refuse misspelled settings: DeepSpeed ignores sections that it does not know."""
     known = [*_OWNED, *_REPAIRS, *_OTHERS, *_OF_ZERO, "stage", "offload", "nvme_path"]
     for key in [each for each in found if each not in known]:
         near = get_close_matches(key, known, n=1, cutoff=0.66)
@@ -147,7 +147,7 @@ def _differs(key: str, first: Any, second: Any) -> ArgumentError:
 
 
 def _decided(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out "auto" and None: the plan decides, or DeepSpeed's own default; `build` fills in the rest."""
+    """Leave out "auto" and None, which the plan or a default decides; `build` fills in the rest."""
     found = {
         key: value
         for key, value in section.items()
@@ -234,7 +234,7 @@ def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 def _both(
     settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 ) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield what both decide: key, value in the configuration, value of the plan, repair."""
+    """Yield settings of both: key, value in the configuration, value of the plan, repair."""
     if "gradient_accumulation_steps" in settings:
         num = [getattr(each, "keywords", {}).get("num_parts") for each in plan.split] or [1]
         theirs = settings["gradient_accumulation_steps"]
@@ -286,7 +286,7 @@ def engine_config(
 
 
 def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
-    """Fill in each "auto", or leave it out if the model has no hidden size; set what files need."""
+    """Fill in each "auto", or drop it without a hidden size; set the values that files need."""
     found = {key: value for key, value in zero.items() if value != "auto"}
     if size is not None:
         found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
@@ -296,13 +296,13 @@ def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
         # A parameter, its gradient, and as many tensors of state as AdamW has with amsgrad.
         found["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
     if device_of(zero, "offload_param") == "nvme":
-        # Its prefetch asks twice for what forward and backward both need, and fails.
+        # Its prefetch requests parameters that forward and backward need twice, and fails.
         found["stage3_prefetch_bucket_size"] = 0
     return found
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the hidden size in the configuration of a model of transformers; of several, the largest."""
+    """Return the hidden size in the configuration of a model; the largest, if there are several."""
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         sizes = getattr(each, "hidden_sizes", None) or ()
@@ -318,5 +318,5 @@ def bound_of(clips: Sequence[Any]) -> float | None:
 
 
 def signature_of(clips: Sequence[Any]) -> dict[str, Any]:
-    """Return what a checkpoint compares of them, as if they were in their slot."""
+    """Return the values of clips that a checkpoint compares, as if they were in their slot."""
     return {"gradients": ["clip"] * len(clips)} if clips else {}

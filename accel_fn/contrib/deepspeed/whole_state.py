@@ -1,4 +1,4 @@
-"""The state of ZeRO's optimizer, by parameter and whole: as on one rank, so that any strategy can load it."""
+"""The whole state of ZeRO's optimizer by parameter, as on one rank: any strategy can load it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ States = defaultdict[Tensor, Any]
 def gather_state(
     zero: Any, optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]
 ) -> States:
-    """Gather what the optimizer holds of its flat shards, parameter by parameter; every rank calls it."""
+    """Gather the state of the optimizer's flat shards by parameter; every rank must call this."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     found: States = defaultdict(dict)
@@ -55,8 +55,8 @@ def write_state(
 
 
 def _link(zero: Any) -> None:
-    """Let parameters know their parts of the optimizer's state."""
-    # At stages 1 and 2 DeepSpeed does so once the first group has some, so that others would be missing.
+    """Link parameters with their parts of the optimizer's state."""
+    # At stages 1 and 2 DeepSpeed links once the first group has state; others' would be missing.
     if not _is_stage_3(zero):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
@@ -68,7 +68,7 @@ def _is_stage_3(zero: Any) -> bool:
 
 @contextmanager
 def _in_memory(zero: Any, flat: Tensor) -> Iterator[None]:
-    """Hold a flat shard and its state in memory inside, where the engine offloads them to files."""
+    """Hold a flat shard and its state in memory, if the engine offloads them to files."""
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is None:
         yield
@@ -104,7 +104,7 @@ def _make_entries(
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
     """Give a shard the entries that its parameters have."""
-    # A parameter of no dimensions has state of the shape of a count; others of the group tell them apart.
+    # State of a 0-dim parameter has the shape of a count, so look at others of the group.
     items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
     of_elements = {
         k for p, k, v in items if p.ndim and isinstance(v, Tensor) and v.shape == p.shape

@@ -57,19 +57,20 @@ def wrap_deepspeed(
     micro-batches, autocast and schedules stay those of the step. The model starts from rank 0's parameters
     and buffers. In a world of one it is a no-op, and DeepSpeed is not imported, unless `offload` is given.
 
-    The engine keeps the gradients. A parameter that the loss does not reach gets one of zeros from
-    stage 1 on. A model has one engine: after a step that failed, make it again, and build.
+    The engine keeps the gradients. From stage 1 on, a parameter that the loss does not reach gets a
+    gradient of zeros. A model has one engine: after a step that failed, make it again, and build.
 
     Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
 
     Args:
-        config: DeepSpeed's configuration: a mapping, or the path of its JSON file. "auto", and what is
-            left out, is the plan's, or DeepSpeed's default. Three sizes of buckets with "auto" follow the
-            hidden size in `model.config`, if it is there. What differs from the plan is refused.
-        stage: of ZeRO. Default: that of `config`, else 2.
+        config: DeepSpeed's configuration: a mapping, or the path of its JSON file. For "auto" and
+            for missing settings, the plan's value counts, or DeepSpeed's default. Three sizes of
+            buckets with "auto" follow the hidden size in `model.config`, if it is there. Settings
+            that differ from the plan are refused.
+        stage: the stage of ZeRO. Default: that of `config`, else 2.
         offload: "cpu": keep optimizer state, and at stage 3 parameters, in host memory. "nvme", at stage 3:
             keep optimizer state in files, and parameters in host memory, or as `offload_param` in `config`.
-        nvme_path: the folder of these files, of this plan alone.
+        nvme_path: the folder of these files, which no other plan may use.
         **settings: more entries of DeepSpeed's configuration, such as `zero_optimization={...}`. With state
             in files `sub_group_size` is 1, and with parameters there `stage3_prefetch_bucket_size` is 0.
 
@@ -78,10 +79,10 @@ def wrap_deepspeed(
         From stage 1 on, an update by gradients that are not finite is skipped.
 
     Raises:
-        ValueError: `stage` is not 0, 1, 2 or 3, `offload` is none of its values, or "nvme" below stage 3 or
-            without `nvme_path`, `config` is no file with a JSON object, a setting is given twice with two
-            values, misspelled or in the wrong section, or a batch size, a scheduler, a tracker or another
-            parallelism is given. In `build`, on all ranks:
+        ValueError: `stage` is not 0, 1, 2 or 3, `offload` is not one of its values, or is "nvme"
+            below stage 3 or without `nvme_path`, `config` is not a file with a JSON object, a
+            setting is given twice with two values, misspelled or in the wrong section, or a batch
+            size, a scheduler, a tracker or another parallelism is given. In `build`, on all ranks:
             a setting that differs from the plan; several optimizers, or one with train and eval modes, state,
             a group without trained parameters, or an update that needs the shapes of parameters; trained
             parameters that are not float32, or tables with sparse gradients; a loss scale, and functions in
@@ -90,11 +91,12 @@ def wrap_deepspeed(
             dimensions; ranks that are threads; a model of a
             former step; another device than DeepSpeed's; the lock of a build of DeepSpeed's C++ code; "nvme"
             without libaio; and parameters in files on a device without fp16. From a step: a loss that reaches
-            no parameter, one of another engine, or others than on another rank, where the first batches are
-            looked at, or parameters written after `build`, there, too; a backward beside the
-            step; another step after one that failed; at stage 3 a batch without weight on all ranks.
-            From `step.grads` and `step.update`; from stage 1 on, from `load_model` and `load_accelerate`, and
-            from `load` if the optimizer has made another number of updates to some parameters of a group.
+            no parameter, one of another engine, or not the same on all ranks (checked in some of
+            the first batches), or parameters written after `build` (checked there, too); a backward
+            beside the step; another step after one that failed; at stage 3 a batch without weight
+            on all ranks. From `step.grads` and `step.update`; from stage 1 on, from `load_model`
+            and `load_accelerate`, and from `load` if the optimizer has made another number of
+            updates to some parameters of a group.
         TypeError: an argument is of the wrong type.
         ModuleNotFoundError: in `build`, on several ranks or with `offload`, without the extra `deepspeed`.
 
@@ -142,7 +144,7 @@ class DeepSpeedSlot(SlotFunction):
         return other
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what the engine does not do, or would do silently in another way."""
+        """Refuse a plan that the engine would not follow, or not in the same way."""
         for slot in _REFUSED_SLOTS:
             if getattr(plan, slot):
                 calls = " and ".join(map(describe, getattr(plan, slot)))
@@ -235,7 +237,7 @@ def check_installed() -> None:
 
 
 def _check_world(state: DistState) -> None:
-    """Refuse ranks and devices that DeepSpeed does not know."""
+    """Refuse ranks and devices that DeepSpeed does not support."""
     from deepspeed.accelerator import get_accelerator
 
     is_there = torch.distributed.is_initialized()
@@ -254,7 +256,7 @@ def _check_world(state: DistState) -> None:
 
 
 def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
-    """Refuse the lock of a build that was killed, on which DeepSpeed would wait without end."""
+    """Refuse the lock of a killed build, for which DeepSpeed would wait without end."""
     from torch.utils.cpp_extension import _get_build_directory
 
     needed = [
@@ -271,7 +273,7 @@ def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
 
 
 def _check_files(settings: Mapping[str, Any]) -> None:
-    """Refuse to offload to NVMe what DeepSpeed cannot keep in files here."""
+    """Refuse to offload to NVMe if DeepSpeed cannot keep the state in files here."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accel_fn.contrib.estimate.memory import MemoryEstimate
 
 _PARTS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "peak")
-_COLUMNS = 4  # estimates beside each other, for terminals of 80 columns
+_COLUMNS = 4  # estimates side by side, for terminals of 80 columns
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:

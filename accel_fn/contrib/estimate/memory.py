@@ -38,13 +38,13 @@ class MemoryEstimate:
     Attributes:
         world_size: number of ranks, which share the global batch; of a mesh, those along `dp` do.
         num_microbatches: parts in which each rank computes its share.
-        parameters: of the model, each storage once.
-        buffers: likewise.
-        gradients: of the parameters that require one, and with micro-batches their sums in float32 where
-            parameters are in half precision.
+        parameters: those of the model, each storage once.
+        buffers: those of the model, each storage once.
+        gradients: those of the parameters that require one, and with micro-batches their sums in
+            float32 where parameters are in half precision.
         optimizer: the optimizer's state after a step.
         batch: the micro-batch; None without a batch.
-        activations: alive between forward and backward besides all of the above; None
+        activations: tensors alive between forward and backward besides all of the above; None
             without a batch.
         peak: the most that is alive at once in a step; None without a batch.
         frozen: parameters and buffers of frozen models, which every rank holds.
@@ -149,7 +149,7 @@ def estimates(
     make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
     frozen_dtype: torch.dtype | None = None,
 ) -> Iterator[MemoryEstimate]:
-    """Yield what `estimate_memory` returns, each as soon as it is known."""
+    """Yield the estimates of `estimate_memory`, each as soon as it is known."""
     if precision not in _AUTOCAST:
         raise ArgumentError(message(_FUNCTION, "precision", 'be "no", "bf16" or "fp16"', precision))
     sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
@@ -194,7 +194,7 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 
 class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors with shapes and devices and no data; deep copies of modules stay in one mode."""
+    """A mode of tensors with shapes and devices but no data; deep copies of modules stay in it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoData:
         return self

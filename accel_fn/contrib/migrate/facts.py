@@ -1,4 +1,4 @@
-"""Facts of a script that uses accelerate: its accelerators, what it prepares, how it accumulates."""
+"""Facts of a script that uses accelerate: its accelerators, prepared objects and accumulation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Facts:
         self._calls = [node for node in self._nodes if isinstance(node, cst.Call)]
 
     def code(self, node: cst.CSTNode) -> str:
-        """The source of a node, on one line."""
+        """Return the source of a node, on one line."""
         return joined(self.module.code_for_node(node).splitlines())
 
     @cached_property
@@ -52,7 +52,7 @@ class Facts:
         )
 
     def is_of_accelerate(self, node: cst.Import | cst.ImportFrom) -> bool:
-        """Whether an import is of accelerate or one of its modules."""
+        """Return whether an import is of accelerate or one of its modules."""
         if isinstance(node, cst.ImportFrom):
             modules = [node.module] if node.module is not None and not node.relative else []
         else:
@@ -60,7 +60,7 @@ class Facts:
         return any(self.code(each).split(".")[0] == "accelerate" for each in modules)
 
     def name_in_accelerate(self, node: cst.CSTNode) -> str | None:
-        """The class or function of accelerate that a node names; None for a part of a dotted name."""
+        """Return the class or function of accelerate that a node names; None for part of a name."""
         parent = self._parents[node]
         if isinstance(parent, cst.Attribute) and self._imported(parent):
             return None
@@ -98,7 +98,7 @@ class Facts:
         }
 
     def _names_of_made_by(self, maker: str) -> set[str]:
-        """The names that are assigned what a class of accelerate makes."""
+        """Return the names to which an object of a class of accelerate is assigned."""
         return {
             last(name)
             for name, value in self._assigned.items()
@@ -106,12 +106,12 @@ class Facts:
         }
 
     def is_accelerator(self, node: cst.CSTNode) -> bool:
-        """Whether a node is a variable or an attribute that holds an Accelerator."""
+        """Return whether a node is a variable or an attribute that holds an Accelerator."""
         is_name = isinstance(node, cst.Name | cst.Attribute)
         return is_name and last(self.code(node)) in self._accelerators
 
     def _method_calls(self, *names: str) -> list[cst.Call]:
-        """The calls of methods of an accelerator."""
+        """Return the calls of methods of an accelerator."""
         return [
             call
             for call in self._calls
@@ -132,7 +132,7 @@ class Facts:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """The kind of each name that prepare is given or that takes its result."""
+        """The kind of each name that is an argument of prepare or takes its result."""
         found: dict[str, str] = {}
         for call in self._method_calls(
             "prepare",
@@ -151,7 +151,7 @@ class Facts:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Names of the script that texts of the table may need."""
+        """Names of the script that the texts of the table may need."""
         found = {kind: kind for kind in ("model", "optimizer", "loader", "scheduler")}
         found |= {kind: name for name, kind in reversed(self.kinds.items())}
         if self.training_loaders:
@@ -159,13 +159,13 @@ class Facts:
         return {**found, "k": self.num_microbatches, "init": ", ".join(self._init_arguments())}
 
     def _init_arguments(self) -> Iterator[str]:
-        """The arguments of af.init."""
+        """Yield the arguments of af.init."""
         cpu = self._constructor.get("cpu")
         if cpu not in (None, "False"):
             yield 'device="cpu"' if cpu == "True" else f'device="cpu" if {cpu} else None'
         for call in self._calls:
             if self.name_in_accelerate(call.func) == "set_seed" and call.args:
-                # A seed is that of the run: a rank's number is no part of it.
+                # A seed is that of the run, so a rank's number is left out.
                 seed = re.sub(rf" *\+ *{_RANK}", "", self.code(call.args[0].value))
                 yield f"seed={seed}"
                 break
@@ -182,7 +182,7 @@ class Facts:
 
     @cached_property
     def losses(self) -> set[cst.Assign]:
-        """The lines that compute what the script gives to backward."""
+        """The lines that compute the argument of backward."""
         return {
             node
             for loop, call in self._backward_of.items()
@@ -200,7 +200,7 @@ class Facts:
         return {loop: loader for loop, loader in loaders.items() if loader}
 
     def _loader_of(self, loop: cst.For) -> str:
-        """The first loader in the head of a loop; empty if there is none."""
+        """Return the first loader in the head of a loop; empty if there is none."""
         names = (self.code(each) for each in walk(loop.iter) if isinstance(each, cst.Name))
         return next((name for name in names if self.kind(name) == "loader"), "")
 
@@ -221,7 +221,7 @@ class Facts:
         return bool(self._method_calls("load_state"))
 
     def makes_loader(self, call: cst.Call) -> bool:
-        """Whether a call makes a loader that the script trains on."""
+        """Return whether a call makes a loader that the script trains on."""
         around = self._parents[call]
         return (
             isinstance(around, cst.Assign)
@@ -253,7 +253,7 @@ class Facts:
         return found
 
     def evaluates(self, node: cst.CSTNode) -> bool:
-        """Whether a node stands in a loop of an evaluation."""
+        """Return whether a node is in a loop of an evaluation."""
         return any(each in self.evaluation_loops for each in self._ancestors(node))
 
     @cached_property
@@ -277,7 +277,7 @@ class Facts:
 
     @cached_property
     def divisions(self) -> dict[cst.Assign, str]:
-        """The lines that divide what backward is given, `loss = loss / 4`, and by what."""
+        """The lines that divide the argument of backward, `loss = loss / 4`, and the divisors."""
         return {
             node: divisor
             for loop, call in self._backward_of.items()
@@ -294,7 +294,7 @@ class Facts:
         return ""
 
     def trains(self, node: cst.CSTNode) -> bool:
-        """Whether a node stands in a loop that trains."""
+        """Return whether a node is in a loop that trains."""
         return any(each in self._backward_of for each in self._ancestors(node))
 
     @cached_property
@@ -356,14 +356,14 @@ class Facts:
         )
 
     def _ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes around one, from the inside."""
+        """Yield the nodes around one, from the inside."""
         while not isinstance(node, cst.Module):
             node = self._parents[node]
             yield node
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and all in it, as they stand; names in imports left out."""
+    """Yield a node and all nodes in it, in order, except names in imports."""
     yield node
     if not isinstance(node, cst.Import | cst.ImportFrom):
         for child in node.children:
@@ -371,10 +371,10 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def last(name: str) -> str:
-    """The last part of a dotted name."""
+    """Return the last part of a dotted name."""
     return name.rpartition(".")[2]
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Lines of source as one."""
+    """Join lines of source to one."""
     return " ".join(each.strip() for each in lines).replace("( ", "(").strip()

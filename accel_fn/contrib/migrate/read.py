@@ -1,4 +1,4 @@
-"""Read a script that uses accelerate, without running it: its lines, and what takes their place."""
+"""Read a script that uses accelerate, without running it: its lines, and their replacements."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FIRST = (
 )
 """The first transforms of the recipe; others follow as they stand in the script."""
 _LONGEST = 60
-"""Characters of an argument in a replacement."""
+"""The most characters of an argument in a replacement."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A name of accelerate in a line, and what takes its place."""
+    """A name of accelerate in a line, and its replacement."""
 
     name: str
     replacement: str | None
-    """None if nothing does, "" if the line stays."""
+    """The code in its place; None for none, "" if the line stays."""
     part: str = ""
     """The part of the line that is meant; empty where it is all of it."""
     why: str = ""
@@ -54,7 +54,7 @@ class Line:
 
     @property
     def goes(self) -> bool:
-        """Whether nothing takes its place."""
+        """Whether the line goes without a replacement."""
         return all(use.is_known and use.replacement is None and not use.part for use in self.uses)
 
 
@@ -68,19 +68,19 @@ class Script:
 
     @property
     def num_replaced(self) -> int:
-        """The number of lines in whose place others stand."""
+        """The number of lines with a replacement."""
         return sum(
             line.num_lines for line in self.lines if any(use.replacement for use in line.uses)
         )
 
     @property
     def num_going(self) -> int:
-        """The number of lines in whose place nothing stands."""
+        """The number of lines that go without a replacement."""
         return sum(line.num_lines for line in self.lines if line.goes)
 
 
 def read_script(path: Path) -> Script:
-    """Read a script; refuse one that is no Python or has no accelerate."""
+    """Read a script; refuse one that is not Python, or that does not use accelerate."""
     try:
         module = cst.parse_module(path.read_bytes())
     except cst.ParserSyntaxError as error:
@@ -101,7 +101,7 @@ def read_script(path: Path) -> Script:
 
 
 def _recipe(found: list[str]) -> list[str]:
-    """The transforms of the recipe, each once, in an order that reads well."""
+    """Return the transforms of the recipe, each once, in an order that reads well."""
     names = {_name(each) for each in found}
     wraps = [] if names & {"wrap_fsdp", "wrap_deepspeed", "local_sgd"} else ["af.wrap_ddp()"]
     transforms = dict.fromkeys(["af.place()", *wraps, *found])
@@ -116,7 +116,7 @@ def _name(transform: str) -> str:
 
 
 class _Arguments(dict[str, str]):
-    """The arguments of a call by name; those that it leaves out, and long ones, are three dots."""
+    """The arguments of a call by name; missing and long ones are three dots."""
 
     def __missing__(self, name: str) -> str:
         return "..."
@@ -166,7 +166,7 @@ class _Reader:
             self._add_use(node, "accelerator")
 
     def _read_function(self, node: cst.CSTNode, name: str) -> None:
-        """A class or function of accelerate, with the arguments of its call."""
+        """Add the use of a class or function of accelerate, with the arguments of its call."""
         around = list(self._up_to_statement(node))
         if any(isinstance(each, cst.Annotation) for each in around):
             parameters = [each for each in around if isinstance(each, cst.Param)]
@@ -232,7 +232,7 @@ class _Reader:
             self._add_use(node, key, {"name": name})
 
     def _read_loop(self, node: cst.For) -> None:
-        """A loop over batches in which the script trains, or one over its epochs."""
+        """Add the use of a loop over batches in which the script trains, or of one over epochs."""
         loader = self.facts.training_loops.get(node)
         if loader is not None:
             head = self.facts.code(node.iter)
@@ -250,7 +250,7 @@ class _Reader:
             self._add_use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
 
     def _read_assignment(self, node: cst.Assign) -> None:
-        """A line that computes the loss, or divides it by the number of batches of an update."""
+        """Add the use of a line that computes the loss, or divides it by an update's batches."""
         if node in self.facts.losses:
             self._add_use(node, "loss", {"value": self.facts.code(node.value)})
         elif node in self.facts.divisions:
@@ -259,7 +259,7 @@ class _Reader:
             self._add_use(node, "divide" if known else "divide(by another number)")
 
     def _read_loader(self, node: cst.Call) -> None:
-        """A loader that the script trains on, where it is made."""
+        """Add the use of a loader that the script trains on, where it is made."""
         has_size = any(each.keyword and each.keyword.value == "batch_size" for each in node.args)
         accumulated = has_size and self.facts.num_microbatches
         self._add_use(node.func, "loader(accumulated)" if accumulated else "loader")
@@ -272,7 +272,7 @@ class _Reader:
         *,
         goes: bool = False,
     ) -> None:
-        """Note what takes the place of a name."""
+        """Add the replacement of a name."""
         line = self._line(node)
         found = "is_*_available" if re.fullmatch(r"is_\w+_available", key) else key
         row = TABLE.get(found)
@@ -297,7 +297,7 @@ class _Reader:
             self.transforms.append(row.transform.format_map(filled))
 
     def _arguments(self, node: cst.CSTNode, names: str) -> dict[str, str]:
-        """The arguments of the call of a name, or that argument of a constructor."""
+        """Return the arguments of the call of a name, or that argument of a constructor."""
         if isinstance(node, cst.Arg) and node.keyword is not None:
             return {node.keyword.value: self.facts.code(node.value)}
         call = self.parents[node]
@@ -315,7 +315,7 @@ class _Reader:
         return found
 
     def _up_to_statement(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """The nodes around one, up to its statement or decorator."""
+        """Yield the nodes around one, up to its statement or decorator."""
         while not isinstance(node, cst.BaseStatement | cst.Decorator | cst.Module):
             node = self.parents[node]
             yield node
@@ -330,7 +330,7 @@ class _Reader:
         return self.lines.setdefault(number, Line(number, text, end - number + 1))
 
     def _is_whole(self, node: cst.CSTNode, replacement: str | None) -> bool:
-        """Whether the statement is this name and no more, so that all of it is replaced."""
+        """Return whether the statement is only this name, so that all of it is replaced."""
         if isinstance(node, cst.Arg | cst.Param):
             return False
         if isinstance(node, cst.Import | cst.ImportFrom | cst.For | cst.Assign):
@@ -353,7 +353,7 @@ class _Reader:
         return text
 
     def _stands_alone(self, node: cst.Name) -> bool:
-        """Whether the accelerator itself is passed on here."""
+        """Return whether the accelerator itself is passed on here."""
         parent = self.parents[node]
         if isinstance(parent, cst.Arg):
             call = self.parents[parent]
@@ -362,7 +362,7 @@ class _Reader:
         return isinstance(parent, cst.Param) and parent.annotation is None
 
     def _only_moves(self, node: cst.Attribute) -> bool:
-        """Whether the line moves a variable to the device and does no more: `x = x.to(device)`."""
+        """Return whether the line only moves a variable to the device: `x = x.to(device)`."""
         call = self.parents[self.parents[node]]
         if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
             return False

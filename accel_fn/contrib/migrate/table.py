@@ -27,7 +27,7 @@ class Difference:
     what: str
     measured: str
     only_if: str = ""
-    """The trait that a script must have for it to happen; empty where any may have it."""
+    """The trait of scripts with this difference; empty if any script may have it."""
 
 
 NONE = "(no counterpart)"
@@ -38,7 +38,7 @@ _DISPATCH = "Inference of one model over several devices is transformers' or acc
 _TRAIN = "A step trains and evaluate evaluates: each sets the mode."
 
 TABLE: dict[str, Row] = {
-    # What a script does with the objects that it prepares.
+    # The objects that a script prepares.
     "import": Row("import accel_fn as af"),
     "accelerator": Row("state", "A state holds what a process knows; functions take it."),
     "annotation": Row("state: af.DistState"),
@@ -487,7 +487,7 @@ TABLE: dict[str, Row] = {
     "is_torch_version": Row("torch.__version__"),
     "is_*_available": Row("importlib.util.find_spec(...)"),
 }
-"""By name: of accelerate, `accelerator.` for what a script calls on it, `Accelerator(...)` for arguments."""
+"""Rows by name in accelerate; `accelerator.` for methods, `Accelerator(...)` for arguments."""
 
 DIFFERENCES: dict[int, Difference] = {
     1: Difference(
@@ -587,4 +587,4 @@ DIFFERENCES: dict[int, Difference] = {
         'after minutes, "timed out" on every rank, without a line (seen once, not tested)',
     ),
 }
-"""By row of docs/differences.md."""
+"""Differences by their row of docs/differences.md."""

@@ -1,4 +1,4 @@
-"""Arrange the values of runs as charts: which curves share one, and what is marked."""
+"""Arrange the values of runs as charts: the curves of each, and the marks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLORS = (
 """The colours of runs, which start again after the last; each can be seen on white and on black."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""The dashes of the names in a chart of several runs, in widths of the line; they start again, too."""
+"""The dashes of names in a chart of several runs, in line widths; they start again, too."""
 
 _MEMORY = "peak_memory (GiB)"
 _FIRST = ("loss",)
@@ -37,7 +37,7 @@ _LAST = (
 )
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
 _MOST_WIDE = 4  # runs whose curves differ in width
-_LOG_FROM = 100  # ratio of highest to lowest from which a linear axis hides the end of a curve
+_LOG_FROM = 100  # the ratio of highest to lowest at which a linear axis hides the end of a curve
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        """Is the loss easier to read on a logarithmic axis?"""
+        """Whether the loss is easier to read on a logarithmic axis."""
         finite = [
             value for curve in self.curves for value in curve.column.values if math.isfinite(value)
         ]
@@ -81,7 +81,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Marks:
-    """The steps of a run at which a process went on from a checkpoint, or updates were skipped."""
+    """The steps of a run at which a process loaded a checkpoint, or updates were skipped."""
 
     restarts: list[int]
     skipped: list[int]
@@ -99,7 +99,7 @@ def arrange(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _curves(runs: Sequence[Run], names: list[str]) -> Iterator[Curve]:
-    """The curves of a chart. Runs differ by color, and names by dashes; of one run, names by color."""
+    """Yield the curves of a chart: color by run and dashes by name; for one run, color by name."""
     for (run_place, run), (place, name) in itertools.product(enumerate(runs), enumerate(names)):
         if name in run.columns:
             column = run.columns[name]
@@ -117,7 +117,7 @@ def _in_gib(column: Column) -> Column:
 
 
 def _title(name: str) -> str:
-    """The kind of value: `loss` of `loss/term` and of `validation/loss`."""
+    """Return the kind of value: `loss` of `loss/term` and of `validation/loss`."""
     parts = name.split("/")
     title = next((part for part in parts if part in _KNOWN), parts[-1])
     return _MEMORY if title == "peak_memory" else title
@@ -129,7 +129,7 @@ def _order(title: str) -> int:
 
 
 def marks(run: Run) -> Marks:
-    """Find what charts mark. The load with which a run began is no restart."""
+    """Find the steps that charts mark. The load with which a run began is not a restart."""
     starts = [event["time"] for event in run.events if event["event"] == "start"]
     began = min(starts, default=math.inf)
     restarts = [

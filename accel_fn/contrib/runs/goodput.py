@@ -1,4 +1,4 @@
-"""Divide the wall time of a run: updates that count, and where the rest went."""
+"""Divide the wall time of a run into updates that count and other categories."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ CATEGORIES = {
 """The categories of the wall time of a run, each with its words in a report."""
 
 _SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluation"}
-"""The category of events that took seconds."""
+"""The category of each kind of event that takes time."""
 
 _PRIORITY = ("down", "compile", "repeated", "checkpoints", "evaluation", "start", "other")
-"""Where two categories overlap, the first counts: the save of a step that was lost is time lost."""
+"""Where categories overlap, the first counts: the save of a lost step is lost time."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went."""
+    """The wall time of a run by category."""
 
     microseconds: dict[str, int]
-    """By category. Integers, so that they sum to the wall time exactly."""
+    """The time in each category. Integers sum to the wall time exactly."""
 
     processes: int
-    """How many processes trained, one after the other."""
+    """The number of processes that trained, one after the other."""
 
     @property
     def wall(self) -> int:
@@ -54,16 +54,16 @@ class Goodput:
 
 
 class _Entry(NamedTuple):
-    """A moment of which the log has time and step."""
+    """A moment with a time and a step in the log."""
 
     time: int
     step: int
     values: Mapping[str, Any]
-    """Those of the event, or of the line."""
+    """The values of the event, or of the line."""
 
     @property
     def kind(self) -> str:
-        """The kind of the event; `line` for a line of values, `lost` for one that was cut off."""
+        """The kind of the event; `line` for a line of values, `lost` for a line cut off."""
         return str(self.values["event"])
 
     @property
@@ -98,7 +98,7 @@ class _Window(NamedTuple):
     num_steps: int
     data_wait: float
     skipped: float
-    """Share of the updates that were skipped."""
+    """The share of updates that were skipped."""
 
 
 def goodput(run: Run) -> Goodput:
@@ -126,11 +126,11 @@ def _microseconds(seconds: Any) -> int | None:
 
 
 def _entries(run: Run) -> Iterator[_Entry]:
-    """Lines, events, and the last lines that loads have cut off."""
+    """Yield lines, events, and the last lines that loads have cut off."""
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
         if (time := _microseconds(seconds)) is not None:
-            # To a plan, the steps of another one are time between its own steps.
+            # For each plan, steps of another plan are time between its steps.
             in_steps = sum(1 - min(wait, 1.0) for wait in waits[step])
             wait = max(1 - in_steps, 0.0) if waits[step] else 0.0
             values = {"event": "line", "data_wait": wait, "skipped": sum(skips[step])}
@@ -146,7 +146,7 @@ def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
     found = defaultdict(list)
     for column in columns:
         for step, value in zip(*column, strict=True):
-            found[step].append(value if value > 0 else 0.0)  # nan is none, too
+            found[step].append(value if value > 0 else 0.0)  # nan counts as none
     return found
 
 
@@ -191,7 +191,7 @@ def _windows(process: _Process) -> Iterator[_Window]:
 
 
 def _usual_step(processes: list[_Process]) -> int:
-    """The median time of a step, without waits for data and without events."""
+    """Return the median time of a step, without waits for data and without events."""
     found = []
     for process in processes:
         times = [entry.time for entry in process.entries]
@@ -221,7 +221,7 @@ def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
 
 
 def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
-    """The time of steps that a later process did again, or the same one after a load."""
+    """Yield the time of steps that a later process, or this one after a load, repeated."""
     kept: list[_Entry] = []
     for entry in entries:
         if entry.kind in ("load", "start"):

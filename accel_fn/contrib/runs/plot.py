@@ -58,5 +58,5 @@ def plot(*, paths: tuple[Path, ...], out: Path | None) -> None:
 
 
 def _folder(paths: tuple[Path, ...]) -> Path:
-    """The nearest folder that all runs are in."""
+    """Return the innermost folder that holds all runs."""
     return Path(os.path.commonpath([path if path.is_dir() else path.parent for path in paths]))

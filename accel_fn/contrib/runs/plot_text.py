@@ -50,7 +50,7 @@ class _Frame:
         return [int(self.column(step)) for step in steps if self.first <= step <= self.last]
 
     def point(self, step: int, value: float) -> _Point | None:
-        """Where a value is; None where it is not finite."""
+        """Return the point of a value; None if it is not finite."""
         if not math.isfinite(value):
             return None
         bottom, top = self._warp(self.low), self._warp(self.high)
@@ -74,7 +74,7 @@ def draw_text(runs: Sequence[Run], width: int, height: int | None) -> Table:
 
 
 def _draw(chart: Chart, runs: Sequence[Run], width: int, lines: int) -> Text:
-    """A title, the curves beside their axis, and the first and last step."""
+    """Draw a title, the curves beside their axis, and the first and last step."""
     frame = _Frame(chart, width - _LABEL - 2, lines - 3)
     cells = _restarts(chart, frame, runs) | _curves(chart, frame)
     labels = {0: frame.high, frame.num_lines // 2: frame.middle, frame.num_lines - 1: frame.low}
@@ -98,7 +98,7 @@ def _label(value: float) -> str:
 
 
 def _title(chart: Chart, num_runs: int, width: int) -> Text:
-    """The kind of value; of one run, each name and its last value."""
+    """Return the kind of value; for one run, each name and its last value."""
     names = [(curve.name, curve) for curve in chart.curves] if num_runs == 1 else []
     if len(names) <= 1:
         names = [(chart.title, curve) for _, curve in names]
@@ -110,7 +110,7 @@ def _title(chart: Chart, num_runs: int, width: int) -> Text:
 
 
 _Cells = dict[tuple[int, int], tuple[str, str]]
-"""By column and line: a character and its style."""
+"""A character and its style, by column and line."""
 
 
 def _restarts(chart: Chart, frame: _Frame, runs: Sequence[Run]) -> _Cells:
@@ -123,7 +123,7 @@ def _restarts(chart: Chart, frame: _Frame, runs: Sequence[Run]) -> _Cells:
 
 
 def _curves(chart: Chart, frame: _Frame) -> _Cells:
-    """The dots of all curves; where curves meet, the last one gives the color."""
+    """Return the dots of all curves; where curves meet, the last one gives the color."""
     bits: dict[tuple[int, int], int] = {}
     colors: dict[tuple[int, int], str] = {}
     for curve in chart.curves:

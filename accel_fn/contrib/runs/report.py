@@ -1,4 +1,4 @@
-"""The command `report`: print where the time of a run went, or compare runs."""
+"""The command `report`: print the time of a run by category, or compare runs."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class _Summary:
 
     @property
     def speed(self) -> float | None:
-        """The median of the samples per second; of several plans, of the first."""
+        """The median of the samples per second, of the first plan if there are several."""
         columns = self.run.of_plans("samples_per_second")
         return median(columns[0].values) if columns else None
 
     def cell(self, name: str) -> Any:
-        """The value of a column in the table of runs: a text, a number, or None."""
+        """Return the value of a column in the table of runs: a text, a number, or None."""
         own = {
             "run": self.run.name,
             "step": self.run.last_step,
@@ -131,7 +131,7 @@ def _check_column(option: str, name: str, known: Sequence[str]) -> None:
 
 
 def _columns(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """The headings of the table of runs, whose values have these names."""
+    """Return the headings of the table of runs, whose values have these names."""
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
     # One loss, so that the table fits 80 columns.
     return list(
@@ -151,7 +151,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _shown(name: str, value: Any) -> str:
-    """A value in the unit of its column."""
+    """Return a value in the unit of its column."""
     if value is None:
         return "-"
     if isinstance(value, float) and not math.isfinite(value):
@@ -166,7 +166,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _print_run(found: _Summary) -> None:
-    """Print the run's restarts, where its time went, and its values."""
+    """Print the run's restarts, its time by category, and its values."""
     run, spent = found.run, found.spent
     counts = [_count(run.last_step, "step"), _count(found.restarts, "restart")]
     if run.of_plans("skipped_updates"):
@@ -201,7 +201,7 @@ def _percent(tenths: int) -> str:
 
 
 def _shares(parts: Sequence[int]) -> list[int]:
-    """Tenths of a percent that sum to 1000: those that were cut most are rounded up."""
+    """Return tenths of a percent that sum to 1000: those that lost most are rounded up."""
     whole = sum(parts)
     found = [1000 * part // whole for part in parts]
     by_rest = sorted(range(len(parts)), key=lambda place: -(1000 * parts[place] % whole))

@@ -34,10 +34,10 @@ class Run:
     """The path of the run's folder, or of the log where its folder has several."""
 
     columns: dict[str, Column]
-    """By name, in the order of the log; `time` is one of them."""
+    """Columns by name, in the order of the log; `time` is one of them."""
 
     events: list[dict[str, Any]]
-    """In the order of the log; each has a number `time` and an integer `step`."""
+    """Events in the order of the log; each has a number `time` and an integer `step`."""
 
     @property
     def last_step(self) -> int:
@@ -46,7 +46,7 @@ class Run:
         return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
     def of_plans(self, name: str) -> list[Column]:
-        """The columns of this name, one a plan: each plan that shares a log has a prefix."""
+        """Return the columns of this name, one a plan: plans that share a log have prefixes."""
         names = [each for each in self.columns if each == name or each.endswith(f"/{name}")]
         return [self.columns[each] for each in names]
 
@@ -77,7 +77,7 @@ def _repair(paths: Sequence[Path]) -> str:
 
 
 def find_logs(path: Path) -> list[Path]:
-    """The logs in a folder, by name; of a file, that file if it is a log."""
+    """Return the logs in a folder, by name; for a file, that file if it is a log."""
     if not path.is_dir():
         files = [path]
     else:
@@ -90,14 +90,14 @@ def find_logs(path: Path) -> list[Path]:
 
 
 def _is_log(file: Path) -> bool:
-    """Do its first lines have a step and a value, or does a file with its events stand beside it?"""
+    """Return whether a file begins with lines of steps and values, or has a file of events."""
     has_events = file.with_name(file.stem + _EVENTS).exists()
     return has_events or any(len(line) > 1 for line in log_lines(file, _FEW))
 
 
 def read_run(file: Path, name: str) -> Run:
     """Read one log and its events. Lines that were cut in their middle are left out."""
-    # A value that was logged late may stand behind later steps.
+    # A value that was logged late may come after later steps.
     by_step: dict[int, dict[str, float]] = {}
     for line in log_lines(file):
         by_step.setdefault(int(line.pop("step")), {}).update(line)
@@ -112,10 +112,10 @@ def read_run(file: Path, name: str) -> Run:
 
 
 def is_time(value: Any) -> bool:
-    """Is this a number of seconds, of a clock or of a stretch of time?"""
+    """Return whether a value is a number of seconds, of a clock or of a stretch of time."""
     return type(value) in (int, float) and abs(value) < _LONGEST_S
 
 
 def _printable(text: str) -> str:
-    """Escape what changes a terminal's state or cannot be printed."""
+    """Escape characters that change a terminal's state or cannot be printed."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)

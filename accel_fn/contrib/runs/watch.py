@@ -54,7 +54,7 @@ def _follow(paths: Sequence[Path], console: Console) -> None:
                 runs, _ = read_runs("watch", paths)
                 live.update(_drawn(runs, console.width, console.height), refresh=True)
                 before = now
-            # A long log takes its time to read: most of the time must be left to the run.
+            # Reading a long log takes a while, and most of the time must be left to the run.
             time.sleep(max(_LOOK_EVERY_S, 5 * (time.monotonic() - began)))
 
 
@@ -72,7 +72,7 @@ def _drawn(runs: Sequence[Run], width: int, height: int | None) -> Group:
 
 
 def _head(run: Run) -> str:
-    """The run, its last step, its speed, and how long ago its last line was written."""
+    """Return the run, its last step, its speed, and the age of its last line."""
     times = run.columns.get("time")
     if times is None:
         return f"{run.name}: no value yet"
