@@ -52,7 +52,7 @@ class Raised:
 def main(caller: str, cpus: str, place: str, displays: str) -> None:
     """Run one rank of a caller, on some of the processors, and exit.
 
-    In a notebook, `displays` is the pipe for what the rank displays.
+    In a notebook, `displays` is the pipe for the rank's displays.
     """
     worker.open_streams()
     worker.die_with(int(caller))

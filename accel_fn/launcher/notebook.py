@@ -1,4 +1,4 @@
-"""A notebook that launches ranks: its cell shows what rank 0 displays.
+"""A notebook that launches ranks: its cell shows the displays of rank 0.
 
 IPython is imported only if a notebook has imported it, and in the ranks of the notebook.
 """

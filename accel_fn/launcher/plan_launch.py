@@ -85,7 +85,7 @@ def choose_processors(
 
 def check_temporary_folder() -> None:
     """Refuse a machine on which no temporary file can be made."""
-    # Ranks record there what ends them: without it, a failure would have no cause.
+    # Ranks record their errors there: without it, a failure would have no cause.
     try:
         tempfile.TemporaryFile().close()
     except OSError as error:
@@ -218,7 +218,7 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
     """Yield variables for the store of torch's rendezvous and for Gloo's interface."""
-    # Torch would give the ranks of a restart the store that those before them wrote to.
+    # Torch would give the ranks of a restart the store of the attempt before.
     if machines.backend != "static":
         why = "a new store for each attempt"
         yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
@@ -235,7 +235,7 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
 def rank_variables(
     machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
 ) -> list[Variable]:
-    """Return what torch's agent sets for a rank at the first attempt, as far as known before."""
+    """Return variables that torch's agent sets for a rank at first, as far as known before."""
     machine = machines.machine_rank
     num_local, world_size = machines.num_local, machines.num_processes
     rank = None if machine is None else machine * num_local + local_rank

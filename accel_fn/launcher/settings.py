@@ -425,7 +425,7 @@ def _from_flags(flags: Mapping[str, object]) -> Layer:
 
 
 def _from_variables(environment: Mapping[str, str]) -> Layer:
-    """Read variables that are not empty. A name close to a setting's is a mistake; others are not ours."""
+    """Read variables that are not empty; refuse names close to a setting's, ignore all others."""
     values, mistyped = {}, {}
     for variable, value in environment.items():
         name = variable.removeprefix(PREFIX).lower()

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 class StoreRendezvous(RendezvousHandler):
     """One machine's side of the rendezvous; it ends with the launcher, so it is never closed.
 
-    A machine alone has a store in memory, which serves nobody: its ranks meet in a file.
+    A single machine has a store in memory, which is not served: its ranks meet in a file.
     """
 
     def __init__(self, machines: Machines, rank: int, run_id: str) -> None:

@@ -372,7 +372,8 @@ def _vertex(variables: Variables) -> Node | None:
 
 
 def _pbs(variables: Variables) -> Node | None:
-    # Processes that an MPI starts inherit the variables of its own machine, and may fill fewer.
+    # Processes that an MPI starts inherit the variables of its machine, and may fill fewer
+    # machines.
     if read_task(variables.values, function=variables.function) is not None:
         return None
     hosts, job = _pbs_hosts(variables.values), variables.values.get("PBS_JOBID")

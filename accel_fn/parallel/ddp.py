@@ -61,7 +61,7 @@ def wrap_ddp(
     Raises:
         TypeError: `sync_batchnorm` is not True or False.
         ValueError: an option that DDP does not have, or that comes from the state;
-            in `build`, `sync_batchnorm` where a layer has a forward of its own, or beside
+            in `build`, `sync_batchnorm` where a layer has another forward than torch's, or beside
             `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
             `weight_fn` that is a mapping; any option beside `wrap_tp`; in a world of several, an
             `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend
@@ -104,7 +104,7 @@ class DDPSlot(SlotFunction):
         return frozenset() if finds else frozenset({"needs_every_parameter"})
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what DDP would not see."""
+        """Refuse models and options that DDP would not handle."""
         given = [name for name, value in self.keywords.items() if value not in (None, False)]
         if self.keywords.get("sync_batchnorm"):
             check_synced("wrap_ddp", state, plan)

@@ -72,7 +72,7 @@ class JoiningRank:
     deadline: float
     """The time to give up, on the monotonic clock."""
     task: str
-    """What all ranks must do, for errors."""
+    """The task of all ranks, for errors."""
 
 
 def join_world(

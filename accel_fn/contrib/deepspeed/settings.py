@@ -296,7 +296,7 @@ def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
         # A parameter, its gradient, and as many tensors of state as AdamW has with amsgrad.
         found["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
     if device_of(zero, "offload_param") == "nvme":
-        # Its prefetch requests parameters that forward and backward need twice, and fails.
+        # Its prefetch requests parameters twice that forward and backward both need, and fails.
         found["stage3_prefetch_bucket_size"] = 0
     return found
 

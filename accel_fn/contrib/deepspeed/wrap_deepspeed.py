@@ -37,7 +37,7 @@ _REFUSED_SLOTS = (
     "gradients",
 )
 _NOT_FLAT = (Adafactor, Adagrad, Muon)
-"""Optimizers that use the shape of a parameter, or that DeepSpeed replaces by one of its own."""
+"""Optimizers that use the shape of a parameter, or that DeepSpeed replaces by another one."""
 
 
 @transform

@@ -36,7 +36,7 @@ class MemoryEstimate:
     """Bytes that one rank holds, for a number of ranks and of micro-batches.
 
     Attributes:
-        world_size: number of ranks, which share the global batch; of a mesh, those along `dp` do.
+        world_size: number of ranks, which share the global batch; on a mesh, those along `dp` do.
         num_microbatches: parts in which each rank computes its share.
         parameters: those of the model, each storage once.
         buffers: those of the model, each storage once.

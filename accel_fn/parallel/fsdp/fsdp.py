@@ -159,7 +159,7 @@ class FSDPSlot(SlotFunction):
         return frozenset({"shards", "acts_alone"} if alone else {"shards"})
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what FSDP cannot shard, or what its collectives cannot follow."""
+        """Refuse a plan that FSDP cannot shard, or that its collectives cannot follow."""
         if self.keywords["sync_batchnorm"]:
             check_synced("wrap_fsdp", state, plan)
         replicate = self.keywords["replicate"]
@@ -279,7 +279,7 @@ class FSDP(PaddingStrategy):
         return self.sharded.trainable()
 
     def settle(self, state: DistState) -> None:
-        """Compare what all ranks have gathered and reduced, and which parameters have a gradient."""
+        """Compare the collectives of all ranks, and the parameters that have a gradient."""
         trained = self.trained if torch.is_grad_enabled() else ()
         self.order.end([index for index, each in enumerate(trained) if each.grad is None])
 

@@ -1,4 +1,4 @@
-"""The FSDP units of a model, by name, and checks of what FSDP cannot shard."""
+"""The FSDP units of a model, by name, and a check for parameters that FSDP cannot shard."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class LocalGradients(Strategy):
         return super().prepare(plan, state, grads, report)
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """Return this rank alone: each has gradients and parameters of its own."""
+        """Return this rank alone: ranks have different gradients and parameters."""
         return (state.rank,)
 
     def evaluating(
@@ -236,7 +236,7 @@ class RankAverage:
         return state
 
     def _updated(self) -> list[str]:
-        """Name what all ranks or none must update if an average follows every update.
+        """Name parameters that all ranks or none must update if an average follows every update.
 
         Without momentum and weight decay, a missing gradient acts like one of zeros.
         """

@@ -265,7 +265,7 @@ def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_tracking(tracking: Mapping[str, nn.Module], function: str) -> None:
-    """Refuse running statistics, since each rank would take those of its own samples."""
+    """Refuse running statistics, which each rank would take from its own samples."""
     for name, module in tracking.items():
         if module.training:
             raise PlanError(

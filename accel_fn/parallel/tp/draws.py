@@ -70,7 +70,7 @@ def _outside_of_graphs(hook: F) -> F:
 
 
 class _Region:
-    """A part of a forward in which this rank's activations are other features than those of its peers."""
+    """A part of a forward in which a rank's activations are other features than its peers'."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -118,7 +118,7 @@ class CompileStepSlot(SlotFunction):
     """`compile_step` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse what one graph cannot hold."""
+        """Refuse a plan that one graph cannot hold."""
         if state.world_size > 1:
             raise PlanError(
                 f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '

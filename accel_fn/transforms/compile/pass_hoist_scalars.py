@@ -1,4 +1,4 @@
-"""A pass of torch's compiler that computes once what an optimizer computes from its step count."""
+"""A pass of torch's compiler that computes an optimizer's numbers of its step count only once."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Schedule:
         yield
 
     def signature(self) -> str:
-        """Return what a checkpoint compares: the class of the scheduler, not the call that made it."""
+        """Return the text that a checkpoint compares: the class of the scheduler, not the call."""
         return f"schedule({type(self.scheduler).__name__})"
 
 
@@ -179,7 +179,7 @@ class BatchSchedule(Schedule):
         self._step = saved["step"]
 
     def signature(self) -> str:
-        """Return what a checkpoint compares: the class of the scheduler, and what it counts."""
+        """Return the text that a checkpoint compares: the scheduler's class and its interval."""
         return f"schedule({type(self.scheduler).__name__}, every={self._every})"
 
 
@@ -206,7 +206,7 @@ class StateSchedule(Schedule):
         self._seen[0] = state
 
     def signature(self) -> str:
-        """Return what a checkpoint compares: the class of the scheduler, and what it follows."""
+        """Return the text that a checkpoint compares: the scheduler's class and its argument."""
         return f"schedule({type(self.scheduler).__name__} of the state)"
 
 
@@ -233,7 +233,7 @@ class Schedules:
             each.load_state_dict(saved[name])
 
     def signature(self) -> str:
-        """Return what a checkpoint compares."""
+        """Return the text that a checkpoint compares."""
         (kind, *_) = dict.fromkeys(each.signature() for each in self.schedules.values())
         return kind if self._name is None else f"{kind} of {self._name}"
 
