@@ -78,8 +78,7 @@ def launch(
     are sent by cloudpickle; ranks import functions of modules. Files of settings are not read.
     Ranks inherit variables such as ACCEL_FN_WRAP, unless an argument replaces them.
 
-    A notebook's cell shows the pictures and progress bars of rank 0, and the printed lines of all
-    ranks.
+    A notebook's cell shows pictures and progress bars of rank 0, and printed lines of all ranks.
 
     When a rank fails, the others are stopped, and its exception is raised here.
     Ctrl-C stops all ranks. No rank outlives this process.

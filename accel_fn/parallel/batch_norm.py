@@ -56,7 +56,7 @@ class SyncedBatchNorm:
         """The nodes of the layers in the graph of the micro-batch under way."""
 
     def exchange(self, code: int, numbers: Tensor) -> Tensor:
-        """Return all ranks' numbers, [ranks, num_numbers]; raise on all if one makes another call."""
+        """Return all ranks' numbers, [ranks, num_numbers]; raise on all ranks if calls differ."""
         packet = numbers.new_zeros(1 + 1 + 2 * self._width)
         packet[0] = code
         packet[1 : 1 + len(numbers)] = numbers

@@ -249,7 +249,7 @@ class Node:
 
     cluster: str
     variables: tuple[str, ...]
-    """The variables that identify the cluster. Unset, they let a rank train on one machine alone."""
+    """The variables that identify the cluster. Unset, they let `init` train on one machine."""
     num_machines: int
     machine_rank: int = 0
     host: str | None = None
@@ -372,8 +372,7 @@ def _vertex(variables: Variables) -> Node | None:
 
 
 def _pbs(variables: Variables) -> Node | None:
-    # Processes that an MPI starts inherit the variables of its machine, and may fill fewer
-    # machines.
+    # Processes that an MPI starts inherit the variables of its machine, and may use fewer of them.
     if read_task(variables.values, function=variables.function) is not None:
         return None
     hosts, job = _pbs_hosts(variables.values), variables.values.get("PBS_JOBID")

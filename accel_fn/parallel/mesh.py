@@ -115,7 +115,7 @@ def _is_known(group: ProcessGroup) -> bool:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of a simulated rank, in place of the rank of the process that torch would take."""
+    """A mesh of simulated ranks, where torch would take the rank of the process."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]

@@ -57,7 +57,7 @@ class Launch:
     host: str
     port: int
     serves: bool
-    """Whether this process serves the store at that address; else rank 0 or torchrun's agent does."""
+    """Whether this process serves the store at that address, not rank 0 or torchrun's agent."""
     store_file: str | None = None
     """The store of a launch on this machine; None where ranks meet at the address."""
 

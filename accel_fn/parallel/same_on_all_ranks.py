@@ -118,7 +118,7 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
         )
         return values * _MIXING + places
     dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # Words have 32 bits at most: with 64, two swapped signs would change the sum by 2**64, or 0.
+    # Words have 32 bits at most: with 64, two swapped signs would add 2**64, which is 0.
     bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
     words = dense.reshape(-1).view(bits)
     largest = _PIECE_ON_HOST if words.is_cpu else _PIECE

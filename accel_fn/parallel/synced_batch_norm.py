@@ -101,4 +101,4 @@ class SyncedStrategy(PaddingStrategy):
         return loss, metrics
 
     def zero_gradients(self) -> None:
-        """Do nothing: at weight 0, only gradients through the statistics remain, and these count."""
+        """Do nothing: at weight 0, gradients come only through the statistics, and these count."""

@@ -104,11 +104,10 @@ def wrap_fsdp(
             sharded already, or of another dtype; an optimizer that cannot update shards (one that
             is not torch's is tried on small tensors); `replicate` beside `wrap_tp`; `param_dtype`
             or `offload` beside `wrap_tp` with one rank along `dp`, or beside
-            `compiled(scope="step")`; or, in a world
-            of several, an `nn.Embedding` with a `max_norm` or sparse gradients. In a step, on all
-            ranks: the units of ranks or their order differ; the loss uses shards of a block's
-            parameters, or puts other parameters into a block; in the first step, the loss or a
-            gradient transform reads a number of shards.
+            `compiled(scope="step")`; or, in a world of several, an `nn.Embedding` with a `max_norm`
+            or sparse gradients. In a step, on all ranks: the units of ranks or their order differ;
+            the loss uses shards of a block's parameters, or puts other parameters into a block; in
+            the first step, the loss or a gradient transform reads a number of shards.
         TypeError: another argument is of the wrong type.
 
     Warns:

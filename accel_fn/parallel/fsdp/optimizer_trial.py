@@ -114,7 +114,7 @@ def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
 def _updated_whole(
     optimizer: Optimizer, state: DistState, length_of: LengthFn
 ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """Return parameters before and after updates, none on failure, and whether numbers are drawn."""
+    """Return parameters before and after updates, none on failure, and whether it draws."""
     with exclusive_random(state.device):
         before = random_state(state.device)
         try:

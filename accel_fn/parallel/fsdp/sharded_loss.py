@@ -119,7 +119,7 @@ class ShardedLoss(nn.Module):
                 )
 
     def add_top(self, top: nn.Module) -> None:
-        """Gather a part's parameters outside of all blocks for a loss, or when it is called alone."""
+        """Gather a part's parameters outside of blocks for a loss, or when it is called alone."""
         self._tops.append(top)
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 

@@ -165,7 +165,7 @@ class VirtualRanks(Strategy):
         total: Weight,
         metrics: MetricSums,
     ) -> Tensors:
-        """Return a virtual rank's part of the mean loss and of the gradients of the global batch."""
+        """Return a virtual rank's part of the global batch's mean loss and gradients."""
         mean: Tensor | None = None
         backward = wide_backward(self.backward, self.halves, len(parts))
         for part, weight in zip(parts, weights, strict=True):

@@ -105,7 +105,7 @@ def _without_plan(model: nn.Module) -> str:
 def _guess(block: nn.Module) -> dict[str, str]:
     """Return the styles of a block's layers: the last of a part is rowwise if it takes another's output.
 
-    A style is empty if none does, for example where one matrix holds queries, keys and values.
+    They are empty if it does not, for example if one matrix holds queries, keys and values.
     """
     modules = dict(block.named_modules())
     layers = {

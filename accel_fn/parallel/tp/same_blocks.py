@@ -303,7 +303,7 @@ def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
 
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw values near a parameter's, the same on all ranks, at a scale that keeps that of signals."""
+    """Draw values near a parameter's, equal on all ranks, at a scale that keeps that of signals."""
     # A block hides its faults where its last layer starts at zero, where all weights are one, or
     # where they are so small that every head attends to all tokens equally.
     if not tensor.is_floating_point():
