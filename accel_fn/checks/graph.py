@@ -28,7 +28,8 @@ class GraphCheck:
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
         self._plan = plan
         self._reachable = strategy.reachable
-        self._known = {*map(id, self._reachable), *map(id, plan.model.parameters())}
+        self._in_graph = strategy.in_graph
+        self._known = {*map(id, self._in_graph), *map(id, plan.model.parameters())}
         self._is_main = state.is_main
         self._is_first = True
         """Whether the next micro-batch is the first one of the step."""
@@ -38,7 +39,7 @@ class GraphCheck:
         _BUILT.add(self)
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [*self._reachable, *self._plan.model.parameters()]
+        return [*self._in_graph, *self._plan.model.parameters()]
 
     def begin(self) -> None:
         """Begin a step."""

@@ -81,8 +81,11 @@ class Strategy:
         """Whether forwards and backwards are trials of the checks, which no other rank averages."""
         self.retries = state.world_size > 1 and bool(plan.having("retries"))
         """Whether a rank may run out of memory, so that all ranks run the batch again."""
-        self.reachable = self.trainable()
-        """The parameters that a backward may reach."""
+        left_out = {*map(id, plan.left_out())}
+        self.in_graph = self.trainable()
+        """The parameters that the graph of a loss may have."""
+        self.reachable = [each for each in self.in_graph if id(each) not in left_out]
+        """Those among them whose gradients a backward computes."""
         self.halves = half_of(self.reachable)
         """The parameters in half precision. Their gradients are added up over micro-batches in float32."""
         self._is_split = any(map(is_sharded, self.reachable))
@@ -110,13 +113,13 @@ class Strategy:
         self.awaits_total = False
         """Whether a forward waits for the weights of all ranks, and so for their errors."""
         self.reached = Reached(
-            plan, self.reachable, finds_unused=self.finds_unused, is_main=state.is_main
+            plan, self.in_graph, finds_unused=self.finds_unused, is_main=state.is_main
         )
         self.observers = Observers(())
         """The observers of the step. Those that are due see the outcome of each micro-batch."""
 
     def trainable(self) -> Sequence[nn.Parameter]:
-        """Return the parameters that a backward may reach."""
+        """Return the parameters that the graph of a loss may have."""
         return [each for each in self.module.parameters() if each.requires_grad]
 
     def gradients(

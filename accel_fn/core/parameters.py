@@ -174,6 +174,7 @@ class Reached:
         self._plan = plan
         self._trained = plan.trained()
         self._known = {*map(id, reachable), *map(id, plan.model.parameters())}
+        self._left_out = {*map(id, plan.left_out())}
         self._finds_unused = finds_unused
         """Whether a loss may miss parameters."""
         self._is_main = is_main
@@ -196,19 +197,26 @@ class Reached:
 
     def _note_unused(self) -> None:
         """Warn once of what one process trains and several ranks refuse."""
-        named = self._plan.model.named_parameters()
-        self.unused = [n for n, p in named if p.requires_grad and p.grad is None]
-        if self._is_main:
+        self.unused = [*self._missed()]
+        if self.unused and self._is_main:
             warn_user(
                 "step: loss_fn should reach all parameters that require a gradient, got none for "
                 f"{_some(self.unused)}, which wrap_ddp refuses on several ranks; freeze what is not used, or "
                 "wrap_ddp(find_unused_parameters=True)"
             )
 
+    def _missed(self) -> dict[str, nn.Parameter]:
+        """The parameters that should have a gradient and have none, by name."""
+        named = self._plan.model.named_parameters()
+        return {
+            name: each
+            for name, each in named
+            if each.requires_grad and each.grad is None and id(each) not in self._left_out
+        }
+
     def check_reached(self) -> None:
         """Refuse a loss that misses the model, or misses parameters that DDP waits for."""
-        named = self._plan.model.named_parameters()
-        missed = {n: p for n, p in named if p.requires_grad and p.grad is None}
+        missed = self._missed()
         for name, parameter in missed.items():
             if id(parameter) not in self._known:
                 raise replaced(name)

@@ -278,6 +278,11 @@ class Plan(Generic[Batch]):
         """The slot functions with this trait."""
         return [each for each in self.entries() if trait in getattr(each, "traits", ())]
 
+    def left_out(self) -> list[nn.Parameter]:
+        """The parameters that no update of this plan changes, so that no gradient of them is computed."""
+        having = [each for each in self.entries() if hasattr(each, "left_out")]
+        return [parameter for each in having for parameter in each.left_out(self)]
+
     def always_applies(self, state: DistState) -> bool:
         """Return whether every update is applied, whatever the gradients are."""
         return state.scaler is None and not self.accept and not self.having("may_skip")

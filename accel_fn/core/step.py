@@ -51,7 +51,7 @@ class Stages:
     def __init__(self, plan: Plan, strategy: Strategy) -> None:
         self.plan = plan
         self.strategy = strategy
-        self.grad_fn = _wrapped(plan, strategy)
+        self.grad_fn, self.keeps_gradients = _wrapped(plan, strategy)
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
         """Run all of a step but `after_update`."""
@@ -208,8 +208,9 @@ class Step(Generic[Batch]):
             raise
         if self.observers.due:
             self.observers.after(state, batch, report)
-        kept = grads if self.plan.wrap_grad_fn else _cloned(state, self.plan, grads)
-        return state, kept, report
+        if not self.stages.keeps_gradients:
+            grads = _cloned(state, self.plan, grads)
+        return state, grads, report
 
     def update(
         self, state: DistState, grads: Grads, report: Report, *, advance: bool = True
@@ -330,18 +331,18 @@ def _still(before: DistState, after: DistState) -> DistState:
     )
 
 
-def _wrapped(plan: Plan, strategy: Strategy) -> GradFn:
-    """`Strategy.gradients` inside the functions of `wrap_grad_fn`."""
+def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
+    """`Strategy.gradients` inside the functions of `wrap_grad_fn`, and whether its gradients are copies."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
     for wrap in retrying:  # innermost: these do the same batch again, and keep no gradients
         grad_fn = wrap(grad_fn)
-    if others:
-        grad_fn = partial(_kept, plan, grad_fn)
+    kept: GradFn = partial(_kept, plan, grad_fn)
+    wrapped = kept
     for wrap in others:
-        grad_fn = wrap(grad_fn)
-    return grad_fn
+        wrapped = wrap(wrapped)
+    return (grad_fn, False) if wrapped is kept else (wrapped, True)
 
 
 def _kept(

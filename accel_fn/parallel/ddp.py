@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -224,6 +224,7 @@ class DDP(Strategy):
         """Whether to make DDP anew: it refuses a forward after a backward that did not finish."""
         turn = _Turn()
         self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
+        self._left_out = plan.left_out()
         self.ddp = self._wrapped(module, **self._options)
         super().__init__(state, self.ddp, plan)
         self.loss_module = module
@@ -259,7 +260,8 @@ class DDP(Strategy):
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap the loss in DDP and lay out its buckets."""
-        ddp = DistributedDataParallel(module, **options)
+        with _requiring_none(self._left_out):  # DDP takes and averages no gradients of these
+            ddp = DistributedDataParallel(module, **options)
         _fix_buckets(ddp)
         if self._comm_hook:
             ddp.register_comm_hook(*self._comm_hook)
@@ -292,6 +294,18 @@ class DDP(Strategy):
             named = self.loss_module.named_parameters()
             missed = [name for name, each in named if each.requires_grad and each.grad is None]
             raise not_reached([each.removeprefix("model.") for each in missed]) from error
+
+
+@contextmanager
+def _requiring_none(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A context in which these parameters require no gradient."""
+    for each in parameters:
+        each.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for each in parameters:
+            each.requires_grad_(True)
 
 
 class SyncedDDP(SyncedStrategy, DDP):

@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import SGD
 
 from accel_fn.core.delayed_read import UpdateCount
 from accel_fn.core.grads import Grads
-from accel_fn.core.plan import GradFn, Plan, Stateful
+from accel_fn.core.plan import GradFn, Plan, SlotFunction, Stateful
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState
 from accel_fn.core.transform import Transform, fill, transform
@@ -40,10 +41,10 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
         ValueError: a name that the model does not have, nothing left to train for good, or
             `until` is not an integer >= 1.
 
-    Cost: their gradients are still computed and averaged, so that nothing is wrapped again when
-    they thaw; on several ranks, one copy of the gradients. For good, `requires_grad_(False)` on
-    the model costs less. On an accelerator where updates may be
-    skipped, one host synchronisation before each update that may be number `until`.
+    Cost: for good, none: their gradients are neither computed nor averaged, as with
+    `requires_grad_(False)`. With `until`, their gradients are computed and averaged, so that nothing is
+    wrapped again when they thaw; on several ranks, one copy of the gradients. On an accelerator where
+    updates may be skipped, one host synchronisation before each update that may be number `until`.
 
     >>> import accel_fn as af
     >>> af.freeze("weight", until=100)(af.Plan(loss_fn, model, optimizer))
@@ -58,9 +59,12 @@ after_update=[freeze('weight', until=100)])
         raise ArgumentTypeError(message("freeze", "names", rule, got, repair))
     if until is not None:
         check_count("freeze", "until", until)
-    slots: dict[str, Any] = {"wrap_grad_fn": Stateful(frozen, names=listed, until=until)}
+    slots: dict[str, Any] = {"wrap_grad_fn": ForGood(unchanged, names=listed)}
     if until is not None:
-        slots["after_update"] = Stateful(thawing, until=until)
+        slots = {
+            "wrap_grad_fn": Stateful(frozen, names=listed, until=until),
+            "after_update": Stateful(thawing, until=until),
+        }
     return fill(
         first=("wrap_grad_fn",),  # innermost, wherever it is listed
         check=lambda plan: _check_names(plan, listed, until),
@@ -68,7 +72,25 @@ after_update=[freeze('weight', until=100)])
     )
 
 
-def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int | None) -> Frozen:
+class ForGood(SlotFunction):
+    """Keeps the gradients of these parameters from being computed."""
+
+    def left_out(self, plan: Plan) -> list[nn.Parameter]:
+        """Return these parameters; the strategy does not give them to autograd's engine."""
+        names = self.keywords["names"]
+        return [
+            each
+            for name, each in plan.model.named_parameters()
+            if each.requires_grad and _is_named(name, names)
+        ]
+
+
+def unchanged(grad_fn: GradFn, *, names: Sequence[str]) -> GradFn:
+    """Return a gradient function: the strategy leaves these parameters out."""
+    return grad_fn
+
+
+def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int) -> Frozen:
     """Make the function that drops the gradients of these parameters, for one step."""
     return Frozen(plan, names, until)
 
@@ -82,7 +104,7 @@ def thawing(state: DistState, plan: Plan, *, until: int) -> Thawing:
 class Frozen:
     """Drops the gradients of some parameters as long as it is `closed`."""
 
-    def __init__(self, plan: Plan, names: Sequence[str], until: int | None) -> None:
+    def __init__(self, plan: Plan, names: Sequence[str], until: int) -> None:
         self.until = until
         self.closed = True
         self._names = names

@@ -67,3 +67,55 @@ def test_what_names_no_parameter_is_refused(names, text):
 def test_until_is_the_number_of_an_update():
     with pytest.raises(ValueError, match="freeze: until must be an integer >= 1, got 0"):
         af.freeze("0", until=0)
+
+
+def test_another_plan_trains_what_one_freezes():
+    """As the two halves of a GAN: each plan freezes the half of the other."""
+
+    def run(state):
+        model, batches = ours.regression_model(), BATCHES[:4]
+        first = torch.optim.SGD([*model[0].parameters()], lr=0.1)
+        second = torch.optim.SGD([*model[2].parameters()], lr=0.1)
+        plans = [
+            af.compose(af.wrap_ddp(), af.freeze(names))(af.Plan(ours.mse, model, optimizer))
+            for names, optimizer in (("2", first), ("0", second))
+        ]
+        state, one = af.build(plans[0], state)
+        state, two = af.build(plans[1], state)
+        for batch in batches:
+            part = af.shard_batch(batch, state)
+            state, _ = one(state, part, advance=False)
+            state, _ = two(state, part)
+        return model.state_dict()
+
+    model = ours.regression_model()
+    for batch in BATCHES[:4]:
+        for half in (model[0], model[2]):
+            model.zero_grad()
+            ours.mse(model, batch).backward()
+            torch.optim.SGD(half.parameters(), lr=0.1).step()
+    for found in simulate(run, world_size=2):
+        ours.assert_close(found, model.state_dict())
+
+
+@pytest.mark.parametrize("until", [None, 3])
+def test_replicas_stay_equal_through_a_thaw(until):
+    def run(state):
+        plan = ours.plan(optimizer=ours.adamw)
+        recipe = af.compose(af.wrap_ddp(), af.freeze("0", until=until), af.check_replicas(every=1))
+        state, step = af.build(recipe(plan), state)
+        for batch in BATCHES:
+            state, _ = step(state, af.shard_batch(batch, state))
+        return [each.detach().clone() for each in plan.model.parameters()]
+
+    first, second = simulate(run, world_size=2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_no_gradient_of_what_is_frozen_for_good_is_computed():
+    state, step = built(af.freeze("0"))
+    seen = []
+    step.plan.model[0].weight.register_hook(seen.append)
+    for batch in BATCHES[:2]:
+        state, _ = step(state, batch)
+    assert not seen

@@ -245,6 +245,8 @@ class FSDP(PaddingStrategy):
             follow_shards(optimizer, before, plan.model)
         self.sharded = sharded
         super().__init__(state, sharded, plan)
+        left_out = {*map(id, sharded.unsharded_of(plan.left_out()))}
+        self.reachable = [each for each in self.reachable if id(each) not in left_out]
         self.ranks = ranks  # the ranks that share each parameter
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
@@ -253,7 +255,7 @@ class FSDP(PaddingStrategy):
         sharded.refuse_gradients_of_shards()
         # In a forward the model holds unsharded parameters, else shards. Any other parameter was
         # put in since.
-        self.parameters.known = {*map(id, self.reachable), *map(id, sharded.parameters())}
+        self.parameters.known = {*map(id, self.in_graph), *map(id, sharded.parameters())}
 
         self.__dict__["prepare"] = self._prepare_first
 

@@ -291,6 +291,12 @@ class ShardedLoss(nn.Module):
             for group in _groups_of(state):
                 yield from group.fsdp_params
 
+    def unsharded_of(self, shards: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the unsharded parameters of these shards."""
+        of_shard = {id(each.sharded_param): each for each in self._group_parameters()}
+        found = [of_shard[id(each)] for each in shards if id(each) in of_shard]
+        return [each.unsharded_param for each in found]
+
     def trainable(self) -> list[nn.Parameter]:
         """Return parameters that a backward may reach: each one unsharded, and its shard."""
         shards, found = self._shards(), []
