@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, SupportsIndex, TypeVar, cast, overload
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -14,6 +16,7 @@ from accel_fn.core.state import DistState, check_state
 from accel_fn.errors import ArgumentTypeError, BatchError, message
 
 T = TypeVar("T")
+_device = attrgetter("device")
 
 
 class Samples(list[T]):
@@ -32,6 +35,7 @@ class Samples(list[T]):
         return super().__getitem__(index)
 
 
+_COLUMNS = (Tensor, Samples)
 pytree.register_pytree_node(
     Samples, lambda items: ([*items], None), lambda items, _: Samples(items)
 )
@@ -231,7 +235,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
     """Return what holds one row a sample: tensors, and `samples`, whose own tensors are parts of rows."""
-    return _leaves(tree, (Tensor, Samples))
+    return _leaves(tree, _COLUMNS)
 
 
 def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
@@ -269,9 +273,12 @@ def to_device(tree: T, state: DistState) -> T:
     {'image': tensor([0., 0.]), 'name': 'a'}
     """
     check_state("to_device", state)
-    device = state.device
-    elsewhere = [tensor for tensor in tensors_of(tree) if tensor.device != device]
-    if not elsewhere:
+    return moved(tree, state.device)
+
+
+def moved(tree: T, device: torch.device) -> T:
+    """Move the tensors of a tree; `tree` itself if all are on the device."""
+    if {*map(_device, _leaves(tree, Tensor))} <= {device}:
         return tree
     overlap = device.type != "cpu"  # a copy to the host that nobody waits for is read too early
 
@@ -306,7 +313,7 @@ def count_samples(batch: Any) -> int:
     if batch is None:
         return 0
     count = -1
-    for column in columns_of(batch):
+    for column in _leaves(batch, _COLUMNS):
         if isinstance(column, Samples):
             size = len(column)
         elif column.ndim:
@@ -347,6 +354,11 @@ def rows_of(batch: Any) -> int | None:
     """
     if batch is None:
         return None
+    kind = type(batch)
+    if (kind is tuple or kind is dict) and batch:  # without a list of all tensors, for most batches
+        first = batch[0] if kind is tuple else next(iter(batch.values()))
+        if type(first) is Tensor and first.ndim and first.size(0):
+            return first.size(0)
     columns = columns_of(batch)
     if Samples in map(type, columns) and all(0 in shape for shape in shapes_of(batch)):
         return None

@@ -249,8 +249,10 @@ class Strategy:
             outcome = module(None)
         elif self.layout.terms:
             outcome = run_terms(state, plan, module, part, weight)
-        else:
+        elif plan.forward_contexts:
             outcome = in_contexts(state, plan.forward_contexts, module, placed(state, plan, part))
+        else:
+            outcome = module(placed(state, plan, part))
         return outcome
 
     def evaluating(

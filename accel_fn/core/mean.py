@@ -312,6 +312,8 @@ class GlobalMean:
         self._state = state
         self.layout = layout
         self._num_ranks = 1
+        self._factor: tuple[Weight | None, Weight] = (None, ())
+        """On one rank: the last weight, and its share, which is the factor of its loss, too."""
         self._failure = failure
         self._metrics = MetricSums()
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
@@ -392,12 +394,16 @@ class GlobalMean:
         total = self.total() if self._total is None else self._total
         if self.layout.is_sum:
             return (float(self._num_ranks),) if weight else ()
-        return shares(weight, total, self._num_ranks)
+        share = shares(weight, total, self._num_ranks)
+        if self._num_ranks == 1:
+            self._factor = weight, share
+        return share
 
     def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
         """Count the mean loss and the metrics of a micro-batch."""
         total = self.total() if self._total is None else self._total
-        self.add_scaled(loss, metrics, shares(weight, total))
+        known, factor = self._factor
+        self.add_scaled(loss, metrics, factor if known is weight else shares(weight, total))
 
     def add_scaled(self, loss: Tensor, metrics: Metrics, factor: Weight) -> None:
         """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
@@ -523,6 +529,8 @@ def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | N
     """Return the seed of a backward: the share times the loss scale; None is one."""
     if scaler is None and share == (1.0,):
         return None
+    if scaler is None and not loss.ndim:
+        return loss.new_full((), share[0] if share else 0.0)
     numbers = share or (0.0,) * (len(loss) if loss.ndim else 1)
     if scaler is None:
         seeds = [loss.new_full((), each) for each in numbers]

@@ -122,8 +122,12 @@ class LossScale:
 
         Cost: a few 0-dim operations on the device; no host synchronisation.
         """
-        limits = torch.finfo(self.scale.dtype)
         good_steps = self.good_steps + 1
+        # The host knows of most of its steps that the scale stays, without a dozen operations.
+        reads = ok.is_cpu and not torch.compiler.is_compiling()
+        if reads and ok and good_steps < self.growth_interval:
+            return replace(self, good_steps=good_steps)
+        limits = torch.finfo(self.scale.dtype)
         grows = good_steps >= self.growth_interval
         risen = torch.where(grows, self.scale * self.growth_factor, self.scale).clamp(
             max=limits.max

@@ -212,12 +212,15 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
 def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:
     """Return the checked weight of each batch: finite ints or floats >= 0, from any kind of number."""
     if callable(weight_fn):
-        return [_weight(weight_fn, batch) for batch in batches]
+        found: list[Any] = [*map(weight_fn, batches)]
+        if {*map(type, found)} == {int} and min(found) >= 0 and max(found) <= _EXACT:
+            return [(each,) if each else () for each in found]  # in one pass, for most batches
+        return [_checked(each) for each in found]
     return [_weights(weight_fn, batch) for batch in batches]
 
 
 def _weights(weight_fns: Mapping[str, WeightFn], batch: Any) -> Weight:
-    each = [_weight(fn, batch, f"weight_fn[{name!r}]") for name, fn in weight_fns.items()]
+    each = [_checked(fn(batch), f"weight_fn[{name!r}]") for name, fn in weight_fns.items()]
     return tuple([sum(found) for found in each]) if any(each) else ()
 
 
@@ -228,12 +231,13 @@ def total_weight(weights: Sequence[Weight]) -> Weight:
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
     """Return `factor * weight / total`, term by term; 0 where nothing counts."""
+    if len(weight) == 1 == len(total):  # faster, for most losses
+        return (weight[0] * factor / total[0],)
     pairs = zip(weight, total, strict=False)  # nothing counts of what weighs nothing
     return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
 
 
-def _weight(weight_fn: WeightFn, batch: Any, name: str = "weight_fn") -> Weight:
-    weight = weight_fn(batch)
+def _checked(weight: Any, name: str = "weight_fn") -> Weight:
     if type(weight) is int and 0 <= weight <= _EXACT:
         return (weight,) if weight else ()
     value = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight

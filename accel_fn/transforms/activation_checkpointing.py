@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
@@ -30,6 +30,8 @@ Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
 Contents = list[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes, or the modules inside, of each module: the dict that holds them, and a copy of it."""
+Flags = list[tuple[nn.Parameter, bool]]
+"""Parameters, and whether each requires a gradient."""
 _LOOKS = (1, 2, 10, 100)
 """The steps in which outputs are compared."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -117,6 +119,8 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """Forwards of the blocks as they are in a step: another context may have replaced them."""
     names = {block: name for name, block in found.items()}
+    homes = {block: [*map(vars, block.modules())] for block in names}
+    """The attributes of the modules in each block."""
     looks = _Looks()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +136,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
         # Torch ends the second run with the last tensor that the backward needs, before there is an output.
         options: dict[str, Any] = {
-            "context_fn": partial(_contexts, block),
+            "context_fn": lambda: (_Marked(), _Again(homes[block])),
             "early_stop": not looks.are_due,
         }
         called = _Compared(forward, names[block]) if looks.are_due else forward
@@ -151,62 +155,61 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     return within
 
 
-def _contexts(
-    block: nn.Module,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward and the recomputation, which begins with these buffers."""
-    modules = [vars(module) for module in block.modules()]
-    buffers: Buffers = [
-        (home, name, buffer.clone())
-        for home in (module["_buffers"] for module in modules)
-        for name, buffer in home.items()
-        if buffer is not None
-    ]
-    # These include forwards that contexts of the step replaced: a backward runs outside of them.
-    contents = _contents([*modules, *(module["_modules"] for module in modules)])
-    flags = [(each, each.requires_grad) for each in block.parameters()]
-    return _marked(), _Entered(partial(_again, buffers, contents, flags))
-
-
-class _Entered(AbstractContextManager[None]):
-    """A context that can be entered again, for a second backward through one graph."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
+class _Marked(AbstractContextManager[None]):
+    """Marks the hook of the surrounding checkpoint as ours."""
 
     def __enter__(self) -> None:
-        self._open = self._make()
-        self._open.__enter__()
+        setattr(checkpoint_hook(), OURS, True)
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._open.__exit__(*error)
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    """Mark the hook of the surrounding checkpoint as ours."""
-    setattr(checkpoint_hook(), OURS, True)
-    yield
+    def __exit__(self, *error: object) -> None:
+        """Leave the mark: the hook ends with the context."""
 
 
-@contextmanager
-def _again(
-    buffers: Buffers, contents: Contents, flags: Sequence[tuple[nn.Parameter, bool]]
-) -> Iterator[None]:
-    """Restore buffers, attributes and flags for the recomputation; torch restores generators."""
-    setattr(checkpoint_hook(), OURS, True)
-    now = [(home, name, home[name]) for home, name, _ in buffers]
-    contents_now = _contents([home for home, _ in contents])
-    flags_now = [(each, each.requires_grad) for each, _ in flags]
+class _Again(_Marked):
+    """Restores buffers, attributes and flags for the recomputation of a block; torch restores generators.
+
+    A second backward through one graph enters it again.
+    """
+
+    def __init__(self, homes: Sequence[dict[str, Any]]) -> None:
+        self._buffers: Buffers = [
+            (home["_buffers"], name, buffer.clone())
+            for home in homes
+            for name, buffer in home["_buffers"].items()
+            if buffer is not None
+        ]
+        # These include forwards that contexts of the step replaced: a backward runs outside of them.
+        self._contents = _contents([*homes, *(home["_modules"] for home in homes)])
+        self._flags = _flags(homes)
+        self._now: tuple[Buffers, Contents, Flags] = ([], [], [])
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        buffers = [(home, name, home[name]) for home, name, _ in self._buffers]
+        contents = [(home, home.copy()) for home, _ in self._contents]
+        flags = [(each, each.requires_grad) for each, _ in self._flags]
+        self._now = buffers, contents, flags
+        _restore(self._buffers, self._contents, self._flags)
+
+    def __exit__(self, *error: object) -> None:
+        _restore(*self._now)
+
+
+def _restore(buffers: Buffers, contents: Contents, flags: Flags) -> None:
+    for parameter, flag in flags:
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
     _fill(contents)
     _put(buffers)
-    _require(flags)
-    try:
-        yield
-    finally:
-        _require(flags_now)
-        _fill(contents_now)
-        _put(now)
+
+
+def _flags(homes: Sequence[dict[str, Any]]) -> Flags:
+    return [
+        (each, each.requires_grad)
+        for home in homes
+        for each in home["_parameters"].values()
+        if each is not None
+    ]
 
 
 def _put(buffers: Buffers) -> None:
@@ -226,12 +229,6 @@ def _fill(contents: Contents) -> None:
         ):
             home.clear()
             home.update(copied)
-
-
-def _require(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, flag in flags:
-        if parameter.requires_grad != flag:
-            parameter.requires_grad_(flag)
 
 
 class _Looks:

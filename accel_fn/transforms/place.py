@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_fn.core.batch import to_device
+from accel_fn.core.batch import moved
 from accel_fn.core.plan import SlotFunction
 from accel_fn.core.state import DistState
 from accel_fn.core.transform import Transform, fill, transform
@@ -62,4 +62,4 @@ def move_frozen(state: DistState, model: nn.Module, *, dtype: torch.dtype | None
 
 def move_batch(state: DistState, batch: Any) -> Any:
     """Move the batch to the state's device."""
-    return to_device(batch, state)
+    return moved(batch, state.device)

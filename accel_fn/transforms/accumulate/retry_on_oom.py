@@ -13,7 +13,7 @@ from accel_fn.core.grads import Grads
 from accel_fn.core.plan import GradFn, Plan
 from accel_fn.core.primitives import exchange
 from accel_fn.core.report import Report
-from accel_fn.core.restored import copied_buffers, random_state, restore_random
+from accel_fn.core.restored import copied_buffers, hold_random
 from accel_fn.core.split_batch import split_batch
 from accel_fn.core.state import DistState
 from accel_fn.core.torch_internals import free_memory, is_memory
@@ -49,8 +49,11 @@ class RetryOnOOM:
     any rank averages gradients.
     """
 
+    traits = frozenset({"retries"})
+
     def __init__(self, state: DistState, plan: Plan) -> None:
         self._model = plan.model
+        self._modules = [*plan.model.named_modules()]
         self._split = cast("FittingSplit", plan.split[0])
 
     def __call__(self, grad_fn: GradFn) -> GradFn:
@@ -71,8 +74,8 @@ class RetryOnOOM:
     def _run(
         self, grad_fn: GradFn, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        buffers = copied_buffers(self._model)
-        generators = random_state(state.device)
+        buffers = copied_buffers(self._modules)
+        put_back_random = hold_random(state.device)
         while True:
             try:
                 state, grads, report = grad_fn(state, batch)
@@ -90,7 +93,7 @@ class RetryOnOOM:
                 parameter.grad = None
             for buffer in buffers:
                 buffer.put_back()
-            restore_random(generators, state.device)
+            put_back_random()
             self._halve(state, batch, failures)
 
     def _halve(self, state: DistState, batch: Any, failures: Sequence[str]) -> None:
