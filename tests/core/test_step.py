@@ -227,3 +227,33 @@ def test_no_step_waits_for_the_host_with_a_fused_optimizer(device, watched, prec
     assert rate == pytest.approx(0.01 * 0.99**30, rel=1e-5)
     if precision == "fp16":
         assert int(state.scaler.skipped) == 1
+
+
+def test_a_model_that_has_a_further_parameter_on_one_rank_is_refused():
+    def run(state):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if state.rank:
+            model.append(torch.nn.Linear(1, 1, bias=False).requires_grad_(False))
+        with pytest.raises(
+            RuntimeError, match="build: model must be the same on every rank, got 2"
+        ):
+            af.build(af.wrap_ddp()(af.Plan(ours.mse, model, optimizer)), state)
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("recipe", [af.compose(), af.accumulate("auto")], ids=["plain", "auto"])
+def test_the_next_backward_leaves_gradients_that_a_step_has_returned(recipe):
+    """DDP's next backward writes into the same memory."""
+
+    def run(state):
+        plan = ours.plan()
+        state, step = af.build(af.compose(af.wrap_ddp(), recipe)(plan), state)
+        inputs, targets = torch.ones(4, 3).double(), torch.zeros(4, 1).double()
+        _, grads, _ = step.grads(state, af.shard_batch((inputs, targets), state))
+        before = [each.clone() for each in grads.present()]
+        step.grads(state, af.shard_batch((2 * inputs, targets), state))
+        assert all(map(torch.equal, grads.present(), before))
+
+    simulate(run, world_size=2)

@@ -1,6 +1,6 @@
 """predict: the tree that it returns, what it leaves as it was, and what it refuses, on every rank alike."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from contextlib import nullcontext
 
 import pytest
@@ -51,6 +51,13 @@ def test_a_tree_keeps_its_structure_and_its_dtypes(world_size):
         assert torch.equal(held["flag"].squeeze(1), torch.arange(10) > 3)
 
     simulate(run, world_size=world_size)
+
+
+def test_a_mapping_of_a_class_that_pytree_does_not_know_is_joined_over_batches():
+    state, step, loader = make(af.DistState())
+    found = af.predict(step, state, loader, lambda model, batch: UserDict(rows=batch[0]))
+    assert type(found) is UserDict
+    assert torch.equal(found["rows"], DATA.tensors[0])
 
 
 def test_rows_that_are_views_keep_nothing_else_in_memory():

@@ -6,6 +6,7 @@ import gc
 from functools import partial
 
 from tests.tools.benchmarks.checking import Checked, check, repeat
+from tests.tools.benchmarks.counting import count
 from tests.tools.benchmarks.jobs import loops_of
 from tests.tools.benchmarks.loops import COMPILED, OURS, loops
 from tests.tools.benchmarks.measuring import Station, time_in_turn
@@ -35,7 +36,12 @@ def compare(scenario: Scenario, station: Station, rounds: int, patience_s: float
     for name, variant in variants.items():
         target = targets.get(name)
         if name in blocks:
-            row = make_row(name, blocks[name], first, num_updates, variant.difference, target)
+            counts = None
+            if variant.update is not None and "compiled" not in f"{job} {name}":
+                counts = count(variant.update)
+            row = make_row(
+                name, blocks[name], first, num_updates, variant.difference, target, counts
+            )
         else:
             row = Row(name, variant.note, is_faulty=variant.is_faulty)
         rows.append(row)

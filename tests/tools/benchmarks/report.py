@@ -16,9 +16,9 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 def render_table(table: Table) -> str:
     several = table.name.startswith("two ranks")
-    head = ["", f"{table.clock} us", "ratio", "quartiles", "target"]
+    head = ["", f"{table.clock} us", "ratio", "quartiles", "calls", "operations", "target"]
     if several:
-        head[4:4] = ["wall us", "wall ratio"]
+        head[6:6] = ["wall us", "wall ratio"]
     return _markdown(head, [[row.name, *_figures(row, several)] for row in table.rows])
 
 
@@ -45,9 +45,10 @@ def _markdown(head: list[str], lines: list[list[str]]) -> str:
 
 def _figures(row: Row, several: bool) -> list[str]:
     if row.note:
-        return [row.note, *[""] * (5 if several else 3)]
+        return [row.note, *[""] * (7 if several else 5)]
     lower, median, upper = row.cpu_ratio
     figures = [f"{row.cpu_us:,.0f}", f"{median:.3f}", f"{lower:.3f} - {upper:.3f}"]
+    figures += ["" if each is None else f"{each:.0f}" for each in (row.calls, row.ops)]
     if several:
         figures += [f"{row.wall_us:,.0f}", f"{row.wall_ratio[1]:.3f}"]
     return [*figures, row.aim]

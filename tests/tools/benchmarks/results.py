@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.tools.benchmarks.counting import Counts
 from tests.tools.benchmarks.measuring import Block
 
 
@@ -26,6 +27,10 @@ class Row:
     difference: float = 0.0
     target: float | None = None
     is_faulty: bool = False
+    calls: float | None = None
+    """Python calls of an update; None of compiled code."""
+    ops: float | None = None
+    """ATen operations of an update."""
 
     @property
     def verdict(self) -> str:
@@ -67,9 +72,13 @@ def make_row(
     num_updates: int,
     difference: float,
     target: float | None,
+    counts: Counts | None = None,
 ) -> Row:
+    calls, ops = counts or (None, None)
     return Row(
         name,
+        calls=calls,
+        ops=ops,
         cpu_us=statistics.median(block.cpu for block in blocks) / num_updates * 1e6,
         wall_us=statistics.median(block.wall for block in blocks) / num_updates * 1e6,
         cpu_ratio=quartiles(a.cpu / b.cpu for a, b in zip(blocks, base, strict=True)),
