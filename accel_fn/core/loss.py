@@ -376,6 +376,8 @@ def _metric(
     if not isinstance(name, str) or name in ("loss", *terms):
         others = " and the terms" if terms else ""
         return f'name metrics by strings other than "loss"{others}, got {name!r}'
+    if type(value) is Tensor and not terms and is_mean(value):  # most metrics
+        return value.detach()
     if terms and not isinstance(value, tuple):
         return (
             f"return metric {name!r} as a pair (sum, count), since terms are means over different "

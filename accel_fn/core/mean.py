@@ -97,7 +97,7 @@ class Layout:
         On one rank it is raised, and so it is on all ranks while the metrics are being fixed.
         """
         wrong = next((each.wrong for each in sums if each.wrong), "")
-        found = [sizes_of(each.found) for each in sums if each.found is not None]
+        found = [each.sizes for each in sums if each.sizes is not None]
         if self.sizes is None:
             self.sizes = self._agree(state, found, wrong)
         differing = (_differing(self.sizes or {}, each) for each in found if each != self.sizes)
@@ -199,36 +199,61 @@ def _mean(value: Tensor) -> Tensor:
 class MetricSums:
     """Sums of the metrics of micro-batches: of a mean times its factor, or of a sum and its count."""
 
-    found: dict[str, Tensor] | None = None
-    """By name, [1] or [2]; None before the first micro-batch that counts."""
     wrong: str = ""
     """Why these metrics cannot be added up; empty if they can."""
+
+    def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
+        self.sizes = sizes
+        """The count of numbers of each metric, 1 or 2; None before the first micro-batch that counts."""
+        self._means: Tensor | None = None
+        """[means], in the order of their names."""
+        self._pairs: Tensor | None = None
+        """[pairs, 2], in the order of their names."""
+
+    @property
+    def found(self) -> dict[str, Tensor] | None:
+        """The sums by name, [1] or [2]; None before the first micro-batch that counts."""
+        if self.sizes is None:
+            return None
+        means = iter(() if self._means is None else torch.split(self._means, 1))
+        pairs = iter(() if self._pairs is None else self._pairs.unbind())
+        return {name: next(means if size == 1 else pairs) for name, size in self.sizes.items()}
 
     def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
         """Count a micro-batch, in the dtype and on the device of `like`.
 
         The factor is that of means, of which there are none beside several terms: `LossModule` marks them.
+
+        Cost: a few operations, however many metrics there are.
         """
-        sums = {}
-        for name, value in metrics.items():
+        sizes: dict[str, int] = {}
+        means: list[Tensor] = []
+        pairs: list[Tensor] = []
+        for name, value in sorted(metrics.items()):
             if isinstance(value, str):
                 self.wrong = self.wrong or f"step: loss_fn must {value}"
             elif isinstance(value, tuple):
-                sums[name] = torch.stack([each.to(like) for each in value])
+                sizes[name] = 2
+                pairs += value
             else:
-                sums[name] = value.to(like).reshape(1) * factor
-        if self.found is None:
-            self.found = sums
-        elif sizes_of(sums) != sizes_of(self.found):
-            text = _differing(sizes_of(self.found), sizes_of(sums))
-            self.wrong = self.wrong or f"{text}; {_REPAIR}"
-        else:
-            self.found = {name: each + sums[name] for name, each in self.found.items()}
+                sizes[name] = 1
+                means.append(value)
+        if self.sizes is None:
+            self.sizes = sizes
+        elif sizes != self.sizes:
+            self.wrong = self.wrong or f"{_differing(self.sizes, sizes)}; {_REPAIR}"
+            return
+        if means:
+            new = torch.stack([each.to(like) for each in means]) * factor
+            self._means = new if self._means is None else self._means + new
+        if pairs:
+            new = torch.stack([each.to(like) for each in pairs]).view(-1, 2)
+            self._pairs = new if self._pairs is None else self._pairs + new
 
     def differ_from(self, layout: Layout) -> bool:
         """Return whether these metrics differ from those of the first batch."""
-        known = self.found is not None and layout.sizes is not None
-        return known and sizes_of(self.found or {}) != layout.sizes
+        known = self.sizes is not None and layout.sizes is not None
+        return known and self.sizes != layout.sizes
 
 
 def sizes_of(values: Mapping[str, Tensor]) -> dict[str, int]:
@@ -415,14 +440,14 @@ class GlobalMean:
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
         else:  # faster, for most losses
             self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor[0])
-        if metrics or self._metrics.found:
+        if metrics or self._metrics.sizes:
             self._metrics.add(metrics, factor[0], self._mean)
-        elif self._metrics.found is None:
-            self._metrics.found = {}
+        elif self._metrics.sizes is None:
+            self._metrics.sizes = {}
 
     def send(self) -> None:
         """Start the sum over the ranks, once the last micro-batch is counted."""
-        if self._metrics.found or self._metrics.wrong or self.layout.sizes != {}:
+        if self._metrics.sizes or self._metrics.wrong or self.layout.sizes != {}:
             self._settle_metrics()
         if self._num_ranks > 1:
             self._pending.append(self._sum(self._sums, self._data, "losses"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from accel_fn.core.grads import HALF, Grads
 from accel_fn.core.loop import Parts, Weights, microbatches
 from accel_fn.core.loss import LossModule, in_contexts, loss_module_of, placed
-from accel_fn.core.mean import Layout, MetricSums
+from accel_fn.core.mean import Layout, MetricSums, sizes_of
 from accel_fn.core.plan import Plan, trained_by
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState, LossScale
@@ -111,8 +111,7 @@ class CompiledStep:
     ) -> Mapping[str, Tensor]:
         if not found and self._layout.sizes == {}:
             return {}
-        sums = MetricSums()
-        sums.found = None if found is None else dict(found)
+        sums = MetricSums(None if found is None else sizes_of(found))
         self._layout.settle(state, [sums])
         return self._layout.means(found or {}, weight, loss)
 
@@ -187,7 +186,7 @@ def _graph_function(
             for each, parameter in zip(tensors, parameters, strict=True)
         ]
         # Without metrics, the graph does not depend on the layout, which the first step fixes.
-        if sums.wrong or (sums.found and sums.differ_from(layout)):
+        if sums.wrong or (sums.sizes and sums.differ_from(layout)):
             raise LossError(sums.wrong or "loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
             grads = Grads(tuple(tensors), _factor(tensors, scaler), owners=owners)
