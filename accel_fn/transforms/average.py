@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from accel_fn.errors import (
 
 DecayFn = Callable[[int], float]
 RateFn = Callable[[int], float]
-_HALVES = (torch.float16, torch.bfloat16)
+_HALVES = {torch.float16, torch.bfloat16}
+_dtype = attrgetter("dtype")
 
 
 def ema(decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
@@ -161,7 +163,13 @@ class Average:
         self._num_warmup = num_warmup
         self._updates = UpdateCount(always=plan.always_applies(state))
         self._is_shown = False
-        self._means = {name: _wide(value).clone() for name, value in self._averaged().items()}
+        # Listed once: of a large model that takes longer than the kernels take to start.
+        self._averaged = {
+            name: each
+            for name, each in self._model.named_parameters()
+            if each.is_floating_point() or each.is_complex()  # codes and masks have no mean
+        }
+        self._means = {n: _wide(each.detach()).clone() for n, each in self._averaged.items()}
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         if self._is_shown:
@@ -180,10 +188,10 @@ class Average:
 
     def _follow(self, weight: float | Tensor) -> None:
         """Move each mean towards its parameter by its weight."""
-        means, values = (
-            list(self._means.values()),
-            [_wide(each) for each in self._averaged().values()],
-        )
+        means = [*self._means.values()]
+        values = [*map(Tensor.detach, self._averaged.values())]
+        if not _HALVES.isdisjoint(map(_dtype, values)):
+            values = [*map(_wide, values)]
         if isinstance(weight, float):
             torch._foreach_lerp_(means, values, weight)
             return
@@ -194,13 +202,6 @@ class Average:
 
     def _values(self) -> dict[str, Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters()}
-
-    def _averaged(self) -> dict[str, Tensor]:
-        """Select the parameters that have a mean; codes and masks, which are frozen, have none."""
-        values = self._values().items()
-        return {
-            name: each for name, each in values if each.is_floating_point() or each.is_complex()
-        }
 
     @contextmanager
     def shown(self) -> Iterator[None]:
