@@ -1,4 +1,4 @@
-"""autocast: the contexts of a step's forward, for what runs outside of a step."""
+"""autocast: run code outside of a step in the contexts of the step's forward."""
 
 from __future__ import annotations
 

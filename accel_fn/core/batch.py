@@ -20,9 +20,9 @@ _device = attrgetter("device")
 
 
 class Samples(list[T]):
-    """A list of which each item is one sample. Made by `samples`.
+    """A list whose items are samples, one each. `samples` makes it.
 
-    Its slices, and what torch's pytree, pinning and pickling make of it, are of this class.
+    Its slices, and its copies by torch's pytree, pinning and pickling, are of this class too.
     """
 
     @overload
@@ -74,7 +74,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
 
 
 class _Form:
-    """A mapping of a class that torch's pytree does not know: keys, and all that a copy of it has."""
+    """A mapping of a class unknown to torch's pytree, with its keys, from which copies are made."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self.mapping = mapping
@@ -92,14 +92,14 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """The same as a node of pytree's, which restores the mapping, with other values."""
+    """A node for pytree: the values of a mapping, and the form that rebuilds it."""
 
     values: list[Any]
     form: _Form
 
 
 def _restored(values: Iterable[Any], form: Any) -> Any:
-    """Return a mapping of the same class with other values."""
+    """Return a copy of the mapping or dataclass of a form, with new values."""
     if isinstance(form, _FormOfFields):
         return form.restored(values)
     mapping: Any = form.mapping
@@ -111,7 +111,8 @@ def _restored(values: Iterable[Any], form: Any) -> Any:
             for key, value in items.items():
                 made[key] = value
             if any(now is not then for now, then in zip(mapping.values(), before, strict=True)):
-                mapping.update(zip(form.keys, before, strict=True))  # the copy shares its items
+                # The copy shares its items with the original, so restore them.
+                mapping.update(zip(form.keys, before, strict=True))
                 made = None
         else:
             made = type(mapping)(items)
@@ -145,22 +146,23 @@ pytree.register_pytree_node(
 
 
 class _FormOfFields(_Form):
-    """A dataclass that torch's pytree does not know: the names of its fields, and all that a copy has."""
+    """A dataclass unknown to torch's pytree, with its field names, from which copies are made."""
 
     def __init__(self, instance: Any) -> None:
         self.mapping = instance
         self.keys = [each.name for each in fields(instance)]
 
     def restored(self, values: Iterable[Any]) -> Any:
-        """Return a dataclass with other values, and without a call of its `__post_init__`."""
+        """Return a copy with these values, without a call of `__post_init__`."""
         made = copy.copy(self.mapping)
         for name, value in zip(self.keys, values, strict=True):
-            object.__setattr__(made, name, value)  # it may be frozen
+            # A frozen dataclass refuses plain assignment.
+            object.__setattr__(made, name, value)
         return made
 
 
 def node_of(tree: Any) -> Any:
-    """Return a mapping, or a dataclass with rows, as a node that pytree knows; anything else as it is."""
+    """Wrap a mapping, or a dataclass with rows, in a node; return other values unchanged."""
     if type(tree) in pytree.SUPPORTED_NODES:
         return tree
     if isinstance(tree, Mapping):
@@ -168,14 +170,14 @@ def node_of(tree: Any) -> Any:
     if is_dataclass(tree) and not isinstance(tree, type | nn.Module):
         form = _FormOfFields(tree)
         values = [getattr(tree, name) for name in form.keys]
-        # Others are settings, which go to every part whole.
+        # A dataclass without rows holds settings: every part of a batch gets the whole object.
         if any(map(_has_rows, pytree.tree_leaves([*map(opened, values)], _is_samples))):
             return _Node(values, form)
     return tree
 
 
 class TensorPlace:
-    """Stands for a tensor of `ndim` dimensions in a tree that is sent without it."""
+    """A placeholder for a tensor of `ndim` dimensions, in a tree sent without its tensors."""
 
     __slots__ = ()
     ndim: Any
@@ -190,9 +192,10 @@ def _is_samples(leaf: Any) -> bool:
 
 
 def opened(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return a tree in which pytree finds the tensors of every `Mapping`, such as a `BatchEncoding`.
+    """Return a tree in which pytree finds the tensors of any `Mapping`, as of a `BatchEncoding`.
 
-    It finds those of dataclasses, too. What pytree makes of the tree has all of them in their own classes.
+    pytree finds the tensors of dataclasses too. Trees that pytree makes from the result have the
+    original classes.
     """
 
     def open_node(leaf: Any) -> Any:
@@ -280,7 +283,8 @@ def moved(tree: T, device: torch.device) -> T:
     """Move the tensors of a tree; `tree` itself if all are on the device."""
     if {*map(_device, _leaves(tree, Tensor))} <= {device}:
         return tree
-    overlap = device.type != "cpu"  # a copy to the host that nobody waits for is read too early
+    # A non-blocking copy to the host could be read before it has finished.
+    overlap = device.type != "cpu"
 
     def to(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=overlap)
@@ -341,16 +345,16 @@ def _refuse_ragged(batch: Any) -> None:
 
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of all that counts: of tensors with rows, and of `samples` as (length,)."""
+    """Return the shapes of tensors with rows; a `Samples` list has the shape (length,)."""
     columns = columns_of(batch)
     shapes = [(len(c),) if isinstance(c, Samples) else tuple(c.shape) for c in columns]
     return [shape for shape in shapes if shape]
 
 
 def rows_of(batch: Any) -> int | None:
-    """Count the rows of a batch by the first of its tensors, or `samples`, that has a dimension.
+    """Count the rows of a batch by its first tensor with a dimension, or its first `Samples`.
 
-    None: it is None, or it holds `samples` without items, and no rows beside them.
+    Return None if the batch is None, or if it holds `Samples` and no column has a row.
     """
     if batch is None:
         return None

@@ -112,7 +112,7 @@ def _check_source(source: int, state: DistState) -> None:
 
 
 def _pickled(leaves: Sequence[Any], structure: pytree.TreeSpec) -> bytes:
-    """Pickle a tree with holes in the places of its tensors."""
+    """Pickle a tree in which a `_Hole` stands for each tensor."""
     holes = [_Hole.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     try:
         data = pickle.dumps(pytree.tree_unflatten(holes, structure))
@@ -126,12 +126,12 @@ def _pickled(leaves: Sequence[Any], structure: pytree.TreeSpec) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Hole(TensorPlace):
-    """The place of a tensor in a tree that is pickled without it."""
+    """A placeholder for a tensor: the dtype and shape that the receivers need to allocate it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_graph: bool = False
-    """Whether a gradient goes through it."""
+    """Whether a gradient goes through the tensor."""
 
     @property
     def ndim(self) -> int:
@@ -145,7 +145,7 @@ class _Hole(TensorPlace):
         return cls(tensor.dtype, tuple(tensor.shape), in_graph(tensor))
 
     def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
-        """Return a new tensor that fits: a copy of the one given, else an empty one."""
+        """Return a new tensor for this place: a copy of `given`, or an empty one."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=device)
         return empty if given is None else empty.copy_(given)
 
@@ -193,7 +193,8 @@ def any_rank(flag: bool | np.bool_ | Tensor, state: DistState) -> bool:
     if isinstance(flag, Tensor | np.bool_) and math.prod(flag.shape) == 1:
         value = flag.item()
     is_flag = isinstance(value, bool)
-    # An error of one rank travels as a third value, so that the others do not wait for it.
+    # A rank with a wrong flag sends a third value instead of raising, so that no other rank waits
+    # for it.
     every = [value]
     if state.world_size > 1:
         every = primitives.exchange_number(int(value) if is_flag else _NO_FLAG, state, "any_rank")
@@ -242,7 +243,8 @@ def agreed(
         try:
             raise failure
         finally:
-            del failure  # an error that this frame holds would keep the frame, and it the error
+            # Delete the local reference: the error and this frame would keep each other alive.
+            del failure
     for rank, (_, verdict) in enumerate(every):
         if verdict is not None:
             raise PeerError(f"{function}: failed on rank {rank}: {verdict}")
@@ -250,7 +252,7 @@ def agreed(
 
 
 def send_failure(error: BaseException, state: DistState, function: str) -> None:
-    """Raise a PeerError on the ranks that are in `agreed`; this rank has raised an error of its own.
+    """Send this rank's error to the ranks that are in `agreed`, where it raises a PeerError.
 
     Cost: two small collectives on the host.
     """

@@ -39,9 +39,9 @@ class CountedLoss:
     ) -> None:
         self._plan, self._state, self._mean, self._layout = plan, state, mean, mean.layout
         self._every = every
-        """Micro-batches and their weights."""
+        """The micro-batches of this rank and their weights."""
         self._outputs = outputs
-        """Returns the outcome of a micro-batch."""
+        """A function of a micro-batch and its weight that returns the loss and metrics."""
         self._retries = retries
         self._counts_first = counts_first or state.scaler is not None
         self._is_first = True
@@ -50,7 +50,7 @@ class CountedLoss:
         """The factor of each sum, [terms], once counts are known."""
 
     def __call__(self, outcome: Outcome, weight: Weight) -> tuple[Tensor, Metrics, Tensor | None]:
-        """Return loss and metrics of the next micro-batch and the seed of its backward; None for a mean."""
+        """Return loss, metrics and backward seed; the seed is None if the loss is a mean."""
         loss, metrics = outcome
         layout, pairs = self._layout, counted_in(metrics)
         if layout.counts is None and self._is_first:
@@ -59,7 +59,8 @@ class CountedLoss:
             return loss, metrics, None
         first = self._counts_first or len(layout.counts) > 1
         if first and self._retries:
-            # On all ranks: marked as wrong metrics are, since one that raised here would raise alone.
+            # Mark the loss as wrong metrics are marked, so that all ranks raise: a rank that raised
+            # here would raise alone.
             rule = (
                 'return means, by weight_fn, where accumulate("auto") may compute several terms, or '
                 "gradients in float16, again, got (sum, count); give accumulate a number"
@@ -72,14 +73,15 @@ class CountedLoss:
         if self._seeds is None:
             self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
         if not weight or not pairs:
-            # Other metrics than in the first batch are refused once losses are added up.
+            # A loss without pairs differs from the first batch; an error follows when the losses
+            # are added up.
             return loss, metrics, torch.zeros_like(loss)
         scaler = self._state.scaler
         seed = self._seeds if scaler is None else self._seeds * scaler.scale
         return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
 
     def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """In the first batch, exchange whether the loss is `(sum, count)`."""
+        """In the first batch, let all ranks agree on whether the loss is `(sum, count)`."""
         self._is_first = False
         layout, pairs = self._layout, counted_in(metrics)
         names = tuple([name.removeprefix(COUNTED) for name in pairs])
@@ -89,12 +91,14 @@ class CountedLoss:
             self._mean.agree_on_counts(found)
         else:
             layout.counts = found
-            self._mean.is_open = self._retries  # also on a rank without rows, which knows nothing
-        if layout.counts is None:  # nothing is known yet, and so nothing is counted
+            # Set it on ranks without rows too: they cannot see what the loss returns.
+            self._mean.is_open = self._retries
+        # No rank has seen the loss of an item yet: use the names of this micro-batch.
+        if layout.counts is None:
             layout.counts = names or None
 
     def _others(self) -> list[Mapping[str, Any]]:
-        """Sums and counts of the other micro-batches; buffers and generators are put back."""
+        """Run the other micro-batches for their sums and counts; restore buffers and generators."""
         rest = self._every[1:]
         if not rest:
             return []

@@ -15,8 +15,8 @@ _POLL_S = 0.01
 class DelayedRead:
     """Returns a value on the host: at once from a CPU, else at the next call.
 
-    By then the device has the work of the next step, so the host waits only if it is more than a
-    step behind.
+    By then the device has the next step's work queued, so the host waits only if the device is more
+    than a step behind.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,8 @@ class DelayedRead:
         held = torch.empty_like(value, device="cpu", pin_memory=True)
         held.copy_(value, non_blocking=True)
         event = torch.Event(value.device)
-        # The default is a stream of the current device, which may be another than the value's.
+        # Name the stream: by default, `record` uses the current device, which may not be the
+        # value's.
         event.record(torch.accelerator.current_stream(value.device))
         self._pending = held, event
         return known
@@ -70,7 +71,7 @@ class DelayedFloats:
             for name, each in values.items()
             if isinstance(each, Tensor) and each.device == device
         }
-        # A value on the host may be changed in place before this one is read.
+        # Convert host values now: the caller may change them in place before they are read.
         self._values = {
             name: each if name in copied else float(each) for name, each in values.items()
         }
@@ -91,13 +92,13 @@ class UpdateCount:
 
     def __init__(self, *, always: bool) -> None:
         self._always = always
-        """Whether every update is made."""
+        """Whether every update is applied."""
         self._delayed = DelayedRead()
         self.value = 0
         """Number of updates made, as far as the host has read it."""
 
     def add(self, applied: Tensor) -> bool | None:
-        """Count an update, and return whether it was made; None: the host reads that later."""
+        """Count an update; return whether it was applied, or None if that is not known yet."""
         self.read()
         known = applied if self._always else self._delayed(applied)
         if known is not applied:
@@ -113,6 +114,6 @@ class UpdateCount:
         return self.value
 
     def restore(self, value: int) -> None:
-        """Set the number of a checkpoint; a pending update belongs to the run before."""
+        """Continue from the count in a checkpoint; drop a pending update of the earlier run."""
         self._delayed.last()
         self.value = value

@@ -26,12 +26,13 @@ def _is_alone(*arguments: object) -> bool:
 
 
 def eager(fn: Callable[P, T]) -> Callable[P, T]:
-    """Leave a function out of the graphs of torch.compile: collectives run between them."""
+    """Make torch.compile break its graph at this function: collectives run outside of graphs."""
     outside: Callable[P, T] = torch._disable_dynamo(fn)  # type: ignore[attr-defined]
 
     @wraps(fn)
     def call(*args: P.args, **keywords: P.kwargs) -> T:
-        # Elsewhere `outside` would import the compiler for nothing. One rank stays in the graph.
+        # Outside of a compilation, `outside` would import the compiler for nothing. With one rank
+        # there is no collective, so the call stays in the graph.
         if torch.compiler.is_compiling() and not _is_alone(*args, *keywords.values()):
             return outside(*args, **keywords)
         return fn(*args, **keywords)
@@ -44,11 +45,11 @@ class Running(Protocol):
 
     num_microbatches: int
     is_evenly_split: bool
-    """Whether every rank has as many micro-batches."""
+    """Whether every rank has the same number of micro-batches."""
     is_exact_over_ranks: bool
     """Whether gradients are averaged over all ranks."""
     calls_collectives: bool
-    """Whether the loss has called one."""
+    """Whether the loss has called a collective."""
 
 
 class _Training(threading.local):
@@ -76,7 +77,7 @@ def in_graph(tensor: object) -> bool:
 
 @contextmanager
 def loss_of(running: Running) -> Iterator[None]:
-    """Inside, this thread computes the loss of that batch."""
+    """Note, inside the context, that this thread computes the loss of this batch."""
     TRAINING.batch = lambda: running
     try:
         yield
@@ -87,10 +88,11 @@ def loss_of(running: Running) -> Iterator[None]:
 def inexact(
     function: str, leaves: Sequence[Any], state: DistState, *, joins_rows: bool = False
 ) -> str:
-    """Return why the loss that calls a collective of these leaves would not be that of one process.
+    """Return why a loss that calls this collective would differ from the loss on one process.
 
-    Empty if it would be; raised at once where it is so on all ranks. Only a loss under training is
-    judged. `joins_rows`: the collective is `gather`, whose rows matter without a gradient too.
+    Return "" if it would not differ. If the reason holds on all ranks, raise it at once. Only a
+    loss under training is judged. With `joins_rows`, the collective is `gather`, whose rows matter
+    without a gradient too.
     """
     running = _running()
     if running is None:
@@ -114,8 +116,9 @@ def inexact(
             "hold no tensor with a graph where ranks train separately, got one in a loss under local_sgd; "
             "use wrap_ddp or wrap_fsdp, or detach it"
         )
-    # The usual recipe puts a rank's own rows back. A tensor that was detached before looks like one
-    # that never had a graph, such as the keys of a momentum encoder.
+    # The usual recipe gathers under no_grad() and puts the rank's own rows back. A tensor that was
+    # detached earlier is not refused: it looks like one that never had a graph, such as the keys of
+    # a momentum encoder.
     if joins_rows and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return (
             "hold tensors with their graph where a loss is computed, got one under no_grad(), for "
@@ -126,12 +129,12 @@ def inexact(
 
 
 def detached_in_no_grad(tree: Any) -> Any:
-    """Return a tree as it is; under no_grad without graphs, as a collective would return it."""
+    """Return a tree unchanged; under no_grad, detach its tensors, as a collective would."""
     return tree if torch.is_grad_enabled() else map_tensors(_without_graph, tree)
 
 
 def refuse_inexact(function: str, problem: str) -> None:
-    """Raise what `inexact` returned, if anything."""
+    """Raise the problem that `inexact` returned, if there is one."""
     if problem:
         raise BatchError(f"{function}: tree must {problem}")
 
@@ -168,13 +171,14 @@ def with_gradients(
     """
     if not outputs:
         return []
-    anchor = torch.zeros((), requires_grad=True)  # for the backward of a rank without a graph
+    # The anchor lets a rank whose inputs have no graph run the backward too.
+    anchor = torch.zeros((), requires_grad=True)
     call = _Call(list(outputs), own_part, state, f"{function} grad")
     return list(_SummedBackward.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Call:
-    """One call of a collective, for its backward."""
+    """The data that the backward of one collective call needs."""
 
     def __init__(
         self,
@@ -187,12 +191,13 @@ class _Call:
 
     def gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Sum the gradients of the outputs over the ranks; return this rank's part of each."""
-        # If a rank is in the backward of another call, its name differs and all raise; the sums below
-        # would match by their order alone.
+        # If a rank is in the backward of another call, the function names differ and all ranks
+        # raise. The sums below would be matched by their order alone.
         primitives.exchange_number(len(gradients), self.state, self.function)
         found = []
         for place, gradient in enumerate(gradients):
-            there = gradient.to(self.state.device)  # the leaf may be on the host on some ranks
+            # On some ranks, the leaf may be on the host.
+            there = gradient.to(self.state.device)
             total = there.resolve_conj().clone(memory_format=torch.contiguous_format)
             real = torch.view_as_real(total) if total.is_complex() else total
             primitives.start_sum(real, self.state, self.function).wait()
@@ -205,7 +210,8 @@ class _SummedBackward(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
         outputs, call.outputs = call.outputs, []
         ctx.call = call
-        return tuple([each.detach() for each in outputs])  # no views, so they may be written
+        # Detached outputs are no views for autograd, so the caller may write to them.
+        return tuple([each.detach() for each in outputs])
 
     @staticmethod
     @once_differentiable

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WHOLE = (Tensor, nn.Parameter)
-"""Most tensors: a test of the type is quicker than that of an attribute."""
+"""The types of most tensors, which are never sharded: comparing a type is faster than `hasattr`."""
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -34,7 +34,8 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, in the same memory."""
     if is_sharded(tensor):
-        with torch.no_grad():  # detached afterwards, since a DTensor's own detach takes far longer
+        # Detach the local tensor, since `DTensor.detach` takes far longer.
+        with torch.no_grad():
             return tensor.to_local().detach()
     return tensor
 
@@ -48,13 +49,13 @@ def leaves_of(
 
 
 def filled(leaf: T) -> T:
-    """Wait for a tensor that a collective of torch's still fills, as it does outputs of a split model."""
+    """Wait for a tensor that torch's collective still fills, such as a split model's output."""
     is_pending = isinstance(leaf, Tensor) and hasattr(leaf, "trigger_wait")
     return cast("T", leaf.clone()) if is_pending else leaf  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor; if it is sharded, every rank calls this.
+    """Return the whole tensor; if it is sharded, every rank must call this.
 
     Cost: for shards, one gather.
     """
@@ -80,9 +81,9 @@ def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[D
 
 
 def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each rank the part of a gradient that it holds of the parameter.
+    """Redistribute gradients, so that each rank has the part for its part of the parameter.
 
-    Torch may leave another one, or one that is still to be summed over an axis.
+    torch may leave another part, or a partial sum over an axis.
 
     Cost: at most one collective for each such gradient.
     """
@@ -116,11 +117,11 @@ def norm_over_shards(norm: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
-    """Overwrite a tensor by a whole one; if it is sharded, by this rank's part."""
+    """Copy a whole tensor into `tensor`; if that is sharded, copy this rank's part."""
     if is_sharded(tensor):
         from torch.distributed.tensor import distribute_tensor
 
-        # Without a source, every rank cuts its own copy, and none is sent.
+        # Without a source rank, each rank cuts its own copy of the tensor, and nothing is sent.
         mesh, placements = tensor.device_mesh, tensor.placements
         cut = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         local(tensor).copy_(local(cut))
@@ -141,10 +142,11 @@ def place_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def axes_of(tensors: Iterable[Tensor]) -> list[DistState]:
-    """Return the axes of the meshes that tensors are on, the innermost first; none for whole ones.
+    """Return the mesh axes that tensors are on, innermost first; an empty list for whole tensors.
 
-    Of a mesh that is a part of another one, the axes of that one too: along `dp`, ranks hold the same
-    shards. Along `pp` they hold other layers, so that axis counts only for tensors that are on it.
+    If a mesh is part of a larger one, the axes of the larger mesh count too: ranks along `dp` hold
+    the same shards. Ranks along `pp` hold other layers, so `pp` counts only for tensors that are on
+    it.
     """
     groups: dict[ProcessGroup, None] = {}
     for mesh in dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)):
@@ -169,7 +171,7 @@ def is_of_shards(error: BaseException) -> bool:
 
 
 def note_shards(error: Exception, name: str, repair: str) -> None:
-    """Add to an error of torch's about shards what was given them, and the repair."""
+    """Add a note to torch's error about shards: which function was given shards, and the repair."""
     if is_of_shards(error) and not isinstance(error, AccelError):
         error.add_note(
             f"step: {name} was given shards (DTensors), of which each rank holds a part, which torch cannot "
@@ -189,9 +191,9 @@ def place_of_error(error: BaseException, model: nn.Module) -> str:
 
 
 class WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which no number is read of a sum over shards, of which each rank has its own part.
+    """A mode that refuses to read a number computed from shards, such as a norm.
 
-    torch gives each rank its part: `float(parameter.norm())` is another number on each rank.
+    torch would return each rank's own part: `float(parameter.norm())` differs between ranks.
     """
 
     def __torch_dispatch__(

@@ -17,7 +17,8 @@ _SETTINGS = {
     AdamW: ("weight_decay", "eps", "amsgrad", "maximize"),
     SGD: ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
 }
-"""The optimizers whose kernels are known, and the settings of a group that they take as they are."""
+"""For each optimizer whose kernel is known, the settings of a group that the kernel takes
+unchanged."""
 _kind = attrgetter("dtype", "device", "layout")
 _device = attrgetter("device")
 _steps, _means = itemgetter("step"), itemgetter("exp_avg")
@@ -27,10 +28,10 @@ _squares, _largest = itemgetter("exp_avg_sq"), itemgetter("max_exp_avg_sq")
 class _Call(NamedTuple):
     kernel: Callable[..., None]
     tensors: Sequence[Sequence[Tensor]]
-    """Parameters, gradients and the optimizer's state of these."""
+    """The kernel's lists: parameters, gradients and tensors of the optimizer's state."""
     settings: dict[str, Any]
     steps: list[Tensor]
-    """The step counts among them."""
+    """The step counts in `tensors`; empty for SGD."""
 
 
 def run_fused(
@@ -57,11 +58,13 @@ def run_fused(
     if read and any(read != {each.tensors[0][0].device} for each in calls):
         return False
     if "step" in vars(optimizer):
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # as torch's schedulers want it
+        # torch's schedulers check this flag and warn if `step` was not called.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
     scale = None if factor is None else factor.reciprocal()
     found = None if ok is None else (~ok).float()
     enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # a context manager would be four calls more
+    # Set the mode directly: a context manager would be four more calls.
+    torch._C._set_grad_enabled(False)
     try:
         for each in calls:
             if each.steps:
@@ -75,13 +78,14 @@ def run_fused(
 
 
 def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Call] | None:
-    """Return the call for each group that has gradients; None where torch would do anything else."""
+    """Return the kernel call for each group with gradients; None if torch would run other code."""
     kind = type(optimizer)
     if kind not in _SETTINGS or not _runs_alone(optimizer, kind):
         return None
     groups = optimizer.param_groups
     if sum([len(group["params"]) for group in groups]) != len(gradients):
-        return None  # some require no gradient
+        # Some parameters require no gradient.
+        return None
     start, calls = 0, []
     for group in groups:
         parameters = group["params"]
@@ -97,7 +101,7 @@ def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Ca
 
 
 def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is torch's own and nothing listens to it, but for a scheduler of torch."""
+    """Return whether `step` is torch's own, without hooks or profiler; a scheduler may wrap it."""
     own: Any = vars(optimizer).get("step")
     is_torchs = own is None or (
         hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is kind.step
@@ -113,7 +117,7 @@ def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
 def _call(
     optimizer: Optimizer, group: Mapping[str, Any], present: Sequence[Sequence[Tensor]]
 ) -> _Call | None:
-    """Return the call for one group; None where torch would do anything else."""
+    """Return the kernel call for one group; None if torch would run other code."""
     parameters, gradients = present
     kind: Any = type(optimizer)
     states: list[Any] = [*map(optimizer.state.get, parameters)]
@@ -136,7 +140,8 @@ def _call(
         return None
     settings["beta1"], settings["beta2"] = group["betas"]
     if isinstance(settings["beta1"], Tensor) or isinstance(settings["beta2"], Tensor):
-        return None  # torch reads them
+        # torch's own step reads betas that are tensors.
+        return None
     steps = [*map(_steps, states)]
     largest = [*map(_largest, states)] if group["amsgrad"] else []
     lists = (

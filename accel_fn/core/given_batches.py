@@ -13,23 +13,24 @@ from accel_fn.core.batch import tensors_of
 from accel_fn.errors import BatchError
 
 Place = tuple[int, int]
-"""The number of a pass, and that of the batch in it."""
+"""The number of a pass over the loader, and the number of the batch in that pass."""
 
-# An attribute of the tensor would be pickled, and copied, with it.
+# A dictionary beside the tensors: an attribute would be pickled and copied with its tensor.
 PLACES = WeakTensorKeyDictionary()
 _NUM_BATCHES = 1 << 20
 _NUM_PASSES = 1 << 10
 
 
 def note_place(batch: Any, place: Place) -> None:
-    """Note that a batch is the first that the loop gets of a pass."""
+    """Record the place of a batch that is the first one of a pass."""
     for tensor in tensors_of(batch)[:1]:
         PLACES[tensor] = place
 
 
 def place_of(batch: Any) -> Place | None:
-    """Return the place of a batch if it is the first of its pass and of the tensors that the loader gave."""
-    if not PLACES.data:  # most batches
+    """Return the place of a pass's first batch, if it still has the loader's tensors."""
+    # Most batches have no place; skip the look-up.
+    if not PLACES.data:
         return None
     for tensor in tensors_of(batch)[:1]:
         found: Place | None = PLACES.get(tensor)  # type: ignore[no-untyped-call]
@@ -38,7 +39,7 @@ def place_of(batch: Any) -> Place | None:
 
 
 def number_of(place: Place | None) -> int:
-    """Write a place as a whole number below 2**31, of large ones the rest; 0 for None."""
+    """Encode a place as an integer below 2**31, with large numbers wrapped around; 0 for None."""
     if place is None:
         return 0
     epoch, batch = place
@@ -46,7 +47,7 @@ def number_of(place: Place | None) -> int:
 
 
 def check_same_place(numbers: Sequence[int]) -> None:
-    """Raise on all ranks if two of them begin other passes; 0 is a rank that begins none."""
+    """Raise on all ranks if two begin different passes; 0 stands for a rank that begins none."""
     if len({*numbers} - {0}) > 1:
         pairs = [divmod(each - 1, _NUM_BATCHES) for each in numbers]
         got = ", ".join(
@@ -65,30 +66,31 @@ _NAME = "_accel_fn_origin"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """A batch that a loader made, of so many samples."""
+    """The mark of a batch that a loader made, with its number of samples."""
 
     num_samples: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a batch that is copied or pickled leaves its data set behind
+        # Pickle as None: a batch that is copied or pickled must not take its data set along.
+        return type(None), ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin(Made):
-    """The samples of a batch, of which a few can be read again, and what makes a batch of them."""
+    """A mark with functions that read a few of the batch's samples again, and collate them."""
 
     read: Callable[[], list[Any]]
     collate: Callable[[list[Any]], Any]
 
 
 def mark(batch: Any, made: Made) -> None:
-    """Note at the tensors of a batch how it was made."""
+    """Set this mark on every tensor of a batch."""
     for tensor in tensors_of(batch):
         setattr(tensor, _NAME, made)
 
 
 def carry_mark(moved: Tensor, source: Tensor) -> None:
-    """Copy the note of a tensor to its copy on another device."""
+    """Copy the mark of a tensor to its copy on another device."""
     made = getattr(source, _NAME, None)
     if made is not None:
         setattr(moved, _NAME, made)
@@ -101,7 +103,7 @@ def origin_of(batch: Any) -> Origin | None:
 
 
 def samples_of(batch: Any) -> int | None:
-    """Return of how many samples a loader made a batch; None if the loop has made some of its tensors."""
+    """Return how many samples a loader put in a batch; None if the loop made a tensor of it."""
     found = _made(batch)
     return None if found is None else found.num_samples
 

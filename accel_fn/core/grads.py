@@ -50,7 +50,7 @@ class Grads:
     owners: Sequence[tuple[str, Tensor]] | None = field(default=None, repr=False)
 
     def present(self) -> list[Tensor]:
-        """The tensors that are there."""
+        """Return the tensors, without the parameters that have no gradient."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
     def norm(self) -> Tensor:
@@ -67,7 +67,8 @@ class Grads:
         raw = self._raw_norm
         if raw is None:
             raw = (self.norm_fn or global_norm)(self.present())
-            object.__setattr__(self, "_raw_norm", raw)  # a cache: the value is fixed by the fields
+            # Cache the norm: the fields are frozen, so it cannot change.
+            object.__setattr__(self, "_raw_norm", raw)
         norm = raw if self.factor is None else raw * self.factor.abs()
         if self.norm_read is None:
             object.__setattr__(self, "norm_read", norm)
@@ -94,7 +95,7 @@ class Grads:
         return Grads(self.tensors, total, self._raw_norm, self.norm_read, self.norm_fn, self.owners)
 
     def _as_tensor(self, factor: object) -> Tensor:
-        """A number, where and as wide as the gradients are."""
+        """Return a number as a tensor beside the gradients, in float64 if one of them is."""
         rule = "be a finite number or a 0-dim tensor"
         if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
             raise ArgumentTypeError(message("Grads.scaled", "factor", rule, factor))
@@ -104,7 +105,8 @@ class Grads:
         double = any(tensor.dtype in _DOUBLE for tensor in present)
         dtype = torch.float64 if double else torch.float32
         device = present[0].device if present else None
-        # The host waits until a new tensor is copied to a device, but not for a kernel that fills one.
+        # `torch.full` runs a kernel on the device; the host would wait for the copy of a new host
+        # tensor.
         return torch.full((), float(factor), dtype=dtype, device=device)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
@@ -147,7 +149,7 @@ class Grads:
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all tensors, on all ranks where they are sharded, summed in at least float32."""
+    """Compute the L2 norm over all tensors (all ranks, if sharded), summed in at least float32."""
     sharded = [each for each in tensors if is_sharded(each)]
     if sharded:
         whole = [each for each in tensors if not is_sharded(each)]
@@ -164,7 +166,8 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     if any(dtype.is_complex for dtype in dtypes):
         dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
     dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
-    if torch.compiler.is_compiling():  # the compiler cannot look into the other function
+    if torch.compiler.is_compiling():
+        # The compiler cannot trace into `torch._foreach_norm`.
         norms = tuple([torch.linalg.vector_norm(each, dtype=dtype) for each in dense])
     else:
         norms = torch._foreach_norm([part for each in dense for part in _parts(each)], 2.0, dtype)
@@ -175,9 +178,10 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Cut a large tensor on the host into parts, since torch adds up its squares there one after another.
+    """Cut a large host tensor into parts, since torch adds up its squares one after another.
 
-    In float32 a norm over 2**25 elements is off by more than 1e-4 so, over shards of them by less.
+    In float32, the norm of 2**25 elements would be off by more than 1e-4, and by less if they are
+    sharded.
     """
     if tensor.numel() <= _PART or not tensor.is_cpu or not tensor.is_contiguous():
         return (tensor,)
@@ -189,13 +193,13 @@ Backward = Callable[[Tensor, Tensor | None], None]
 
 
 class WideBackward:
-    """The backward of one micro-batch after the other; gradients in half precision are summed in float32.
+    """Run the backwards of micro-batches; sum their half-precision gradients in float32.
 
-    Before the last one, the parameters get the sums as gradients, in their own dtype.
+    Before the last backward, each parameter gets its sum as its gradient, in its own dtype.
     """
 
-    # A sum of k like terms in bfloat16 stops growing where a term is below half a unit of the sum: it was
-    # 36% off for 1024 micro-batches.
+    # A bfloat16 sum stops growing once a term is below half a unit in the last place of the sum:
+    # over 1024 micro-batches, the sum was 36% off.
 
     def __init__(self, backward: Backward, halves: Sequence[nn.Parameter], count: int) -> None:
         self._backward = backward
@@ -206,7 +210,8 @@ class WideBackward:
 
     def __call__(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to those of the micro-batches before."""
-        # Those of the last micro-batch are taken now: the loop may have zeroed them since.
+        # Take the previous micro-batch's gradients only now: after its backward, the loop zeroes
+        # them if its weight is 0.
         self._take()
         self._num_left -= 1
         if not self._num_left:
@@ -231,7 +236,7 @@ class WideBackward:
 def wide_backward(
     backward: Backward, halves: Sequence[nn.Parameter], num_microbatches: int
 ) -> Backward:
-    """The backward of micro-batches, of which several are summed in float32 where parameters are in half."""
+    """Return a backward that sums half-precision gradients of micro-batches in float32."""
     if halves and num_microbatches > 1:
         return WideBackward(backward, halves, num_microbatches)
     return backward

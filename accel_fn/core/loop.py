@@ -62,9 +62,11 @@ class Strategy:
     finds_unused: bool = True
     """Whether a loss may leave parameters without a gradient."""
     pads: bool = False
-    """Whether every rank runs as many micro-batches: a rank that has fewer runs one of another rank."""
+    """Whether all ranks run the same number of micro-batches: a rank with fewer runs another
+    rank's."""
     leaves_gradients: bool = True
-    """Whether the backward leaves gradients in `.grad`. An engine, such as DeepSpeed's, keeps its own."""
+    """Whether the backward leaves gradients in `.grad`. An engine, such as DeepSpeed's, does
+    not."""
     counts_first: bool = False
     """Whether the backward of a loss `(sum, count)` needs the count, because float16 cannot hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
@@ -74,34 +76,34 @@ class Strategy:
         self.module = module
         """Maps a batch to `(loss, metrics)`, as training runs it."""
         self.loss_module = module
-        """The same, for a forward without gradients."""
+        """The module to call for a forward without gradients."""
         self.model = loss_module_of(module).model
-        """The user's model, as it is placed."""
+        """The user's model, after placement."""
         self._is_alone = False
-        """Whether forwards and backwards are trials of the checks, which no other rank averages."""
+        """Whether the checks run trial passes on this rank, without averages over replicas."""
         self.retries = state.world_size > 1 and bool(plan.having("retries"))
         """Whether a rank may run out of memory, so that all ranks run the batch again."""
         left_out = {*map(id, plan.left_out())}
         self.in_graph = self.trainable()
         """The parameters that the graph of a loss may have."""
         self.reachable = [each for each in self.in_graph if id(each) not in left_out]
-        """Those among them whose gradients a backward computes."""
+        """The parameters in `in_graph` whose gradients a backward computes."""
         self.halves = half_of(self.reachable)
         """The parameters in half precision. Their gradients are added up over micro-batches in float32."""
         self._is_split = any(map(is_sharded, self.reachable))
         """Whether this rank computes with shards of parameters."""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
         self.trained = plan.trained()
-        """The optimizers' parameters that require a gradient, in their order."""
+        """The optimizers' parameters that require a gradient, in the order of the optimizers."""
         names = {id(each): name for name, each in plan.model.named_parameters()}
         self.owners = tuple([(names.get(id(each), ""), each) for each in self.trained])
-        """Name and parameter of each of these."""
+        """Name and parameter of each entry of `trained`."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
         """Value of `applied` if no function decides about the update."""
         self.layout = Layout(
             loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
         )
-        """Dtype of losses and metrics, and their names once a batch had items."""
+        """Dtype of losses and metrics, and the metrics' names after the first batch with items."""
         self.layout.finish = plan.finish
         refused = counts_refused(state, plan)
         loss_module_of(module).refuses_counts = refused
@@ -152,13 +154,13 @@ class Strategy:
         try:
             stop = any(map(call, plan.should_stop))
         except Exception as error:
-            failed = error  # raised once the other ranks know, as what fails with the batch
+            # Raise the error once the other ranks know of it, as for errors of the batch.
+            failed = error
         parts, weights, rows, failure = microbatches_or_failure(
             plan, batch, self.parameters.check, retries=self.retries
         )
-        place = (
-            place_of_batch(batch) if PLACES.data else None
-        )  # of few batches, so most steps call nothing
+        # Only the first batch of a pass has a place, so most steps skip the look-up.
+        place = place_of_batch(batch) if PLACES.data else None
         mean = self.mean_type(
             state,
             weights,
@@ -169,7 +171,9 @@ class Strategy:
             layout=self.layout,
         )
         if self.awaits_total:
-            mean.total()  # else a forward would run on the ranks without an error, and move statistics
+            # Wait for errors first: a forward on the other ranks would change their running
+            # statistics.
+            mean.total()
         parts, weights = self.pad(state, mean, parts, weights)
         if not (any(weights) or (parts and self.pads)):
             # A rank without items still joins every collective, with one micro-batch of weight 0.
@@ -210,7 +214,7 @@ class Strategy:
         if self.retries:
             self._vote(state, has_rows=parts[0] is not None)
         else:
-            # Losses travel beside the last backward.
+            # The losses are summed over the ranks while the last backward runs.
             run_one(*every[-1], sends=not self._settles)
         if self.retries or self._settles:
             self.settle(state)
@@ -219,7 +223,7 @@ class Strategy:
     def _counted(
         self, plan: Plan, state: DistState, mean: GlobalMean, every: Sequence[tuple[Any, Weight]]
     ) -> CountedLoss | None:
-        """Return what computes the seeds of a loss that is `(sum, count)`, or of one not known yet."""
+        """Return the `CountedLoss` of a batch; None if the loss is known to be a mean."""
         if self.layout.counts == ():
             return None
         return CountedLoss(
@@ -245,7 +249,8 @@ class Strategy:
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
         outcome: Outcome
-        if part is None:  # this rank has no items
+        # None means that this rank has no items.
+        if part is None:
             outcome = module(None)
         elif self.layout.terms:
             outcome = run_terms(state, plan, module, part, weight)
@@ -268,7 +273,7 @@ class Strategy:
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
-        """Return the micro-batches that this rank runs: more than its own if every rank must run as many."""
+        """Return the micro-batches to run; some are extra if all ranks must run equally many."""
         return parts, weights
 
     def settle(self, state: DistState) -> None:
@@ -289,7 +294,7 @@ class Strategy:
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
-        # Into these parameters alone: the generator's step of a GAN leaves `.grad` of the
+        # Write into these parameters alone: the generator's step of a GAN leaves `.grad` of the
         # discriminator as it is, so no `zero_grad` is needed anywhere.
         run_backward(loss, seed, self.reachable)
 
@@ -310,7 +315,7 @@ class Strategy:
         return global_norm(tensors)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Decide about the update and transform the gradients: every collective, and all that may raise."""
+        """Decide on the update, transform gradients; run every collective and check of it."""
         return prepare(plan, state, grads, report)
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
@@ -318,33 +323,36 @@ class Strategy:
         return apply(plan, state, prepared, self._optimizers, self._always)
 
     def placements(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
-        """Return which part of each tensor this rank holds, by name: its indices; () or no entry if all.
+        """Return, by name, the indices of the part of each tensor that this rank holds.
 
-        The tensors are those of the model, or gradients by the names of their parameters.
+        A whole tensor has () or no entry. The tensors are those of the model, or gradients by the
+        names of their parameters.
         """
         return {name: place_of(each) for name, each in tensors.items() if each is not None}
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
         """Return the ranks whose tensors must equal those of this rank if they hold the same part.
 
-        This rank is one of them. The first update compares gradients over them, and `check_replicas`
-        parameters. Either every rank is compared with another one, or none is.
+        The ranks include this one. The first update compares gradients over these ranks, and
+        `check_replicas` compares parameters. Either every rank is compared with another one, or
+        none is.
         """
         return range(state.world_size)
 
     def whole(self, *, writes: bool) -> AbstractContextManager[None]:
         """Return a context in which model and optimizers hold whole tensors, or DTensors.
 
-        With `writes`, the strategy takes over what they hold at its end. `save` and `load` run in it.
+        With `writes`, the strategy takes over the new values at its end. `save` and `load` run in
+        it.
         """
         return _NOTHING
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the settings that decide the bits: a checkpoint refuses a step with others."""
+        """Return the settings that fix the exact result; `load` refuses a step with others."""
         return {}
 
     def reset(self) -> None:
-        """Drop what a step that failed has left behind."""
+        """Clean up after a step that failed."""
 
 
 def forward(strategy: Strategy, plan: Plan, state: DistState, batch: Any) -> Tensor:
@@ -383,46 +391,50 @@ def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grad
 
 
 class PaddingStrategy(Strategy):
-    """A strategy in which every rank runs as many micro-batches."""
+    """A strategy in which every rank runs the same number of micro-batches."""
 
     pads = True
 
     def __init__(self, state: DistState, *args: Any, **options: Any) -> None:
         super().__init__(state, *args, **options)
         self.ranks = over(state)
-        """The ranks that run as many micro-batches."""
+        """The ranks that run the same number of micro-batches."""
         self.begin_pass: Callable[[bool, int], None] = _nothing
         """Called with whether gradients are wanted, and the number of micro-batches that every rank runs."""
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
-        """Run as many micro-batches on every rank.
+        """Add micro-batches, so that every rank runs the same number.
 
-        A rank that has fewer, or none with a weight, runs one of another rank's with weight 0: times
-        zero, its gradient is zero wherever that rank's is finite.
+        A rank with fewer micro-batches, or without a weighted one, runs one of another rank's with
+        weight 0. Its gradient is then zero, if it is finite on that rank.
 
         Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """
-        # Only a forward knows what it reaches, and in which order, so it must be a real one.
+        # Only a real forward uses the same modules in the same order, so padding must be a real
+        # micro-batch.
         ranks = self.ranks
         if ranks.world_size == 1:
             return parts, weights
         if mean is not None:
-            mean.total()  # if one rank could not count its batch, all raise here
-            # In one number: how many micro-batches a rank has, and whether one of them counts.
+            # If one rank could not count its batch, all ranks raise here.
+            mean.total()
+            # Encode two facts of a rank in one number: how many micro-batches it has, and whether
+            # one of them has a weight.
             found = mean.of_ranks[data_places(state)] if ranks.axis else mean.of_ranks
             counts = [2 * num + bool(weight) for weight, num in found]
         else:
             code = 2 * len(parts) + any(weights)
             counts = primitives.exchange_number(code, ranks, "step")
-        # A micro-batch that counts, if there is one: its loss is finite in a healthy run.
+        # Prefer a rank with a weighted micro-batch: its loss is finite in a healthy run.
         source = max(range(len(counts)), key=lambda rank: (counts[rank] % 2, counts[rank]))
         most = max(counts) // 2
         self.begin_pass(torch.is_grad_enabled(), most)
         if min(counts) == 2 * most + counts[source] % 2:
             return parts, weights
-        spare = parts[-1] if ranks.rank == source else None  # those that count are last
+        # Micro-batches with a weight come last, so send the last one.
+        spare = parts[-1] if ranks.rank == source else None
         spare = broadcast(spare, ranks, source=source)
         return self.filled(parts, weights, spare, most)
 
@@ -431,14 +443,15 @@ class PaddingStrategy(Strategy):
     ) -> tuple[Parts, Weights]:
         """Return `most` micro-batches: those of this rank, then the spare one, of weight 0."""
         if not any(weights):
-            # The loss of what counts nothing may be 0 / 0. The last backward sends its gradients.
+            # The loss of a micro-batch of weight 0 may be 0 / 0, and the last backward sends its
+            # gradients. Drop one of these, so that the spare micro-batch comes last.
             parts, weights = parts[: most - 1], weights[: most - 1]
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[()] * lacking]
 
 
 def _nothing(with_gradients: bool, num_microbatches: int) -> None:
-    """Begin a pass of a strategy that counts none."""
+    """Do nothing: the default for strategies that do not count passes."""
 
 
 def microbatches(
@@ -448,15 +461,16 @@ def microbatches(
 
     With `with_weightless`, micro-batches of weight 0 that have samples come first.
     """
-    # Split and weighed before placement: weights are counted on the host, without waiting for
-    # an accelerator, and only one micro-batch at a time is on the device.
+    # Split and weigh before placement: weights are counted on the host, without waiting for an
+    # accelerator, and only one micro-batch at a time is on the device.
     split, rows = cut(plan, batch)
     weights = weigh(plan.weight_fn, split)
     if all(weights):
         return split, weights, rows
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless:
-        # Parameters that they alone reach get a gradient of zeros, as on one rank, not None.
+        # Parameters that only weightless micro-batches reach then get a gradient of zeros, as on
+        # one rank, not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
     return [part for part, _ in counted], [weight for _, weight in counted], rows
@@ -492,7 +506,7 @@ def _has_samples(part: Any) -> bool:
 
 
 def _check_split(split: object) -> None:
-    """Refuse what has no items, or whose items would be keys, letters or rows."""
+    """Refuse a `split` result that is not iterable, or whose items are keys, letters or rows."""
     if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
         rule = "return a sequence of micro-batches"
         raise BatchError(message("step", "split", rule, type(split).__name__))
@@ -501,9 +515,10 @@ def _check_split(split: object) -> None:
 def microbatches_or_failure(
     plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
 ) -> tuple[Parts, Weights, int, Exception | None]:
-    """Return what `microbatches` returns, or nothing and its error: one rank must not raise alone.
+    """Call `microbatches`; return its error instead of raising: one rank must not raise alone.
 
-    A step checks its parameters by `check`, and needs micro-batches of weight 0, too.
+    A step passes `check`, which checks its parameters, and then also gets micro-batches of weight
+    0.
     """
     try:
         if check is not None:
@@ -531,14 +546,14 @@ def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse what a slot function returned in place of a strategy."""
+    """Refuse a slot function's result that is not a Strategy."""
     if not isinstance(strategy, Strategy):
         rule = "return a Strategy"
         raise ArgumentTypeError(message("build", "strategy", rule, type(strategy).__name__))
 
 
 def describe_backward(state: DistState, plan: Plan) -> str:
-    """Over what the backward of a plan averages, and how; nothing is built."""
+    """Describe what the backward of a plan averages over, and how, without building it."""
     calls = " and ".join(map(describe_with_source, plan.strategy))
     if plan.having("local_gradients") and state.world_size > 1:
         return f"the {plan.reduction} over the rank's own items, by {calls}"

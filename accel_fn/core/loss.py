@@ -22,7 +22,7 @@ from accel_fn.errors import ArgumentTypeError, BatchError, LossError, PlanError,
 
 
 def broken_rule(found: Any, names: Collection[str]) -> str:
-    """The rule that terms break, and what was found in their place; "" where they break none."""
+    """Return the rule that terms break, with the value found; "" if they break none."""
     rule = f"return terms {sorted(names)}, as weight_fn names them"
     if not isinstance(found, Mapping):
         return f"{rule}, got {kind_of(found)}; return a dict of these, or give one weight_fn"
@@ -44,14 +44,14 @@ def is_mean(value: object) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """A value in an error: its dtype and shape, or its type."""
+    """Describe a value for an error: its dtype and shape, or its type."""
     return (
         f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     )
 
 
 COUNTED = "(sum, count) of "
-"""Begins the name of the metric that holds a term which is a sum and its count; no name of a user's."""
+"""Prefix of the metric that holds a `(sum, count)` term; no metric of the user's may have it."""
 
 
 def is_pair(value: object) -> bool:
@@ -64,7 +64,7 @@ def is_pair(value: object) -> bool:
 
 
 def pairs_in(loss: object) -> Mapping[str, tuple[Any, Any]]:
-    """The terms of a loss that are sums and counts, by name: "loss" if it is one; none of a loss of means."""
+    """Return the `(sum, count)` terms of a loss by name ("loss" for one pair); {} for means."""
     if is_pair(loss):
         return {"loss": loss}  # type: ignore[dict-item]
     if isinstance(loss, Mapping) and loss and any(map(is_pair, loss.values())):
@@ -73,7 +73,7 @@ def pairs_in(loss: object) -> Mapping[str, tuple[Any, Any]]:
 
 
 def broken_pair(pairs: Mapping[str, Any]) -> str:
-    """The rule that sums and counts break; "" where they break none."""
+    """Return the rule that sums and counts break; "" if they break none."""
     for name, pair in pairs.items():
         if not isinstance(name, str) or (name == "loss" and len(pairs) > 1):
             return f'name terms by strings other than "loss", got {name!r}'
@@ -92,26 +92,26 @@ def broken_pair(pairs: Mapping[str, Any]) -> str:
 
 
 def counted_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The terms of a loss that are sums and counts, by the names of their metrics."""
-    # They come first, so that most steps look at one name.
+    """Return the `(sum, count)` terms of a loss, by the names of their metrics."""
+    # `(sum, count)` terms come first among the metrics, so most steps check one name only.
     if not metrics or not next(iter(metrics)).startswith(COUNTED):
         return {}
     return {name: value for name, value in metrics.items() if name.startswith(COUNTED)}
 
 
 def by_count(count: Tensor, factor: float = 1.0) -> Tensor:
-    """The factor by the count, for each of several; 0 where nothing was counted."""
+    """Divide the factor by each count; 0 where a count is 0."""
     return torch.where(count > 0, factor / count, torch.zeros_like(count))
 
 
 def divided(pair: Tensor) -> Tensor:
-    """The mean of a sum and its count, [2]; 0 where nothing was counted."""
+    """Divide a sum by its count, [2]; 0 if nothing was counted."""
     total, count = pair.unbind()
     return torch.where(count > 0, total / count, torch.zeros_like(total))
 
 
 def stacked(terms: Iterable[Tensor]) -> Tensor:
-    """The terms as one tensor, [terms], in the widest of their dtypes."""
+    """Stack the terms into one tensor, [terms], in the widest of their dtypes."""
     every = list(terms)
     dtype = every[0].dtype
     for each in every:
@@ -120,9 +120,9 @@ def stacked(terms: Iterable[Tensor]) -> Tensor:
 
 
 def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> None:
-    """Make the gradients of these terms zeros, whatever their values are; those of others stay.
+    """Replace the gradients of these terms by zeros, whatever their values; keep those of `others`.
 
-    The backward of 0 / 0 is nan, also times a share of 0.
+    The backward of 0 / 0 is nan, even times a share of 0.
 
     Cost: a walk over the graph, and in the backward a zero in place of each gradient that leaves
     what these terms alone are computed by.
@@ -135,7 +135,7 @@ def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> No
 
 
 def _behind(ends: Sequence[Node | None], known: Collection[Node]) -> set[Node]:
-    """The nodes of these graphs that are not known, but for the leaves."""
+    """Return the nodes behind these ends, without leaves and without the nodes in `known`."""
     found: set[Node] = set()
     ahead = [*ends]
     while ahead:
@@ -152,7 +152,7 @@ def _zeros(gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None
 
 
 _NAME = "frozen"
-"""The name of the parameter by which a loss gets the models."""
+"""The name of the parameter of `loss_fn` that receives the frozen models."""
 
 
 def takes_frozen(fn: Callable[..., Any]) -> bool:
@@ -160,13 +160,14 @@ def takes_frozen(fn: Callable[..., Any]) -> bool:
     called = fn.forward if isinstance(fn, nn.Module) else fn
     try:
         found = inspect.signature(called).parameters.get(_NAME)
-    except (TypeError, ValueError):  # a builtin may have no signature
+    except (TypeError, ValueError):
+        # A builtin may have no signature.
         return False
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
 
 def given_frozen(fn: Callable[..., Any], frozen: Mapping[str, nn.Module]) -> Callable[..., Any]:
-    """The function with the frozen models of a plan, if it takes them; else itself."""
+    """Bind a plan's frozen models to a function that takes them; return any other unchanged."""
     return partial(fn, **{_NAME: frozen}) if frozen and takes_frozen(fn) else fn
 
 
@@ -220,22 +221,24 @@ def share_frozen(state: DistState, plan: Plan) -> None:
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
-    """The memory of a tensor; None without any."""
+    """Return device and address of a tensor's memory; None if it has none."""
     try:
         held = local(tensor)
         address = held.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # other layouts and subclasses may have none
+    except (RuntimeError, NotImplementedError):
+        # Tensor subclasses and non-strided tensors may have no storage.
         return None
     return (held.device, address) if address else None
 
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
-"""By name a mean, [], or a sum and its count; a str is the rule that a value breaks."""
+"""By name: a mean, []; a pair (sum, count); or, as a str, the rule that a value breaks."""
 Outcome = tuple[Tensor, Metrics]
 """The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics.
 
-Of a loss that is a sum and a count, the sums, [] or [terms]; `counted_in` finds both in the metrics.
+For a loss that is `(sum, count)`: the sums, [] or [terms]; `counted_in` finds sums and counts in
+the metrics.
 """
 
 
@@ -258,20 +261,22 @@ class LossModule(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.loss_of: Callable[..., Any]
-        # No child of this module, also where loss_fn is a module.
+        # Kept in `__dict__`: this must not become a child module, even if loss_fn is a module.
         self.__dict__["loss_of"] = given_frozen(loss_fn, frozen or {})
-        # If set, everything that a rank without items reaches: DDP with find_unused_parameters must
-        # find the model's parameters unused there.
+        # If set, the only parameter beside sparse tables that a rank without items reaches: DDP
+        # with find_unused_parameters must find the model's other parameters unused there.
         self.idle: nn.Parameter | None = None
         self.shards: Collection[Tensor] = ()
-        """The parameters whose gradients `wrap_fsdp` adds up, but for what of them is unsharded."""
+        """The shards whose gradients `wrap_fsdp` adds up. A zero skips them, but reaches the
+        unsharded parameters that replace them in a forward."""
         self.refuses_counts = ""
-        """Why a loss may be no sum and count; empty if it may."""
+        """Why this plan refuses a `(sum, count)` loss; empty if it accepts one."""
         self.joining: Sequence[Node | None] = ()
-        """Nodes of the graph where gradients of all ranks meet: a term that is left out ends before them."""
+        """Graph nodes at which the gradients of all ranks are reduced; a left-out term ends before
+        them."""
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
-        """The mean loss of a batch; for None, a zero that reaches every parameter.
+        """Return the mean loss of a batch; for None, a zero that reaches every parameter.
 
         The gradients of terms that are left out are zeros.
         """
@@ -295,9 +300,9 @@ class LossModule(nn.Module):
         return counted(pairs, metrics)
 
     def _zero(self) -> Tensor:
-        """A zero that reaches every parameter."""
+        """Return a zero that reaches the parameters, for a rank without items."""
         sparse = [each.weight for each in sparse_tables(self.model).values()]
-        # DDP has no zeros for a sparse gradient, so tables count as used in either case.
+        # DDP has no zeros for a sparse gradient, so sparse tables count as used even with `idle`.
         reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
         trained = [each for each in reached if each.requires_grad and each not in self.shards]
         zeros = [_empty_zero(each, sparse) for each in trained] or [torch.zeros(())]
@@ -306,7 +311,8 @@ class LossModule(nn.Module):
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
         broken = broken_rule(found, self.terms)
         if broken:
-            # Marked as metrics are, beside a loss whose backward reaches what that of other ranks does.
+            # Return the broken rule as a mark, as for metrics, with a loss whose backward reaches
+            # the same parameters as on other ranks.
             terms = [*filter(is_mean, found.values() if isinstance(found, Mapping) else [found])]
             loss = sum(terms, self._zero())
             return torch.stack([loss] * len(self.terms)), {"": broken}
@@ -316,20 +322,21 @@ class LossModule(nn.Module):
             ends = [found[name].grad_fn for name in left_out]
             leave_out(ends, [*weighing, *self.joining])
             if not all(found[name].requires_grad for name in left_out):
-                # It is not known which parameters a constant stands for.
+                # A left-out term without a graph may reach any parameter on other ranks, so reach
+                # all of them.
                 terms[0] = terms[0] + self._zero()
         loss = stacked(terms)
         return loss, {} if metrics is None else checked_metrics(metrics, loss, self.terms)
 
 
 def parted(found: Any) -> tuple[Any, Any]:
-    """The loss, and the metrics beside it or None, of what a loss function returned."""
+    """Split the result of a loss function into the loss and its metrics, or None."""
     is_two = type(found) is tuple and len(found) == 2 and not is_pair(found)
     return found if is_two else (found, None)
 
 
 def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
-    """The outcome of a loss whose terms are sums and counts; counts carry no gradient."""
+    """Return the outcome of a loss of `(sum, count)` terms; counts carry no gradient."""
     totals = [total for total, _ in pairs.values()]
     sums = stacked(totals) if len(totals) > 1 else totals[0]
     found: dict[str, Any] = {}
@@ -337,7 +344,8 @@ def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
         value, number = _number(total, sums), _number(count, sums)
         assert value is not None
         assert number is not None
-        # A part may have a sum and no count: all anchors, by the number of the positive ones.
+        # A part may have a sum and no count, such as a loss of all anchors, over the number of
+        # positive ones.
         found[COUNTED + name] = value, number
     return sums, found if metrics is None else {**found, **checked_metrics(metrics, sums, [*pairs])}
 
@@ -350,19 +358,19 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """A zero whose gradient is empty, and sparse where the parameter's always is."""
+    """Return a zero from no element of a parameter, with a sparse gradient if it needs one."""
     if any(each is parameter for each in sparse):
         no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return F.embedding(no_rows, parameter, sparse=True).sum()
-    # Zeros of plain tensors and of shards on any mesh have one sum.
+    # Use local tensors: zeros of plain tensors and of shards on any mesh can then be added up.
     own = parameter.to_local() if is_sharded(parameter) else parameter
     return own.flatten()[:0].sum()
 
 
 def checked_metrics(metrics: Any, loss: Tensor, terms: Sequence[str] = ()) -> Metrics:
-    """The metrics without their graphs, where DDP would look for parameters.
+    """Detach the metrics: DDP would look for parameters in their graphs.
 
-    What is refused is only marked: a rank that raised here would raise alone.
+    A refused metric is only marked, by a str: a rank that raised here would raise alone.
     """
     if not isinstance(metrics, Mapping):
         rule = "return metrics as a mapping of names to values beside the loss"
@@ -393,9 +401,9 @@ def _metric(
 
 
 def _number(value: Any, loss: Tensor) -> Tensor | None:
-    """A real number as a tensor [] without a graph; None for anything else."""
+    """Return a real number as a detached tensor []; None for any other value."""
     if isinstance(value, int | float):
-        # Not in half precision, which cannot hold a count.
+        # Use at least float32: half precision cannot hold a count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
         return loss.detach().new_full((), value, dtype=dtype)
     if not isinstance(value, Tensor) or value.ndim or value.is_complex():
@@ -430,19 +438,19 @@ def _refuse_loss(loss: Any) -> None:
 
 
 def loss_module_of(module: nn.Module) -> LossModule:
-    """The user's loss, inside of what was made of it."""
+    """Find the user's loss inside the module that wraps it."""
     return next(each for each in module.modules() if isinstance(each, LossModule))
 
 
 def run_terms(
     state: DistState, plan: Plan, module: nn.Module, part: Any, weight: Weight
 ) -> Outcome:
-    """Means, [terms], and metrics of one micro-batch, where the loss has several terms."""
+    """Run a micro-batch of a loss with several terms; return their means, [terms], and metrics."""
     weights = weight or (0,) * len(plan.terms)
     left_out = [name for name, each in zip(plan.terms, weights, strict=True) if not each]
     part, contexts = placed(state, plan, part), plan.forward_contexts
     if left_out and torch.is_grad_enabled():
-        # A compiled graph has one backward for all terms, which none can be left out of.
+        # A compiled graph has one backward for all terms, so no term can be left out of it.
         with uncompiled():
             call = partial(module, left_out=left_out)
             outcome: Outcome = in_contexts(state, contexts, call, part)
@@ -452,15 +460,16 @@ def run_terms(
 
 
 def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any) -> T:
-    """`call` on one micro-batch, where the plan places it and in the plan's contexts."""
+    """Place a micro-batch as the plan does, and run `call` on it in the plan's contexts."""
     return in_contexts(state, plan.forward_contexts, call, placed(state, plan, part))
 
 
 def placed(state: DistState, plan: Plan, part: Any) -> Any:
-    """A micro-batch where the plan places it."""
+    """Place a micro-batch by the plan's functions."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
-        if part is None:  # the part stands for a rank without items, so loss_fn is not called
+        # None would stand for a rank without items, and loss_fn would not be called.
+        if part is None:
             name = describe(place_batch)
             raise BatchError(f"step: place_batch must return the batch, got None from {name}")
     return part
@@ -469,7 +478,7 @@ def placed(state: DistState, plan: Plan, part: Any) -> Any:
 def in_contexts(
     state: DistState, contexts: Sequence[ContextFn], call: Callable[[Any], T], part: Any
 ) -> T:
-    """`call` in contexts of a plan, the first of them outermost."""
+    """Run `call` in contexts of a plan, the first one outermost."""
     if not contexts:
         return call(part)
     with contexts[0](state):

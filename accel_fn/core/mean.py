@@ -40,33 +40,35 @@ class Layout:
     ) -> None:
         self.dtype = dtype
         self.is_sum = is_sum
-        """Is a loss a sum over its items? Losses are then added as they are."""
+        """Whether a loss is a sum over its items. Losses are then added without weights."""
         self.terms = terms
-        """The names of the loss's terms, whose means are one tensor, [terms]; none: it has one mean, []."""
+        """The names of the loss's terms, whose means are one tensor, [terms]. Empty: one mean,
+        []."""
         self.sizes = sizes
-        """The metrics by name: 1 number, or 2, a sum and its count. None: no batch had items yet."""
+        """Numbers per metric: 1 for a mean, 2 for (sum, count). None: no batch had items yet."""
         self.counts: tuple[str, ...] | None = None
-        """The terms of a loss that are sums and counts; none of a loss of means. None: not known yet."""
+        """The names of the `(sum, count)` terms; () for a loss of means. None: not known yet."""
         self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
         """Functions of the means of a step, whose values are metrics too."""
         self.pending_error: LossError | None = None
         """Error that all ranks raise in the next step."""
 
     def without_metrics(self) -> Layout:
-        """The layout of a forward alone: of its metrics, the sums and counts that the loss is made of."""
+        """Return the layout of a forward, whose metrics are only the loss's own sums and counts."""
         sizes = None if self.counts is None else {COUNTED + name: 2 for name in self.counts}
         return Layout(self.dtype, sizes=sizes, is_sum=self.is_sum, terms=self.terms)
 
     def zero(self, state: DistState) -> Tensor:
-        """The mean loss of nothing, or those of its terms."""
+        """Return zeros in the shape of the mean loss, or of the means of its terms."""
         shape = (len(self.terms),) if self.terms else ()
         return torch.zeros(shape, dtype=self.dtype, device=state.device)
 
     def report(
         self, mean: Tensor, total: Weight, metrics: Mapping[str, Tensor], **others: Any
     ) -> Report:
-        """A report of the mean loss, or of the means of its terms."""
-        if not (metrics or self.terms or self.finish):  # faster, for most steps
+        """Return a report of the mean loss, or of the means of its terms."""
+        # Most steps take this faster path.
+        if not (metrics or self.terms or self.finish):
             return Report(loss=mean, weight=total[0] if total else 0, metrics=metrics, **others)
         report = self._report(mean, total, metrics, **others)
         return finished("step", self.finish, report) if self.finish else report
@@ -92,9 +94,9 @@ class Layout:
         return Report(loss=mean.sum(), weight=weight, terms=terms, **others)
 
     def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
-        """Fix the metrics if no batch had items yet; return the error of metrics that are not the same.
+        """Fix the metric names in the first batch with items; return an error if metrics differ.
 
-        On one rank it is raised, and so it is on all ranks while the metrics are being fixed.
+        With one rank, raise the error. While the names are being fixed, all ranks raise it.
         """
         wrong = next((each.wrong for each in sums if each.wrong), "")
         found = [each.sizes for each in sums if each.sizes is not None]
@@ -109,8 +111,8 @@ class Layout:
     def _agree(
         self, state: DistState, found: Sequence[Mapping[str, int]], wrong: str
     ) -> Mapping[str, int] | None:
-        """The metrics that any rank has found; raises on every rank if they are not the same."""
-        # Ranks without items do not know them, and the sum over the ranks needs one length.
+        """Exchange the metrics that ranks have found; raise on every rank if they differ."""
+        # Ranks without items do not know the metrics, but the sum over the ranks needs one length.
         expected = None
         for rank, (of_rank, failure) in enumerate(
             primitives.exchange((found, wrong), state, "step")
@@ -124,7 +126,7 @@ class Layout:
         return expected
 
     def means(self, values: Mapping[str, Tensor], total: Weight, like: Tensor) -> dict[str, Tensor]:
-        """The means, from the sums over all ranks; nan where nothing was counted."""
+        """Compute the means from the sums over all ranks; nan where nothing was counted."""
         nothing = like.new_full((), torch.nan)
         means = {
             name: _mean(values[name]) if total and name in values else nothing
@@ -134,12 +136,12 @@ class Layout:
         return {**self.pairs(values, like), **means}
 
     def pairs(self, values: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-        """The sums and counts of the loss over all ranks, [2] each."""
+        """Return the sums and counts of the loss over all ranks, [2] each."""
         names = [name for name, _ in self._sorted() if name.startswith(COUNTED)]
         return {name: values[name] if name in values else like.new_zeros(2) for name in names}
 
     def vector(self, values: Mapping[str, Tensor], like: Tensor, *, is_wrong: bool) -> list[Tensor]:
-        """The sums in the order of names, 0 if this rank has none; nan if its metrics are others."""
+        """List the sums by name order: 0 if this rank has none, nan if its metrics differ."""
         missing = torch.nan if is_wrong else 0.0
         held: Mapping[str, Tensor] = {} if is_wrong else values
         return [
@@ -148,7 +150,7 @@ class Layout:
         ]
 
     def unpacked(self, vector: Tensor) -> dict[str, Tensor]:
-        """The sums by name."""
+        """Split the vector into sums by name."""
         names, sizes = [name for name, _ in self._sorted()], [size for _, size in self._sorted()]
         return dict(zip(names, torch.split(vector, sizes), strict=True))
 
@@ -159,7 +161,7 @@ class Layout:
 def finished(
     function: str, finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]], report: Report
 ) -> Report:
-    """The report with functions of its means among the metrics."""
+    """Add the values of the `finish` functions to the metrics of a report."""
     means = {"loss": report.loss, **report.terms, **report.metrics}
     found = finish_means(function, finish, means, report.loss)
     return replace(report, metrics={**report.metrics, **found})
@@ -171,7 +173,7 @@ def finish_means(
     means: Mapping[str, Tensor],
     like: Tensor,
 ) -> dict[str, Tensor]:
-    """The values of functions of means, by name, each []."""
+    """Compute the `finish` functions of the means; return their values by name, each []."""
     found = {}
     for name, fn in finish.items():
         if name in means:
@@ -192,7 +194,7 @@ def finish_means(
 
 
 def _mean(value: Tensor) -> Tensor:
-    """A mean, [], of its one number, or of a sum and its count."""
+    """Return the mean, [], from its one number, or from a sum and its count."""
     return value[0] if len(value) == 1 else value[0] / value[1]
 
 
@@ -273,7 +275,7 @@ def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 
 def differing_elsewhere(layout: Layout) -> LossError:
-    """The error of a rank whose own metrics are right."""
+    """Return the error for a rank whose own metrics are right."""
     kinds, every = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
     return LossError(
         f"step: loss_fn must return the same {kinds} in every step and on every rank, got others on "
@@ -307,7 +309,7 @@ class GlobalMean:
     if a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
     """
 
-    # These three are those of `differentiable.Running`: collectives in the loss look at them.
+    # `differentiable.Running` declares these three; collectives in the loss read them.
     is_exact_over_ranks = True
     """Whether gradients are averaged over all ranks, so that one may go through a collective in the loss."""
     is_evenly_split = False
@@ -325,7 +327,7 @@ class GlobalMean:
         layout: Layout,
         is_forward: bool = False,
     ) -> None:
-        # Ranks that train and ranks that evaluate must not take each other's numbers.
+        # The suffix keeps ranks that train from taking the numbers of ranks that evaluate.
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.pending_error
         self.own_weight = total_weight(weights)
@@ -345,13 +347,14 @@ class GlobalMean:
         self._total: Weight | None = None
         self.num_microbatches = len(weights)
         self.is_open = False
-        """Of a loss that is a sum and a count: are gradients those of the sum, not divided yet?"""
+        """With a `(sum, count)` loss: whether gradients are those of the sum, not divided yet."""
         self.of_ranks: list[tuple[bool, int]] = []
-        """In a world of several, once the total is known: for each rank of the world, does its batch have a
+        """With several ranks, once the total is known: for each rank, whether its batch has a
         weight > 0, and its number of micro-batches."""
         TRAINING.batch = ref(self)
         self.stop = stop
-        """Once the total is known: has a `should_stop` function of any rank returned True?"""
+        """Once the total is known: whether a `should_stop` function of any rank has returned
+        True."""
         self.samples = rows
         """Once the total is known: the number of rows of the global batch."""
         if state.world_size == 1:
@@ -359,12 +362,13 @@ class GlobalMean:
             self._total = checked_total(numbers, failure)
         else:
             self._sums = torch.zeros(len(numbers) + 2, dtype=layout.dtype, device=state.device)
-            """Sum of the loss (or of each term), number of ranks with other metrics, 0 in place of the
-            rows, sums of metrics."""
+            """Sum of the loss (or of each term), number of ranks whose metrics differ, a 0 where
+            `_totals` has the rows, sums of metrics."""
             self._mean = self._losses()
-            # On the host in float64, exact for integers up to 2**53: an accelerator is not kept
-            # waiting and need not know float64, and a rank that fails is known without it. As long
-            # as the sums of losses and metrics, so that a rank which is a step ahead is noticed.
+            # Weights are summed on the host in float64, exact for integers up to 2**53: an
+            # accelerator is not kept waiting and need not support float64, and the error of a rank
+            # is known without it. The tensor is as long as the sums of losses and metrics, so that
+            # a rank that is a step ahead is noticed.
             more = [0.0] * sum((layout.sizes or {}).values())
             self._num_ranks = state.data.world_size
             self._data = over(state)
@@ -374,22 +378,23 @@ class GlobalMean:
             self._weights = self._sum(self._totals, state, "weights")
             self._pending.append(self._weights)
             if self._num_ranks < state.world_size:
-                # Ranks along other axes may meet in the forward, where one that failed never comes.
+                # Wait here: ranks along other axes may meet in a collective of the forward, which a
+                # rank that failed never reaches.
                 self.total()
 
     def _sum(
         self, tensor: Tensor, state: DistState, what: str
     ) -> primitives.Pending | primitives.PendingTotal:
-        # The step's name lets ranks notice one that caught its loss's error and went on.
+        # The step's name reveals a rank that caught the error of its loss and went on.
         name = step_name(self._state.step + 1, self._state.call)
         return primitives.start_total(tensor, state, "step", what=f"{what}{self._suffix} {name}")
 
     def _losses(self) -> Tensor:
-        """The sum of the loss, or of its terms: a view of the sums."""
+        """Return the sum of the loss, or of its terms, as a view of `_sums`."""
         return self._sums[: self._num_terms] if self.layout.terms else self._sums[0]
 
     def total(self) -> Weight:
-        """The weight of the global batch; waits for it."""
+        """Wait for the weight of the global batch, and return it."""
         if self._total is None:
             self._wait()
             num = self._num_terms
@@ -431,14 +436,16 @@ class GlobalMean:
         self.add_scaled(loss, metrics, factor if known is weight else shares(weight, total))
 
     def add_scaled(self, loss: Tensor, metrics: Metrics, factor: Weight) -> None:
-        """Add these values times a factor; values of weight 0 may be anything, so they do not count."""
+        """Add these values times a factor; skip values of weight 0, which may be nan."""
         if not factor:
             return
         if metrics and counted_in(metrics):
-            pass  # the loss is a sum, which the metrics have beside its count
+            # The loss is a sum that the metrics hold too, beside its count.
+            pass
         elif self.layout.terms:
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
-        else:  # faster, for most losses
+        else:
+            # Most losses take this faster path.
             self._mean.add_(loss, alpha=1.0 if self.layout.is_sum else factor[0])
         if metrics or self._metrics.sizes:
             self._metrics.add(metrics, factor[0], self._mean)
@@ -453,14 +460,14 @@ class GlobalMean:
             self._pending.append(self._sum(self._sums, self._data, "losses"))
 
     def _settle_metrics(self) -> None:
-        """Compare this rank's metrics with those of the first batch, and line them up behind the loss."""
+        """Compare this rank's metrics with the first batch's; append them to the loss."""
         layout, several = self.layout, self._state.world_size > 1
         error = layout.settle(self._state, [self._metrics])
         if not several:
             return
         if error:
-            # The other ranks notice it by the sum or, if the host would have to wait for that, in
-            # the next step.
+            # The other ranks notice the error in the sum or, if the host would have to wait for the
+            # sum, in the next step.
             self._failure, self._sums[self._num_terms] = error, 1
             layout.pending_error = None if self._sums.is_cpu else error
         sums = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
@@ -469,7 +476,7 @@ class GlobalMean:
             self._mean = self._losses()
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
-        """Means (of terms, if any) and weight of the global batch, and metrics; waits for the sums."""
+        """Wait for the sums; return mean loss (or means of terms), metrics and weight."""
         total = self.total() if self._total is None else self._total
         if self._state.world_size > 1:
             self._wait()
@@ -487,7 +494,7 @@ class GlobalMean:
         return self.layout.means(sums, total, self._mean)
 
     def loss(self) -> Tensor:
-        """The mean loss over the global batch, [], of a forward alone."""
+        """Return the mean loss over the global batch, [], after a forward without gradients."""
         mean, metrics, total = self.close()
         return self.layout.report(mean, total, metrics=metrics).loss
 
@@ -501,7 +508,7 @@ class GlobalMean:
         self.layout.counts = next((each for each in every if each is not None), None)
 
     def seed_by_counts(self, every: Sequence[Mapping[str, Any]]) -> Tensor:
-        """The factor of each sum, [terms]: number of ranks / count over the ranks; 0 where nothing counts.
+        """Return each sum's factor, [terms]: number of ranks / total count; 0 for a count of 0.
 
         `every` has the sums and counts of each micro-batch of this rank.
         """
@@ -515,17 +522,17 @@ class GlobalMean:
         return by_count(counts, self._num_ranks)
 
     def open_factor(self, metrics: Mapping[str, Tensor]) -> Tensor:
-        """The factor of gradients of a sum, averaged over the ranks, by its count over them."""
+        """Return the factor that turns averaged gradients of a sum into those of the mean."""
         (pair,) = counted_in(metrics).values()
         return by_count(pair[1], self._num_ranks)
 
     def extras(self, plan: Plan) -> dict[str, Any]:
-        """Return the entries that it adds to the report of a step."""
+        """Return the entries that this batch adds to `Report.extras`."""
         return {"stop": self.stop} if plan.should_stop else {}
 
 
 def checked_total(total: Weight, failure: Exception | None) -> Weight:
-    """A total as an int if it counts exactly; raises if any rank's part of it could not be counted."""
+    """Return the total, as ints where exact; raise if a rank could not count its part."""
     if failure is not None:
         raise failure
     counts = tuple(map(_checked, total))
@@ -538,12 +545,13 @@ def _checked(total: float) -> float:
             "step: every rank must be able to count its batch; another rank could not, see the error "
             "that it raised"
         )
-    is_count = float(total).is_integer() and total <= 2**53  # far above, torch takes no int
+    # torch takes no int that is far above 2**53.
+    is_count = float(total).is_integer() and total <= 2**53
     return int(total) if is_count else total
 
 
 def weighed(loss: Tensor, factor: Weight) -> Tensor:
-    """The loss times a factor, or each of its terms; terms of factor 0 may be anything, and are 0."""
+    """Multiply the loss, or each term, by its factor; factor 0 gives 0, even for nan."""
     if not loss.ndim:
         return loss * factor[0]
     pairs = zip(loss.unbind(), factor, strict=True)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 AXES = ("pp", "dp", "cp", "tp")
-"""From the axis whose ranks lie furthest apart to that of neighbours, which exchange most."""
+"""From the axis whose ranks are furthest apart to that of neighbouring ranks, which exchange
+most."""
 
 
 def mesh_shape(function: str, mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -48,5 +49,5 @@ def ranks_along(shape: Mapping[str, int], name: str, rank: int) -> range:
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """`dp 2 x tp 2`."""
+    """Format a mesh for messages, as in `dp 2 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items())

@@ -84,7 +84,7 @@ ObserverFn = Callable[..., Observer]
 
 
 class FailedBatch:
-    """Stands for a batch that an observer has refused on this rank: what splits it raises the error."""
+    """A placeholder for a batch that an observer refused on this rank; `cut` raises its error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -97,9 +97,9 @@ class Observers:
         self.every = tuple(every)
         self.due: list[Observer] = []
         self.of_outcomes: list[Observer] = []
-        """Those of `due` that look at outcomes."""
+        """The observers in `due` that override `on_outcome`."""
         self.of_updates: list[Observer] = []
-        """Those of `due` that look at updates."""
+        """The observers in `due` that override `on_update`."""
         self._look_at_outcomes = [
             each for each in every if type(each).on_outcome is not Observer.on_outcome
         ]
@@ -108,8 +108,8 @@ class Observers:
         ]
 
     def before(self, state: DistState, batch: Any) -> Any:
-        """Begin a step: return its batch, or what stands for it if an observer has refused it."""
-        # By functions of C: in most steps, `wants` of each observer is all that runs.
+        """Begin a step: return its batch, or a `FailedBatch` if an observer refused it."""
+        # Functions written in C are faster: in most steps, only `wants` of each observer runs.
         self.due = due = [*filter(methodcaller("wants", state), self.every)]
         self.of_outcomes = [*filter(self._look_at_outcomes.__contains__, due)]
         self.of_updates = [*filter(self._look_at_updates.__contains__, due)]
@@ -118,17 +118,17 @@ class Observers:
             try:
                 each.before(state, batch)
             except Exception as error:
-                # The others go on, since ranks may meet in their collectives.
+                # Run the remaining observers too, since ranks may meet in their collectives.
                 failure = failure or error
         return batch if failure is None else FailedBatch(failure)
 
     def on_outcome(self, rows: Any, outcome: Any) -> None:
-        """Show a micro-batch and what the loss has returned."""
+        """Pass a micro-batch and its `(loss, metrics)` to the observers."""
         for each in self.of_outcomes:
             each.on_outcome(rows, outcome)
 
     def on_update(self, state: DistState, grads: Any, report: Report) -> None:
-        """Show the gradients of the update."""
+        """Pass the gradients of the update to the observers."""
         for each in self.of_updates:
             each.on_update(state, grads, report)
 
@@ -144,7 +144,7 @@ class Observers:
 
     @contextmanager
     def evaluating(self, state: DistState) -> Iterator[None]:
-        """Time a pass over a loader."""
+        """Time a pass over a loader, and pass the seconds to the observers."""
         began = perf_counter()
         yield
         seconds = perf_counter() - began
@@ -153,7 +153,7 @@ class Observers:
 
 
 class WatchedSteps(Observer):
-    """Tells the watchdog of a state when steps begin, end and fail."""
+    """Notifies the watchdog of a state when steps begin, end and fail."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
@@ -163,7 +163,7 @@ class WatchedSteps(Observer):
         self._watchdog.begin_step(step_name(state.step + 1, state.call))
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Note its end."""
+        """Note the end of the step."""
         self._watchdog.end_step()
 
     def failed(self, state: DistState, error: BaseException) -> None:

@@ -25,7 +25,7 @@ _OF_PARTS = (
 
 
 class TrainedParameters:
-    """The optimizers' parameters as `build` found them: a step gives gradients for no others."""
+    """The optimizers' parameters at `build`: a step computes gradients for these alone."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -166,7 +166,7 @@ def check_hooks(function: str, plan: Plan) -> None:
 
 
 class Reached:
-    """Looks at which gradients are missing, in every step."""
+    """Finds missing gradients, in every step."""
 
     def __init__(
         self, plan: Plan, reachable: Sequence[nn.Parameter], *, finds_unused: bool, is_main: bool
@@ -176,13 +176,14 @@ class Reached:
         self._known = {*map(id, reachable), *map(id, plan.model.parameters())}
         self._left_out = {*map(id, plan.left_out())}
         self._finds_unused = finds_unused
-        """Whether a loss may miss parameters."""
+        """Whether a loss may leave parameters without a gradient."""
         self._is_main = is_main
         self.unused: list[str] = []
-        """Parameters that a loss on one process has missed, and that several ranks would wait for."""
+        """Names of parameters that the loss on one process missed, and that `wrap_ddp` would wait
+        for."""
         self._looks_for_unused = finds_unused and bool(plan.having("needs_every_parameter"))
         self._seen: set[tuple[bool, ...]] = set()
-        """Which gradients were missing in steps that were right."""
+        """The patterns of missing gradients that a check has accepted."""
 
     def check_gradients(self, grads: Sequence[Tensor | None], weighs: bool) -> None:
         """Check the gradients of a step: the loss may miss some parameters, not all."""
@@ -196,7 +197,7 @@ class Reached:
                 self._note_unused()
 
     def _note_unused(self) -> None:
-        """Warn once of what one process trains and several ranks refuse."""
+        """Warn once if the loss on one process misses parameters that `wrap_ddp` would wait for."""
         self.unused = [*self._missed()]
         if self.unused and self._is_main:
             warn_user(

@@ -33,7 +33,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_optimizers(given: object) -> None:
-    """Refuse what is neither an optimizer nor several of them by name."""
+    """Refuse a value that is neither an optimizer nor a mapping of names to optimizers."""
     named = given if isinstance(given, Mapping) else {"optimizer": given}
     rule = "be a torch.optim.Optimizer, or a mapping of names to such"
     if not named:
@@ -41,7 +41,7 @@ def check_optimizers(given: object) -> None:
     for name, each in named.items():
         if not isinstance(each, Optimizer):
             repair = _optimizer_repair(each)
-            # Several optimizers print themselves on many lines.
+            # Show only the type: the repr of several optimizers takes many lines.
             got = type(each).__name__ if repair else each
             raise ArgumentTypeError(message("Plan", "optimizer", rule, got, repair))
         if not isinstance(name, str) or not name or {*"/@"} & {*name}:
@@ -66,7 +66,7 @@ def _optimizer_repair(given: object) -> str:
 
 
 def describe_optimizer(given: Optimizer | Mapping[str, Optimizer]) -> str:
-    """The class of an optimizer, or of each by name."""
+    """Return the class of an optimizer, or of each optimizer by name."""
     if isinstance(given, Optimizer):
         return type(given).__name__
     return f"{{{', '.join(f'{name}: {type(each).__name__}' for name, each in given.items())}}}"
@@ -78,7 +78,7 @@ Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
 """A mean over the batch's items, or a sum and its count."""
 Pair = tuple[Tensor, float | Tensor]
 Loss = Tensor | Mapping[str, Tensor] | Pair | Mapping[str, Pair]
-"""A mean, or several by the names of `weight_fn`; or a sum and its count, or several by name."""
+"""A mean; means by the names of `weight_fn`; a pair (sum, count); or such pairs by name."""
 
 
 class FrozenLossFn(Protocol[Batch]):
@@ -215,7 +215,8 @@ class Plan(Generic[Batch]):
             if not holds:
                 raise ArgumentTypeError(message("Plan", name, rule, getattr(self, name)))
         check_optimizers(self.optimizer)
-        if isinstance(self.optimizer, Mapping):  # a copy: the user's may change
+        # Copy the mapping: the user may change it later.
+        if isinstance(self.optimizer, Mapping):
             object.__setattr__(self, "optimizer", dict(self.optimizer))
         if isinstance(self.weight_fn, Mapping):
             self._check_terms(self.weight_fn)
@@ -352,11 +353,11 @@ class SlotFunction(partial[Any]):
         return plan
 
     def allows(self, size: int) -> bool:
-        """Return whether it works in a world of this size."""
+        """Return whether this function works in a world of this size."""
         return True
 
     def with_source(self, source: str) -> Self:
-        """The same function; `explain` adds where its settings come from."""
+        """Return a copy of this function with a source of its settings, which `explain` prints."""
         other = type(self)(self.func, *self.args, **self.keywords)
         other.source, other.call = source, self.call
         return other
@@ -399,7 +400,7 @@ class Stateful(SlotFunction):
 
 
 def check_finish(function: str, finish: object) -> None:
-    """Refuse what is no mapping of names to functions of means."""
+    """Refuse a `finish` that is not a mapping of names to functions."""
     holds = isinstance(finish, Mapping) and all(
         isinstance(name, str) and name and callable(fn) for name, fn in finish.items()
     )
@@ -414,7 +415,7 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def slot_names() -> list[str]:
-    """The slots of a plan, in the order of its fields."""
+    """Return the slots of a plan, in the order of its fields."""
     return [each.name for each in fields(Plan)[7:]]
 
 
@@ -452,6 +453,6 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_object(value: Any) -> str:
-    """Its `repr`; its type where that would be an address, which differs on every rank."""
+    """Return a value's repr; its type if the repr is an address, which differs by rank."""
     plain: Any = object.__repr__
     return type(value).__name__ if type(value).__repr__ is plain else repr(value)

@@ -34,7 +34,7 @@ _SINGLE = (
 )
 
 _WITHOUT_MESH = ("local_gradients", "virtual_ranks", "collectives_in_apply")
-"""Traits of transforms that know no axes."""
+"""Traits of transforms that do not support other mesh axes than `dp`."""
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
@@ -55,7 +55,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
 
 
 def _check_model(plan: Plan) -> None:
-    """Refuse a model of a former step under wrap_deepspeed, or of DeepSpeed's own."""
+    """Refuse a model of an earlier step under wrap_deepspeed, or one that DeepSpeed has sharded."""
     if is_born_sharded(plan.model):
         raise PlanError(
             "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
@@ -84,7 +84,8 @@ def _check_slots(state: DistState, plan: Plan) -> None:
         entries = getattr(plan, slot)
         if len(entries) > 1:
             for each in entries:
-                _validate(each, state, plan)  # its reason may be more precise
+                # The function's own error may be more precise.
+                _validate(each, state, plan)
             names = " and ".join(map(describe, entries))
             raise PlanError(
                 f"build: plan must have at most one function in {slot}, got {names}; "
@@ -98,14 +99,14 @@ def _check_slots(state: DistState, plan: Plan) -> None:
 
 
 def leave_out_one(entries: Sequence[Any]) -> str:
-    """The repair if two are too many, by the names of the transforms that made them."""
+    """Return a repair that names the transforms, one of which must be left out."""
     calls = [each.call for each in entries if isinstance(each, SlotFunction) and each.call]
     names = [*dict.fromkeys(call.partition("(")[0] for call in calls)]
     return f"leave out one of {' and '.join(names)}" if len(names) > 1 else "leave out one"
 
 
 def check_parameters(plan: Plan) -> None:
-    """Refuse a model with nothing to train, and an optimizer over anything else."""
+    """Refuse a model with nothing to train, and an optimizer of other parameters."""
     lazy = next((name for name, p in plan.model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise PlanError(
@@ -167,7 +168,8 @@ def _check_world(state: DistState, plan: Plan) -> None:
     num_replicas = state.data.world_size if plan.shard_model else state.world_size
     if not plan.strategy and num_replicas > 1:
         for each in plan.shard_model:
-            _validate(each, state, plan)  # its reason may be more precise
+            # The function's own error may be more precise.
+            _validate(each, state, plan)
         raise PlanError(
             f"build: plan must average gradients over the {num_replicas} ranks, got nothing that "
             "does; add wrap_ddp()"
@@ -177,7 +179,7 @@ def _check_world(state: DistState, plan: Plan) -> None:
 
 
 def _check_mesh(state: DistState, plan: Plan) -> None:
-    """Refuse what takes every rank for one with rows of its own."""
+    """Refuse transforms that assume rows of its own on every rank, if the mesh has other axes."""
     if state.data.world_size == state.world_size:
         return
     for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
@@ -199,7 +201,7 @@ def _check_device(state: DistState, plan: Plan) -> None:
 
 
 def check_row_norms(model: nn.Module) -> None:
-    """Refuse tables whose forward writes to their weight: each rank would, to the rows of its own samples."""
+    """Refuse embeddings with `max_norm`: each rank would write to the rows of its own samples."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise PlanError(
@@ -210,7 +212,7 @@ def check_row_norms(model: nn.Module) -> None:
 
 
 def _check_frequencies(state: DistState, plan: Plan) -> None:
-    """Refuse tables whose gradients depend on how often a batch has a row: a part counts its own."""
+    """Refuse embeddings with `scale_grad_by_freq`: each part would count only its own rows."""
     is_cut = state.world_size > 1 or in_microbatches(plan)
     for name, module in plan.model.named_modules() if is_cut else ():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
@@ -244,7 +246,7 @@ def check_same_plan(state: DistState, plan: Plan) -> None:
 
 
 def _summary(plan: Plan) -> list[str]:
-    """List what ranks must agree on: slots, settings, parameters. Each may split its part differently."""
+    """List what ranks must agree on: slots, settings, parameters. `split` may differ."""
     slots = [
         f"{name}={list(map(_identity, getattr(plan, name)))}"
         for name in slot_names()
@@ -273,7 +275,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(fn: Any) -> str:
-    """A function's name; with its arguments if it is ours, since a user's may differ by rank."""
+    """Return a function's name; for ours, with its arguments: a user's may differ between ranks."""
     inner = fn.func if isinstance(fn, partial) else fn
     is_ours = str(getattr(inner, "__module__", "")).startswith("accel_fn.")
     return describe(fn) if is_ours else describe(inner)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes, [num_bytes], uint8, in the same memory.
 
-    A tensor of at most one element is contiguous whatever its strides; `view` would keep them.
+    A tensor of one element is contiguous whatever its strides; `view` would keep these.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -41,8 +41,9 @@ class _Unpickler(pickle.Unpickler):
         self._device = str(device)
 
     def find_class(self, module: str, name: str) -> Any:
-        # A pickled tensor holds its storage as bytes beside the name of a device. torch would put it
-        # there again, so every rank would have memory, and a context, on the device of the sender.
+        # A pickled tensor holds its storage as bytes beside the name of a device. torch would
+        # restore it on that device, so every rank would have memory, and a context, on the device
+        # of the sender.
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return self._storage
         return super().find_class(module, name)
@@ -57,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def check_backend(function: str, backend: str | None) -> None:
-    """Refuse a backend that this torch does not have; several are written by device, as in torch."""
+    """Refuse backends that this torch lacks; a name may list one for each device type."""
     if backend is None:
         return
     named = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
@@ -80,7 +81,7 @@ def default_backend(device: torch.device, backend: str | None) -> str:
 
 
 def has_backend(device: torch.device) -> bool:
-    """Is there a backend for such devices? For MPS torch names Gloo, which does not support it."""
+    """Return whether a backend supports such devices. For MPS, torch names Gloo, which does not."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
     return device.type in dist.Backend.backend_capability.get(name, ())
 
@@ -90,7 +91,8 @@ def device_backend(group: ProcessGroup) -> Any:
     devices = [each for each in group._device_types if each.type != "cpu"]
     backends = [group._get_backend(each) for each in devices]
     own = next((each for each in backends if each.name() != dist.Backend.GLOO), None)
-    return getattr(own, "wrapped_pg", own)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
+    return getattr(own, "wrapped_pg", own)
 
 
 def nccl_of(group: ProcessGroup) -> Any:
@@ -100,7 +102,7 @@ def nccl_of(group: ProcessGroup) -> Any:
 
 
 def num_collectives(group: ProcessGroup) -> int | None:
-    """The number of collectives of a group so far, over its backends; None if one does not count, as MPI."""
+    """Count a group's collectives over its backends; None if one, such as MPI, does not count."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     try:
         return sum(int(each._get_sequence_number_for_group()) for each in backends)
@@ -116,7 +118,8 @@ def current_world() -> tuple[int, int] | None:
 Work = dist.Work
 
 _NUMBERS_BYTES, _NAME_BYTES = 24, 24
-"""A head holds one or two numbers, or more if all ranks have as many, and the name of their collective."""
+"""Bytes in a head for up to three numbers (more, if all ranks have as many), and for the name of
+the collective."""
 _UNWATCHED = nullcontext()
 
 
@@ -165,7 +168,7 @@ def waiting(
 
 
 class Pending:
-    """A sum under way: its tensor holds it after `wait`."""
+    """A pending sum; after `wait`, its tensor holds the result."""
 
     __slots__ = ("_waiting", "_work")
 
@@ -180,14 +183,15 @@ class Pending:
 
 
 class PendingTotal:
-    """A sum under way of a few numbers a rank, gathered with the name of their collective."""
+    """A pending sum of a few numbers of each rank, gathered with the name of the collective."""
 
     __slots__ = ("_heads", "_totals", "_waiting", "ranks")
 
     def __init__(
         self, totals: Tensor, heads: _Heads, waiting: AbstractContextManager[None]
     ) -> None:
-        self.ranks: list[tuple[float, ...]] = []  # after `wait`, the numbers of each rank
+        # `wait` fills in the numbers of each rank.
+        self.ranks: list[tuple[float, ...]] = []
         self._totals = totals
         self._heads = heads
         self._waiting = waiting
@@ -256,7 +260,8 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
 
 def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
     """Fill `whole` with every rank's `shard`, in rank order."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+    # The second name is that of torch before 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Work | None = gather(whole, shard, group, is_async)
     return work
 
@@ -265,7 +270,8 @@ def reduce_to_shards(
     shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
 ) -> Work | None:
     """Fill `shard` with this rank's part of the reduction of all ranks' `whole`."""
-    if whole.is_complex():  # NCCL adds up real numbers alone
+    if whole.is_complex():
+        # NCCL sums real numbers only.
         shard, whole = torch.view_as_real(shard), torch.view_as_real(whole)
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work | None = reduce(shard, whole, op, group, is_async)
@@ -302,7 +308,8 @@ def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> N
     options = dist.BroadcastOptions()
     options.rootRank = source
     sent = tensor.contiguous()
-    data = bytes_of(sent)  # no backend knows every dtype
+    # Send bytes: no backend supports every dtype.
+    data = bytes_of(sent)
     with waiting(state, function, [tensor]):
         group_of(state, function).broadcast([data], options).wait()
     if sent is not tensor:
@@ -355,13 +362,14 @@ def exchange_number(number: int, state: DistState, function: str) -> list[int]:
 
 
 class _Heads:
-    """A few numbers of every rank with the name of its collective: the same, or an error on all."""
+    """Exchanges a few numbers of every rank; all ranks raise if the collectives' names differ."""
 
     __slots__ = ("_function", "_head", "_received", "_state", "_work")
 
     def __init__(self, numbers: bytes, what: str, state: DistState, function: str) -> None:
         self._head = struct.Struct(f"{max(len(numbers), _NUMBERS_BYTES)}s{_NAME_BYTES}s")
-        # All to all: between two ranks on one host a third less CPU time than Gloo's all-gather.
+        # All-to-all takes a third less CPU time than Gloo's all-gather between two ranks on one
+        # host.
         packed = self._head.pack(numbers, what.encode()[:_NAME_BYTES])
         head = bytearray(packed * state.world_size)
         data = torch.frombuffer(head, dtype=torch.uint8)
@@ -374,7 +382,7 @@ class _Heads:
         self._work.wait()
 
     def numbers(self) -> list[bytes]:
-        """The numbers, in rank order."""
+        """Return the packed numbers, in rank order; raise if the names differ."""
         heads = [*self._head.iter_unpack(self._received.numpy().tobytes())]
         own = heads[self._state.rank][1]
         for rank, (_, other) in enumerate(heads):

@@ -41,7 +41,7 @@ class Report:
     counts: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     _verdict: Tensor | None = field(default=None, repr=False)
-    """As `verdict_of` returns it; None: the same as `applied`."""
+    """The value that `verdict_of` returns. None: `applied` itself."""
 
 
 def verdict_of(report: Report) -> Tensor:

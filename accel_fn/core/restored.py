@@ -22,11 +22,11 @@ from accel_fn.core.state import DistState, check_state, step_name
 from accel_fn.errors import check_equal, check_flag
 
 GENERATORS = threading.RLock()
-"""Held while they are seeded and restored: simulated ranks are threads that share them."""
+"""Held while generators are seeded and restored: simulated ranks are threads that share them."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of all of them, in plain data and tensors."""
+    """Return the states of all generators, as plain data and tensors."""
     name, keys, position, has_gauss, gauss = cast("Any", np.random.get_state(legacy=True))
     version, key, gauss_next = random.getstate()
     state: dict[str, Any] = {
@@ -49,11 +49,11 @@ def is_same_random(state: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the states of all of them."""
+    """Restore the states of all generators."""
     version, key, gauss_next = state["python"]
     random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
     name, keys, *numbers = state["numpy"]
-    # NumPy takes True for 1, and a number that is not finite; it refuses None.
+    # Replace wrong numbers by None, which NumPy refuses: it would accept True, inf and nan.
     numbers = [each if type(each) in (int, float) and isfinite(each) else None for each in numbers]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))
     torch.set_rng_state(state["torch"])
@@ -80,7 +80,7 @@ def hold_random(device: torch.device) -> Callable[[], None]:
 
 @contextmanager
 def exclusive_random(device: torch.device) -> Iterator[None]:
-    """Restore all of them at the end of the context; no other simulated rank enters it meanwhile."""
+    """Restore all generators at the end of the context; one simulated rank at a time enters it."""
     with GENERATORS, restored_random(device):
         yield
 
@@ -96,7 +96,7 @@ def restored_random(device: torch.device) -> Iterator[None]:
 
 
 def derive_random(state: DistState) -> None:
-    """Seed all of them from (seed, rank, position): for a rank that the saved run did not have."""
+    """Seed all generators from (seed, rank, position), for a rank new to a resumed run."""
     _seed(f"accel_fn {state.seed} {state.data.rank} {_position(state)}", state.device)
 
 
@@ -134,7 +134,7 @@ def seed_all(state: DistState, *, per_rank: bool = True) -> None:
 
 
 def key_random(state: DistState, slot: int) -> None:
-    """Seed all of them from (seed, position, slot): for a part of the batch, whichever rank has it."""
+    """Seed all generators from (seed, position, slot), for a part of the batch on any rank."""
     _seed(f"accel_fn {state.seed} {_position(state)} slot {slot}", state.device)
 
 
@@ -159,7 +159,8 @@ def _seed(key: str, device: torch.device) -> None:
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)
     if device.type != "cpu":
-        with torch.accelerator.device_index(device.index):  # `manual_seed` seeds the current one
+        # `manual_seed` seeds the current device.
+        with torch.accelerator.device_index(device.index):
             torch.get_device_module(device).manual_seed(number % 2**63)
 
 
@@ -172,7 +173,7 @@ class BufferCopy(NamedTuple):
     value: Tensor
 
     def put_back(self) -> None:
-        """Give the module this tensor again, with the value that it had."""
+        """Put the original tensor back into its module, with its earlier value."""
         with torch.no_grad():
             self.home[self.path.rpartition(".")[2]] = self.buffer.copy_(self.value)
 
@@ -191,8 +192,9 @@ def copied_buffers(
 
 @contextmanager
 def spare_buffers(model: nn.Module) -> Iterator[None]:
-    """A context in which forwards write to copies of the buffers, of which nothing is kept."""
-    # Not copied back: a graph that is still to run backward refuses buffers that were written since.
+    """Let forwards inside the context write to copies of the buffers, which are then dropped."""
+    # Swap tensors instead of copying values back: a backward that is still to run refuses buffers
+    # that were written after its forward.
     homes = [(vars(module)["_buffers"], dict(module._buffers)) for module in model.modules()]
     try:
         for home, own in homes:
@@ -235,9 +237,9 @@ def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def in_eval_mode(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Switch those that are in train mode to eval mode, and back at the end.
+    """Switch optimizers that are in train mode to eval mode, and back at the end.
 
-    There and back rounds parameters once each: one save is the same as the same save of a resumed run.
+    Each switch rounds the parameters once, so a save is equal to the same save of a resumed run.
     """
     training = in_train_mode(optimizers)
     try:
@@ -251,7 +253,7 @@ def in_eval_mode(optimizers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[None]:
-    """Give every rank the saved buffers of rank 0; at the end, put its own back.
+    """Copy rank 0's saved buffers to every rank; at the end, put each rank's own back.
 
     Cost: if the model has any, two small collectives and a broadcast of them.
     """
@@ -284,5 +286,5 @@ def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None
     parts = torch.split(joined, [each.numel() for each in sent])
     with torch.no_grad():
         for (buffer, *_), part in zip(own, parts, strict=True):
-            # In memory of its own, since a view as a wider dtype must begin at a multiple of it.
+            # Clone the part: a view as a wider dtype must begin at a multiple of that dtype's size.
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -12,13 +12,13 @@ _SIZE = 32
 
 
 def run_token() -> bytes:
-    """Return the secret that the ranks of this run share; empty if nobody has set one."""
-    # Read each time: a process may be in several worlds, and there is no state of the module.
+    """Return the secret that the ranks of this run share; empty if the variable is not set."""
+    # Read the variable each time: a process may be in several worlds, and this module has no state.
     return os.environ.get(TOKEN, "").encode()
 
 
 def signed(data: bytes, about: str = "") -> bytes:
-    """Put a signature of the data, and of what they are about, before them; none without a token."""
+    """Put a signature of `about` and the data before the data; without a token, leave it out."""
     token = run_token()
     return _signature(token, about, data) + data if token else data
 

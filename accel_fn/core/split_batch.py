@@ -27,7 +27,7 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
 
 
 def part_bounds(num_rows: int, num_parts: int, index: int) -> tuple[int, int]:
-    """Return where such a part starts and stops; as rows are added, it never moves back."""
+    """Return start and stop of a part of `part_sizes`; they never decrease as rows are added."""
     size, extra = divmod(num_rows, num_parts)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)
@@ -46,16 +46,17 @@ def split_rows(tree: Any, sizes: list[int], function: str = "step") -> Sequence[
     """Cut `tree` into consecutive parts of these sizes; errors are raised in the name of `function`."""
     if len(sizes) == 1:
         return [tree]
-    if type(tree) is tuple and tree and all(map(_is_plain, tree)):  # most batches
+    # Most batches are tuples of plain tensors: this path is faster.
+    if type(tree) is tuple and tree and all(map(_is_plain, tree)):
         return list(zip(*[torch.split_with_sizes(each, sizes) for each in tree], strict=True))
     return _RowSplit(sizes, function).parts_of(tree)
 
 
 class _RowSplit:
-    """A cut of all rows of a batch: of what holds a row a sample. What holds none goes to every part.
+    """Cuts the columns of a batch into parts; values without rows go to every part whole.
 
-    What may be either is refused, else a batch would be cut in one way and the next, of another
-    length, in another.
+    An ambiguous value is refused: otherwise one batch would be cut in one way, and the next, of
+    another length, in another.
     """
 
     def __init__(self, sizes: list[int], function: str) -> None:
@@ -96,7 +97,7 @@ class _RowSplit:
         return torch.split_with_sizes(tensor, self.sizes)
 
     def _is_column(self, items: Sequence[Any]) -> bool:
-        """Does it hold one non-tensor a sample? Of tuples, only those of strings do, as torch collates."""
+        """Return whether a sequence has a non-tensor per sample; a tuple must have strings."""
         if len(items) < 2 or tensors_of(items):
             return False
         kinds = {*map(type, items)}
@@ -116,7 +117,7 @@ class _RowSplit:
         return fits
 
     def _refuse_fields(self, items: Sequence[Any], kinds: set[type]) -> None:
-        """Refuse a list of tuples of which each may be a sample or a field."""
+        """Refuse a list of tuples if each tuple may be a sample or a field."""
         if kinds == {tuple} and all(
             len(each) == self.num_rows and {*map(type, each)} <= {str, bytes} for each in items
         ):
@@ -194,14 +195,15 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     >>> [len(part) for part in split_batch(torch.zeros(10, 3), 4)]
     [3, 3, 2, 2]
     """
-    if num_parts == 1:  # what has no common leading dimension need not be cut
+    # A batch without a common leading dimension cannot be counted, and need not be cut here.
+    if num_parts == 1:
         return [batch]
     num_rows = count_samples(batch)
     return split_rows(batch, part_sizes(num_rows, max(1, min(num_parts, num_rows))))
 
 
 def take_part(batch: Any, index: int, num_parts: int) -> Any:
-    """Return part `index` of `num_parts` consecutive parts; it is empty if samples are fewer."""
+    """Return part `index` of `num_parts` consecutive parts; it may be empty."""
     return split_rows(batch, part_sizes(count_samples(batch), num_parts))[index]
 
 
@@ -211,7 +213,7 @@ def interleaved_parts(batch: Any, num_parts: int) -> Sequence[Any]:
 
 
 class _InterleavedSplit(_RowSplit):
-    """A cut that takes rows in turn."""
+    """A cut that deals rows to the parts in turn."""
 
     def _slices(self, rows: Any) -> list[Any]:
         return [rows[first :: len(self.sizes)] for first in range(len(self.sizes))]

@@ -151,7 +151,7 @@ class Axis(NamedTuple):
     """This rank's place along the axis, 0 <= rank < world_size."""
     world_size: int
     group: ProcessGroup | None
-    """The group that sums over this axis go through; None for a state without one."""
+    """The process group for sums over this axis; None for a state without one."""
 
 
 class Watchdog(Protocol):
@@ -310,7 +310,7 @@ class DistState:
     ) -> DistState:
         """Return the state after one more batch, with this loss scale; fields are not checked again.
 
-        The batch has so many rows over all ranks, and this weight.
+        `samples` counts the rows of the batch over all ranks; `weight` is the batch's weight.
         """
         items = weight if isinstance(weight, int | float) else sum(weight.values())
         state = object.__new__(DistState)
@@ -327,7 +327,8 @@ class DistState:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistState:
-        return self  # immutable, and a process group has no copy
+        # A state is immutable, and a process group cannot be copied.
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = [name for name in self.__dataclass_fields__ if name not in ("group", "watchdog")]
@@ -383,7 +384,7 @@ def mesh_of(state: DistState) -> dict[str, int]:
 
 
 def data_places(state: DistState) -> slice:
-    """Return the places, among all ranks, of those that share a global batch with this one."""
+    """Return the ranks that share a global batch with this one, as a slice of all ranks."""
     if not state.axes:
         return slice(None)
     ranks = ranks_along(mesh_of(state), "dp", state.rank)

@@ -88,9 +88,10 @@ class Step(Generic[Batch]):
     """`Stages.__call__`, or the function that `compile_step` made in its place."""
     _built_with: DistState
     observers: Observers
-    """Checks, logs and others that watch the step."""
+    """The checks, loggers and other observers of the step."""
     _before: Sequence[Callable[[DistState, Any], None]]
-    """Methods `before_step` of functions of `after_update`, which follow the position of the run."""
+    """The `before_step` methods of `after_update` functions, which track the position of the
+    run."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts of this run: of saves and loads, and "newest", the state that the last step began with."""
 
@@ -297,7 +298,7 @@ class Step(Generic[Batch]):
             )
 
     def _check_outcome(self, grads: Grads, report: Report) -> None:
-        """Refuse what is not what `grads` gave."""
+        """Refuse values that `step.grads` did not return."""
         for name, value, kind in (("grads", grads, Grads), ("report", report, Report)):
             if not isinstance(value, kind):
                 rule, got = f"be a {kind.__name__}, as step.grads gives it", type(value).__name__
@@ -321,7 +322,7 @@ def _is_of_one_world(state: DistState, other: DistState) -> bool:
 
 
 def _still(before: DistState, after: DistState) -> DistState:
-    """The state after a step that stays at its batch."""
+    """Return the state after a step with `advance=False`, which stays at its batch."""
     return replace(
         after,
         step=before.step,
@@ -332,11 +333,12 @@ def _still(before: DistState, after: DistState) -> DistState:
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
-    """`Strategy.gradients` inside the functions of `wrap_grad_fn`, and whether its gradients are copies."""
+    """Wrap `Strategy.gradients` by `wrap_grad_fn`; return also whether the gradients are copies."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
-    for wrap in retrying:  # innermost: these do the same batch again, and keep no gradients
+    for wrap in retrying:
+        # Functions that retry go innermost: they run the same batch again, and keep no gradients.
         grad_fn = wrap(grad_fn)
     kept: GradFn = partial(_kept, plan, grad_fn)
     wrapped = kept
@@ -353,7 +355,7 @@ def _kept(
 
 
 def _cloned(state: DistState, plan: Plan, grads: Grads) -> Grads:
-    """Gradients that no later backward overwrites, as it does in DDP's buckets and in CUDA graphs."""
+    """Clone gradients that a later backward overwrites, as in DDP's buckets and in CUDA graphs."""
     if state.world_size == 1 and not plan.having("cuda_graphs"):
         return grads
     return replace(grads, tensors=tuple([None if t is None else t.clone() for t in grads.tensors]))
@@ -395,7 +397,7 @@ def build(
 def _with_state(
     plan: Plan[Batch], strategy: Strategy, state: DistState, observers: Sequence[ObserverFn]
 ) -> tuple[Plan[Batch], Observers]:
-    """What has state of its own in each step: slot functions, and observers."""
+    """Make the parts of a step that have their own state: slot functions and observers."""
     plan = with_stateful(plan, state)
     every = [make(plan, strategy, state) for make in (*plan.observers, *observers)]
     for each in every:
@@ -408,8 +410,8 @@ def _with_state(
 
 
 def _draw_alike(state: DistState) -> None:
-    """Give ranks that hold the same rows the generators of the first of them: a process has its own seed."""
-    # Without a default group, ranks are simulated: threads, which share the generators.
+    """Copy generator states to ranks that hold the same rows: each process has its own seed."""
+    # Without a default group, ranks are simulated by threads, which share the generators.
     axes = state.axes if current_world() else ()
     for axis in axes:
         if axis.name != "dp" and axis.world_size > 1:
@@ -419,7 +421,7 @@ def _draw_alike(state: DistState) -> None:
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
-    """The plan, once every check that needs no other rank has passed."""
+    """Return the plan, after all claims and all checks that need no other rank."""
     for each in plan.entries():
         if isinstance(each, SlotFunction):
             plan = each.claim(plan)
@@ -428,7 +430,7 @@ def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
 
 
 def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
-    """State and model where this rank begins. This may fail on one rank alone, out of memory for example."""
+    """Prepare state and model on this rank. This may fail on one rank alone, such as by an OOM."""
     state = reduce(lambda state, init_state: init_state(state), plan.init_state, state)
     if plan.init_state:
         check_precision(state, plan.model)
@@ -448,7 +450,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
 
 
 def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
-    """The plan of one step: with a function of its own for each `Stateful`."""
+    """Return the plan of one step, with a new slot function for each `Stateful`."""
     # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
     # share one `DistState`.
     for name in slot_names():

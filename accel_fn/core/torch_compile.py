@@ -1,4 +1,4 @@
-"""torch.compile for functions, modules and blocks: graphs by what torch's guards do not look at."""
+"""torch.compile for functions, modules and blocks, with keys for what torch's guards miss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_fn.errors import PlanError
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _CALLED = ("forward", "__call__")
-"""Methods of torch's own classes that are looked at."""
+"""The only methods of torch's own classes that `ModuleGuards` compares."""
 _OF_ALL = [getattr(_everywhere, f"_global{name}") for name in _HOOKS]
 """The hooks that all modules of a process have."""
 _hooks_of = itemgetter(*_HOOKS)
@@ -36,8 +36,9 @@ _modules_of = itemgetter("_modules")
 class ModuleGuards:
     """The hooks of a module and of those inside it, and the methods of their classes.
 
-    torch has `skip_nnmodule_hook_guards`: once a module without hooks is compiled, its graph is
-    run without those that come later. Its guards look at the hooks that were there, and at everything else.
+    torch sets `skip_nnmodule_hook_guards`: the graph of a module that had no hooks also runs after
+    hooks were added, without calling them. torch's guards do check hooks that were there, and
+    everything else.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,7 +46,7 @@ class ModuleGuards:
         self._look()
 
     def refresh(self) -> bool:
-        """Look for modules that came since, and return whether there are other ones."""
+        """Look for changed modules, and return whether there are any."""
         is_new = (
             [*map(_modules_of, self._owners)] != self._inside
             or [*map(type, self._modules)] != self._types
@@ -71,7 +72,7 @@ class ModuleGuards:
         return tuple([of_kind(name) for of_kind, name in self._methods])
 
     def key(self) -> tuple[object, ...]:
-        """Return a value that is another one if a graph would not fit any more."""
+        """Return a key that changes if a compiled graph no longer fits the module."""
         self.refresh()
         return self.hooks(), self.methods()
 
@@ -128,7 +129,7 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
 """Guards that a name still refers to the same module, class or function."""
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
-"""The start of a guard on a global that is not of the user's module."""
+"""Matches the start of a guard on a global that is not in a module of the user's."""
 _is_uncompiled = ContextVar("_is_uncompiled", default=False)
 """Whether this thread runs compiled modules uncompiled."""
 
@@ -136,9 +137,9 @@ _is_uncompiled = ContextVar("_is_uncompiled", default=False)
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Call `torch.compile`; its graphs are counted separately from those of any other function.
 
-    So are those of functions inside, which torch compiles by themselves where a graph breaks. It
-    would run them for another model of the class, without that model's hooks. torch before 2.13
-    cannot.
+    Graphs of inner functions, which torch compiles separately where a graph breaks, are separate
+    too: otherwise torch would run them for another model of the class, without that model's hooks.
+    torch before 2.13 cannot separate them.
     """
     if "isolate_recompiles" in signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
@@ -149,7 +150,8 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 def options_of(mode: str) -> dict[str, Any]:
     """Return a mode of `torch.compile` as options, with the pass of `Addends`."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
-    if torch._inductor.config.post_grad_custom_pre_pass is None:  # otherwise the user's pass stays
+    # A pass that the user has set stays.
+    if torch._inductor.config.post_grad_custom_pre_pass is None:
         options["post_grad_custom_pre_pass"] = Addends()
     return options
 
@@ -165,7 +167,7 @@ def moving_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def without_clock() -> AbstractContextManager[Any]:
-    """Compile graphs inside without torch's measurement of the look-up at every run."""
+    """Compile graphs in this context without torch's timing of the graph look-up at every run."""
     settings = torch._dynamo.config
     return (
         settings.patch(record_runtime_overhead=False)
@@ -223,7 +225,7 @@ def compile_inside(
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules as they are, in this thread: `torch.compiler.set_stance` is of a process."""
+    """Run compiled modules uncompiled in this thread; torch's `set_stance` is process-wide."""
     token = _is_uncompiled.set(True)
     try:
         yield
@@ -234,7 +236,7 @@ def uncompiled() -> Iterator[None]:
 def _by_key(
     make: Callable[[], Callable[..., Any]], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that keeps other graphs for each key of what torch's guards do not look at."""
+    """Return a function that keeps separate graphs for each key of its `ModuleGuards`."""
     graphs = defaultdict[Any, Callable[..., Any]](make)
 
     def run(guards: ModuleGuards, *args: Any, **kwargs: Any) -> Any:
@@ -270,9 +272,8 @@ def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 def check_compiler(device: torch.device) -> None:
     """Compile a tiny function, and refuse a machine that cannot."""
-    if (
-        device.type == "cpu" and " " in torch.__file__
-    ):  # torch splits the compiler's command at spaces
+    # torch splits the compiler's command at spaces.
+    if device.type == "cpu" and " " in torch.__file__:
         raise PlanError(
             "build: compiled must have torch installed below a path without a space, got "
             f"{torch.__file__}; make the environment elsewhere, or leave out compiled"

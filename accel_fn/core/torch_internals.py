@@ -18,7 +18,8 @@ _PHRASES = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
-    # RuntimeErrors of libraries that allocate beside torch; the second is cuBLAS without memory to begin.
+    # RuntimeErrors of libraries that allocate memory outside of torch. The second one means that
+    # cuBLAS had no memory to start.
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -27,7 +28,7 @@ _PHRASES = (
 
 
 def is_memory(error: Exception) -> bool:
-    """Is this error out of memory? On a host torch has no class for it."""
+    """Return whether memory ran out; torch has no error class for host memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         phrase in str(error) for phrase in _PHRASES
     )
@@ -50,7 +51,8 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
     """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
     seed = torch.ones_like(loss) if seed is None else seed
     if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
-        torch.autograd.backward(loss, seed, inputs=inputs)  # subclasses have their own rules
+        # Tensor subclasses have their own rules.
+        torch.autograd.backward(loss, seed, inputs=inputs)
         return
     _engine_run_backward(
         (loss,),
@@ -64,15 +66,14 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
 
 
 def run_optimizer(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without the profiler's wrapper where neither a profiler nor a hook is there."""
+    """Call `optimizer.step()`, without torch's wrapper if there is no profiler and no hook."""
     bare = unwrapped_step(type(optimizer))
     if bare is None:
         optimizer.step()
         return
     listened = (
-        "step" in vars(optimizer)  # patched on the instance, as schedulers do
-        or has_hooks(optimizer)
-        or is_profiling()
+        # Schedulers patch `step` on the instance.
+        "step" in vars(optimizer) or has_hooks(optimizer) or is_profiling()
     )
     if listened:
         optimizer.step()
@@ -81,8 +82,9 @@ def run_optimizer(optimizer: Optimizer) -> None:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run before or after its step."""
-    own = vars(optimizer)  # some optimizers never called Optimizer's __init__
+    """Return whether hooks run before or after an optimizer's step."""
+    # Some optimizers never call `Optimizer.__init__`, so the attributes may be missing.
+    own = vars(optimizer)
     return bool(
         own.get("_optimizer_step_pre_hooks")
         or own.get("_optimizer_step_post_hooks")
@@ -101,10 +103,11 @@ def has_loading_hooks(optimizer: Optimizer) -> bool:
 
 
 def is_listened_to(optimizer: Optimizer) -> bool:
-    """Return whether other code than torch's sees gradients in its step: hooks, or a step of its own."""
+    """Return whether code other than torch's sees gradients in `step`: hooks, or another `step`."""
     step: Any = optimizer.step
     while step is not None:
-        code = getattr(step, "__code__", None)  # not all that can be called are functions
+        # Not every callable is a function with a `__code__`.
+        code = getattr(step, "__code__", None)
         if code is None or not code.co_filename.startswith(_TORCH):
             return True
         step = getattr(step, "__wrapped__", None)
@@ -112,9 +115,10 @@ def is_listened_to(optimizer: Optimizer) -> bool:
 
 
 def checkpoint_hook() -> Callable[..., Any] | None:
-    """Return the hook that packs tensors here, if a checkpoint does, in its forward or its recomputation.
+    """Return the saved-tensors hook of the surrounding activation checkpoint, if there is one.
 
-    Not a reentrant checkpoint: that one packs nothing. The same object throughout one forward.
+    The hook is set in the forward and in the recomputation, and is the same object throughout one
+    forward. A reentrant checkpoint sets none.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
@@ -123,16 +127,16 @@ def checkpoint_hook() -> Callable[..., Any] | None:
 
 
 class CheckpointFrame(NamedTuple):
-    """The checkpoint around: what torch keeps of one call of it."""
+    """torch's record of one call of the surrounding activation checkpoint."""
 
     frame: object
     key: object
-    """The same throughout one recomputation."""
+    """Equal throughout one forward or one recomputation."""
     is_recomputed: bool
 
 
 def checkpoint_frame() -> CheckpointFrame | None:
-    """Return the call of a checkpoint that runs here, in its forward or its recomputation."""
+    """Return the activation checkpoint call that runs here, in its forward or recomputation."""
     hook = checkpoint_hook()
     if hook is None:
         return None
@@ -148,6 +152,6 @@ def checkpoint_frame() -> CheckpointFrame | None:
 
 
 def unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
-    """The step inside torch's wrapper; None if the class's step is anything else, such as a patched one."""
+    """Return the step inside torch's wrapper; None if the class has another step."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

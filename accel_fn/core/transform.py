@@ -39,7 +39,7 @@ class Fill:
 
     slots: Mapping[str, Sequence[Any]]
     first: Collection[str]
-    """The slots in which they precede what is there."""
+    """The slots in which the new functions go before the existing ones."""
     check: Callable[[Plan], None] | None
 
     def __call__(self, plan: Plan[Batch], /) -> Plan[Batch]:
@@ -65,7 +65,7 @@ def fill(
 
 
 def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
-    """Let what a factory returns print as the call, and the slot functions in it likewise."""
+    """Decorate a factory: its transform, and the slot functions in that, print as the call."""
 
     @wraps(factory)
     def call(*args: P.args, **keywords: P.kwargs) -> Transform:
@@ -76,10 +76,11 @@ def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
 
 
 def named(made: Transform, text: str) -> Transform:
-    """A transform that was just made, which prints as this text, and so do its slot functions."""
+    """Let a new transform, and its slot functions, print as this text."""
     functions = made.slots.values() if isinstance(made, Fill) else ()
     for each in (fn for every in functions for fn in every):
-        if isinstance(each, SlotFunction):  # it was made by the same call, so nobody else holds it
+        if isinstance(each, SlotFunction):
+            # This call has just made the slot function, so no other plan uses it.
             each.call = text
     return NamedTransform(made, text)
 

@@ -32,14 +32,16 @@ class Prepared:
     grads: Grads
     report: Report
     accepted: Tensor | None
-    """[], bool: is it applied? None: it always is."""
+    """Whether the update is applied, [], bool. None: it always is."""
     finite: Tensor | None
-    """[], bool: does the loss scale count the gradients as finite? None without a loss scale."""
+    """Whether the loss scale counts the gradients as finite, [], bool. None without a loss
+    scale."""
 
 
 def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
     """Accept or refuse the gradients, then transform them. Changes no parameter and no optimizer."""
-    # Only this check adjusts the loss scale: a spike is no sign of the range of float16.
+    # Only this check adjusts the loss scale: a spike that `accept` refuses is no overflow of
+    # float16.
     finite = None if state.scaler is None else torch.isfinite(grads.norm())
     accepted = finite
     for accept in plan.accept:
@@ -64,7 +66,8 @@ def apply(
     grads, accepted, report = prepared.grads, prepared.accepted, prepared.report
     verdict = accepted
     if accepted is not None and not (accepted.is_cpu or all(starmap(_reads_on_device, trained))):
-        verdict = accepted.cpu()  # the host waits once, for all optimizers and schedules
+        # The host waits once, for all optimizers and schedules.
+        verdict = accepted.cpu()
     tensors = iter(grads.tensors)
     for optimizer, parameters in trained:
         own = tuple(islice(tensors, len(parameters)))
@@ -100,10 +103,10 @@ def apply_update(
 ) -> None:
     """Run the optimizer on `factor * tensors`, or not at all where `ok` is False.
 
-    The kernel of a fused optimizer takes factor and verdict, as from torch's own GradScaler; `run_fused`
-    calls it where torch would do no more than that. Any other optimizer, and one whose step is listened
-    to, gets one multiply in place, and the host waits for the verdict. It waits for both where
-    parameters are on the host.
+    The kernel of a fused optimizer takes factor and verdict, as from torch's own GradScaler;
+    `run_fused` calls it where torch would do no more than that. For any other optimizer, or one
+    with hooks or a patched step, the gradients are multiplied in place, and the host waits for the
+    verdict. With parameters on the host, it waits for factor and verdict.
 
     Args:
         optimizer: its step is called as the user would, hooks and all.
@@ -168,7 +171,8 @@ def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool
 
 def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:
     """Move a value to the host if a fused kernel reads it there, for parameters that are offloaded."""
-    # torch copies it without waiting, so its kernel on the host would read memory before the value is there.
+    # torch copies the value without waiting, so its kernel on the host could read memory before the
+    # value has arrived.
     if value is None or value.is_cpu or not any(each.is_cpu for each in parameters):
         return value
     return value.cpu()
@@ -184,7 +188,7 @@ def takes_factor(optimizer: Optimizer) -> bool:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """False for SGD where a momentum is not there yet: its kernel would skip it and leave it unset."""
+    """Return False for SGD without a momentum yet: its kernel would skip it and leave it unset."""
     return not isinstance(optimizer, SGD) or all(
         "momentum_buffer" in optimizer.state.get(each, ())
         for group in optimizer.param_groups
@@ -195,7 +199,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """`factor * tensors`, in place. Only an accelerator rounds the factor to half precision first."""
+    """Multiply tensors in place. Only an accelerator rounds the factor to half precision first."""
     if not tensors:
         return
     tensors = [local(each) for each in tensors]
@@ -212,7 +216,7 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move what an optimizer already holds for its parameters to where they have moved.
+    """Move the state that an optimizer holds for its parameters to where these have moved.
 
     A step count stays on the host, as torch keeps it, unless a kernel reads it.
     """
@@ -228,7 +232,7 @@ def follow_parameters(optimizer: Optimizer) -> None:
 def follow_shards(
     optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module
 ) -> None:
-    """Point an optimizer at the parameters that replaced those of before, and cut what it holds of them.
+    """Replace an optimizer's parameters by their sharded successors, and cut its state to match.
 
     Its groups, their settings and their order stay.
     """

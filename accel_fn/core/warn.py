@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def _folder(package: str) -> str:
-    """Return the folder of a package, which is not imported: commands that read logs warn without torch."""
+    """Return a package's folder without importing it: commands that read logs run without torch."""
     found = find_spec(package)
     return "" if found is None or found.origin is None else f"{Path(found.origin).parent}{os.sep}"
 

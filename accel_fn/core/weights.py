@@ -16,12 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
-# An attribute of the tensor would be pickled, and copied, with it.
+# A dictionary beside the tensors: an attribute would be pickled and copied with its tensor.
 _SOURCES = WeakTensorKeyDictionary()
 
 
 def remember_source(moved: Tensor, source: Tensor) -> None:
-    """Keep the host tensor that was copied as long as the copy lives, if it may hold labels."""
+    """If a host tensor may hold labels, keep it as long as its copy on a device lives."""
     if not (source.is_floating_point() or source.is_complex()):
         _SOURCES[moved] = source, (source._version, moved._version)
 
@@ -30,13 +30,15 @@ def on_host(tensor: Tensor) -> Tensor:
     """Return the same values on the host, if they are known there; else the tensor itself."""
     if tensor.is_cpu:
         return tensor
-    base = tensor if tensor._base is None else tensor._base  # `accumulate` gives views
+    # `accumulate` cuts a batch into views: look up their base.
+    base = tensor if tensor._base is None else tensor._base
     known: tuple[Tensor, tuple[int, int]] | None = _SOURCES.get(base)  # type: ignore[no-untyped-call]
     if known is None:
         return tensor
     source, versions = known
     if (
-        (source._version, base._version) != versions  # one was written since
+        # One of the two tensors was written to after the copy.
+        (source._version, base._version) != versions
         or source.stride() != base.stride()
         or tensor.dtype != source.dtype
     ):
@@ -48,11 +50,12 @@ def on_host(tensor: Tensor) -> Tensor:
 Key = str | int
 WeightFn = Callable[[Any], "int | float | Tensor"]
 Weight = tuple[float, ...]
-"""The number of items that the mean of each term of a loss is over; () where all are 0."""
+"""For each term of a loss, the number of items that it is a mean over; () if all are 0."""
 _EXACT = 2**53
 """Up to here sums of integers over ranks are exact."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
-_SHOWN = 8  # class weights that are printed
+# With more class weights, a repr shows a checksum.
+_SHOWN = 8
 
 
 def count_labels(
@@ -115,7 +118,8 @@ def count_labels(
         options["class_weight"] = _class_weights(class_weight)
     counting = partial(labels_at, path=tuple(path), ignore_index=ignore_index, **options)
     given = ", ".join(f"{name}={value!r}" for name, value in counting.keywords.items())
-    vars(counting)["call"] = f"count_labels({given})"  # by which a plan prints it
+    # A plan prints this call.
+    vars(counting)["call"] = f"count_labels({given})"
     return counting
 
 
@@ -133,7 +137,7 @@ class _ClassWeights:
         values = self.values.tolist()
         if len(values) <= _SHOWN:
             return repr(values)
-        # Checkpoints compare the text, so other weights must have another one.
+        # Checkpoints compare this text, so different weights need different texts.
         return f"<{len(values)} weights of checksum {zlib.crc32(repr(values).encode()):08x}>"
 
 
@@ -164,9 +168,9 @@ def labels_at(
     shift: int = 0,
     class_weight: _ClassWeights | None = None,
 ) -> int | float:
-    """Count the labels at `path` that differ from `ignore_index`, but for the first ones of each row.
+    """Count the labels at `path` other than `ignore_index`, without the first `shift` of each row.
 
-    With weights of the classes, add up those of these labels.
+    With class weights, add up the weights of these labels.
     """
     labels = batch
     for key in path:
@@ -181,7 +185,8 @@ def labels_at(
     counted = labels[:, shift:] if shift else labels
     if class_weight is None:
         return int(torch.count_nonzero(counted != ignore_index))
-    counted = counted.cpu()  # all that follows would wait for an accelerator
+    # Copy the labels once: each operation below would wait for an accelerator.
+    counted = counted.cpu()
     return _sum_of_weights(counted[counted != ignore_index], class_weight.values)
 
 
@@ -245,7 +250,8 @@ def _checked(weight: Any, name: str = "weight_fn") -> Weight:
         rule = "return a number or a 0-dim tensor"
         raise BatchError(message("Plan", name, rule, value))
     plain = int(value) if isinstance(value, numbers.Integral) else float(value)
-    if not 0 <= plain <= sys.float_info.max:  # a larger integer has no float
+    # A larger integer cannot be converted to a float.
+    if not 0 <= plain <= sys.float_info.max:
         raise BatchError(message("Plan", name, "return a finite count >= 0", value))
     if plain and not _SMALLEST <= plain <= _LARGEST:
         rule = f"return 0 or a count from {_SMALLEST:g} to {_LARGEST:g}, as losses in float32 go times it"

@@ -1,6 +1,6 @@
 """Parameters that DeepSpeed's ZeRO holds: in shards, or beside a copy of its own.
 
-They are known by the attributes that DeepSpeed gives them: importing it takes time.
+They are recognized by DeepSpeed's attributes, since importing DeepSpeed takes time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def world_of(model: nn.Module) -> list[DistState]:
-    """Return the ranks that hold the shards of a model; none if it is whole."""
+    """Return the ranks that hold the shards of a model; an empty list if it is whole."""
     if not is_partitioned(model):
         return []
     group = torch.distributed.group.WORLD
