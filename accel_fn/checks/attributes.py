@@ -42,10 +42,10 @@ class OptimizerAttributes:
 
 
 def _saves_the_usual(optimizer: Optimizer) -> bool:
-    """Return whether its class is outside of torch and keeps torch's `state_dict`."""
+    """Return whether an optimizer's class is not torch's, but keeps torch's `state_dict`."""
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim.")
-    # One that is overridden, or has hooks, may hold an attribute under another name.
+    # An overridden `state_dict`, or one with hooks, may save an attribute under another name.
     return (
         not is_torchs
         and kind.state_dict is Optimizer.state_dict
@@ -54,7 +54,7 @@ def _saves_the_usual(optimizer: Optimizer) -> bool:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, tuple[Any, int]]:
-    """Attributes by name: the number or tensor, and how often torch has counted a write to it."""
+    """Return attributes by name: the number or tensor, and torch's version count of a tensor."""
     return {
         name: (value, value._version if isinstance(value, Tensor) else 0)
         for name, value in vars(optimizer).items()

@@ -28,9 +28,10 @@ class BatchNormCheck:
         is_on = is_cut and state.is_main and not plan.having("virtual_ranks")
         self._layers = batch_norms(plan.model) if is_on else {}
         self._before: dict[str, int | None] = {}
-        """By layer that uses statistics of its rows: the number of batches that it has seen."""
+        """For each layer that uses statistics of its rows, the number of batches that it has
+        seen."""
         self.is_due = False
-        """Whether a step is being watched."""
+        """Whether the current step is watched."""
 
     def begin(self) -> None:
         """Note which layers use statistics of their rows, before a step."""
@@ -38,14 +39,15 @@ class BatchNormCheck:
         self.is_due = bool(self._before)
 
     def end(self) -> None:
-        """Warn of those that the step has called."""
+        """Warn of the layers that the step has called."""
         self.is_due = False
         names = [
             name
             for name, before in self._before.items()
             if before is None or before != _num_seen(self._layers[name])
         ]
-        if not self._over_parts:  # torch's own SyncBatchNorm joins the ranks of accelerators
+        if not self._over_parts:
+            # torch's own SyncBatchNorm joins the ranks of accelerators.
             names = [each for each in names if not isinstance(self._layers[each], nn.SyncBatchNorm)]
         if names:
             self._layers = {}
@@ -65,9 +67,9 @@ class BatchNormCheck:
 
 
 class OneRowCheck:
-    """Refuses a micro-batch of one row, of which a BatchNorm that trains has no variance.
+    """Refuses a micro-batch of one row, for which a BatchNorm in training has no variance.
 
-    Torch raises in the forward, on one rank alone, for which its peers would wait.
+    torch would raise in the forward, on one rank alone, and the other ranks would wait for it.
     """
 
     def __init__(self, state: DistState, plan: Plan) -> None:
@@ -83,7 +85,7 @@ class OneRowCheck:
         self._rank = state.rank
 
     def check(self, batch: Any) -> None:
-        """Refuse the batch of this rank if it has such a micro-batch."""
+        """Refuse the batch of this rank if one of its micro-batches has a single row."""
         parts, _ = cut(self._plan, batch)
         if all({shape[0] for shape in shapes_of(part)} != {1} for part in parts):
             return
@@ -105,6 +107,6 @@ def _trains(layer: Any) -> bool:
 
 
 def _num_seen(layer: Any) -> int | None:
-    """The number of batches that it has used statistics of; None if it does not count them."""
+    """Return how many batches the layer has used statistics of; None if it does not count them."""
     counter = layer.num_batches_tracked if layer.training else None
     return None if counter is None else int(counter)

@@ -1,4 +1,4 @@
-"""Batches that a collate_fn makes anew of a few samples: as on each rank, it sees some of them alone."""
+"""Batches that a collate_fn makes again from a few samples, since each rank's sees only some."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from accel_fn.core.state import DistState
 class Recollated:
     """Collates some of the samples of a batch, by their places.
 
-    A collate_fn that draws gives other numbers each time: in these tensors, a part has the rows that it has
-    in the batch of all samples.
+    A collate_fn that draws random numbers gives other ones each time: tensors that it draws are
+    taken from the batch of all samples instead, so that a part has the same rows.
     """
 
     def __init__(self, origin: Origin, state: DistState) -> None:
@@ -58,7 +58,8 @@ class Recollated:
 
     def _collated(self, places: Sequence[int], slot: int) -> Any:
         assert self._samples is not None
-        own = copy.deepcopy([self._samples[each] for each in places])  # it may take fields out
+        # Copy the samples: collate_fn may remove fields from them.
+        own = copy.deepcopy([self._samples[each] for each in places])
         with exclusive_random(self._state.device):
             key_random(self._state, slot)
             return self._origin.collate(own)
@@ -71,7 +72,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _rows_of(whole: Any, places: Sequence[int], like: Any) -> Any:
-    """The rows of a tensor that was drawn, in the shape that a part of its samples has."""
+    """Return the rows of a drawn tensor for these samples, in the shape of the part's tensor."""
     if not isinstance(whole, Tensor) or not whole.ndim or not isinstance(like, Tensor):
         raise CannotReplayError("collate_fn draws what is no row of a tensor")
     found = whole[torch.tensor([*places])]

@@ -43,7 +43,7 @@ _OF_LOOKS = (
     ("in turn", "thirds"),
     ("unequal", "halves"),
 )
-"""The cuts of each look, in their order."""
+"""The cuts of each look, in the order of looks."""
 
 
 class Comparison:
@@ -57,20 +57,21 @@ class Comparison:
         self._is_on = check_loss and is_cut(state, plan)
         self._num_failures = self._num_looks = 0
         self.is_due = False
-        """Whether the next batch is compared, because this one could not be."""
+        """Whether the next batch is compared, because the current one could not be."""
         self.has_one_value_a_row = False
-        """Has one row no variance in a BatchNorm that trains? The same on all ranks."""
+        """Whether a BatchNorm in training has no variance for one row; the same on all ranks."""
         self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
 
     @property
     def verdict(self) -> str:
-        """The result, for `explain`."""
+        """Return the result, for `explain`."""
         return self.verdicts.text
 
     def look(self, state: DistState, batch: Any, number: int, *, leaves_out: bool = False) -> None:
         """Compare a batch with its parts, with one result on all ranks: refuse, or warn once.
 
-        `leaves_out`: this rank has found already that rows of the batch are no samples, which any cut shows.
+        With `leaves_out`, this rank has already found that rows of the batch are not samples, which
+        any cut would show.
         """
         self.is_due = False
         if self._is_on and self.verdicts.sums:
@@ -88,7 +89,8 @@ class Comparison:
         self._num_looks += 1
         found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
         self.has_one_value_a_row |= any(each.has_one_value_a_row for each in found)
-        self.is_due = True  # after an error, too
+        # Compare the next batch too if `judge` raises.
+        self.is_due = True
         self.verdicts.judge(every, of_samples, number)
         self.is_due = False
 
@@ -100,19 +102,20 @@ class Comparison:
         *,
         leaves_out: bool,
     ) -> Sequence[Found] | str:
-        """Compare a batch with parts of its rows on all ranks; return the findings, or why there are none."""
+        """Compare a batch with parts of its rows; return findings, or why there are none."""
         is_window = bool(self._plan.having("takes_windows")) and type(batch) is list
         self.verdicts.has_rows = not (is_window and any(type(each) is list for each in batch))
         if self._plan.having("takes_windows") and not isinstance(of_samples, str):
             return "micro-batches that a loader has collated are not cut"
         try:
             rows = few_rows(self._plan, self._strategy, state, batch, leaves_out=leaves_out)
-        except AccelError as error:  # the same on all ranks
+        # All ranks raise the same error.
+        except AccelError as error:
             return f"its rows cannot be joined: {error}"
         return _TOO_FEW if rows is None else self._compared(state, rows)
 
     def _check_sums(self, state: DistState) -> None:
-        """Warn of buffers that ranks have added up by their rows, and the loop has not over the ranks."""
+        """Warn of buffers that forwards sum over rows and the loop does not sum over ranks."""
         names, self.verdicts.sums = self.verdicts.sums, []
         buffers = dict(self._plan.model.named_buffers())
         found = [buffers[name].detach().contiguous() for name in names if name in buffers]
@@ -130,8 +133,9 @@ class Comparison:
             rows, cuts = prepared(rows, names, most=1 if couples(plan, strategy) else 2)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}, where a few rows are cut or collated"
-        # Else a rank without parts would leave others in a forward. In simulated ranks, which are threads,
-        # one that collates seeds the generators that all have, and a forward would seem to draw.
+        # Agree on the failure first: otherwise a rank without parts would leave the others in a
+        # forward. Simulated ranks are threads with shared generators: a rank that collates seeds
+        # them, and a forward on another rank would seem to draw.
         if couples(plan, strategy) or rows.collate is not None:
             failure = next(filter(None, primitives.exchange(failure, state, "step")), "")
         found = partial(compare, plan, strategy, state, rows, cuts, failure)
@@ -169,9 +173,11 @@ def _on_all_ranks(
         mine = compare()
     except CannotReplayError as reason:
         mine = str(reason)
-    except StateError as error:  # what it wrote could not be put back
+    except StateError as error:
+        # The writes of the forward could not be put back.
         mine, lost = str(error), error
-    except Exception as error:  # if training raises it too, the step itself raises it
+    except Exception as error:
+        # If training raises this error too, the step itself reports it.
         strategy.reset()
         what = "memory ran out" if is_memory(error) else f"{type(error).__name__}: {error}"
         mine = f"{what} in a forward or backward of a few rows"

@@ -32,7 +32,7 @@ from accel_fn.core.weights import shares, total_weight, weigh
 
 
 class Deals:
-    """The rows of all ranks, dealt in a row, in turn, and with one row moved to another rank."""
+    """The rows of all ranks, dealt in three ways: in order, in turn, and with one row moved."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class Deals:
         batch = joined(self._rows.batch, state)
         num, size = count_samples(batch), self._ranks.world_size
         sizes = part_sizes(num, size)
-        # In micro-batches, a collective that a gradient goes through is refused.
+        # In micro-batches, a collective that a gradient goes through is refused, so there is
+        # nothing to compare.
         if size == 1 or sizes[-1] < 2 or plan.having("local_gradients") or in_microbatches(plan):
             return Found(calls_collectives=True)
         in_turn = interleaved_parts(batch, size)
@@ -74,11 +75,12 @@ class Deals:
     def _pair(
         self, trial: Trial, one: Sequence[Any], other: Sequence[Any]
     ) -> tuple[Sequence[Cut], Gradients | None]:
-        """Two deals of the same rows."""
+        """Run two deals of the same rows; return their losses and gradients."""
         trial.forget()
         size = float(self._ranks.world_size)
-        # FSDP's backward divides by the number of ranks; else gradients are added up afterwards, and those of
-        # the second deal join the sum that all ranks have of the first.
+        # The backward of FSDP divides by the number of ranks. Otherwise gradients are added up
+        # after each run; every rank then holds the first deal's sum, so the second sum is divided
+        # by the number of ranks.
         first = self._run(trial, one, size if self._averages else 1.0)
         self._sum_gradients()
         whole = trial.norms()
@@ -90,7 +92,7 @@ class Deals:
         return cuts, Gradients(whole, whole, trial.norms()) if leaves else None
 
     def _run(self, trial: Trial, parts: Sequence[Any], factor: float) -> list[float]:
-        """The loss of all ranks together, each with its share of the rows."""
+        """Return the loss of all ranks together, each with its share of the rows."""
         plan, ranks = self._plan, self._ranks
         mine = parts[ranks.rank]
         (weight,) = weigh(plan.weight_fn, [mine])
@@ -112,7 +114,7 @@ class Deals:
         return bool(self._plan.having("shards"))
 
     def _sum_gradients(self, mean_over: int = 1) -> None:
-        """Add up over the ranks what a backward has left on each."""
+        """Add up the gradients that a backward has left on each rank."""
         if self._averages:
             return
         for each in self._strategy.reachable:

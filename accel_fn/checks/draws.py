@@ -13,7 +13,7 @@ from torch import Tensor
 from accel_fn.core.torch_internals import checkpoint_frame
 
 Fill = Callable[[Tensor, torch.Generator], Any]
-"""Writes random numbers to a tensor on the host."""
+"""A function that writes random numbers to a tensor on the host."""
 _IN_PLACE = (
     "normal_",
     "uniform_",
@@ -24,11 +24,12 @@ _IN_PLACE = (
     "random_",
 )
 _RATES = ("dropout_p", "dropout")
-"""Arguments of fused operations that draw inside: attention and recurrent layers."""
+"""Dropout arguments of fused operations that draw inside, such as attention and recurrent
+layers."""
 
 
 class CannotReplayError(Exception):
-    """A draw whose numbers cannot be made the same in a batch and its parts; its text is the reason."""
+    """A draw that cannot be made equal in a batch and its parts; the error's text is the reason."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Calls:
     _again: dict[object, int] = field(default_factory=dict)
 
     def next(self) -> int:
-        """The number of this call."""
+        """Return the number of this call."""
         found = checkpoint_frame()
         if found is not None and found.is_recomputed:
             return self._number_again(found.frame, found.key)
@@ -65,7 +66,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of a random function: its name, its settings and a shape."""
+    """One call of a random function: its name, settings and shape."""
 
     name: str
     settings: tuple[Any, ...]
@@ -73,12 +74,12 @@ class Request:
 
 
 class Draws:
-    """Answers the random functions of a run by numbers of its own; no generator is moved.
+    """Answers the random functions of a run with its own numbers; no generator is moved.
 
-    The first two runs, of a batch and of a part, record what is asked for: the dimensions in which the two
-    differ are of rows. In later runs one slice is drawn and expanded along these, so every row has the same
-    numbers, wherever rows stand. With `rows`, each row of the batch has its own, and a part gets those of
-    its rows.
+    The first two runs, of a batch and of a part, record the requests: dimensions in which the two
+    differ are row dimensions. Later runs draw one slice and expand it along these, so that every
+    row has the same numbers at any place. With `rows`, each row of the batch has its own numbers,
+    and a part gets those of its rows.
     """
 
     def __init__(self, seed: int) -> None:
@@ -87,7 +88,7 @@ class Draws:
         self._part: list[Request] = []
         self._record: list[Request] | None = None
         self._next: list[Request] | None = None
-        """The list that the next run appends its draws to."""
+        """The list to which the next run appends its draws."""
         self._rows: Sequence[int] | None = None
         self._num_rows = 0
         self._calls = Calls()
@@ -103,7 +104,7 @@ class Draws:
         self._next.clear()
 
     def begin(self, rows: Sequence[int] | None = None, num_rows: int = 0) -> None:
-        """Begin a run; with `rows`, of these rows of `num_rows`, each with its own numbers."""
+        """Begin a run; with `rows`, of these of `num_rows` rows, each with its own numbers."""
         self._calls, self._rows, self._num_rows = Calls(), rows, num_rows
         self._record, self._next = self._next, None
 
@@ -112,7 +113,7 @@ class Draws:
         self._calls.in_backward = True
 
     def end(self) -> None:
-        """Refuse a run that has drawn less often than the batch."""
+        """Refuse a run that has drawn another number of times than the batch."""
         if self._record is None and self._part and self._calls.count != len(self._whole):
             raise CannotReplayError("its parts draw random numbers another number of times")
 
@@ -125,7 +126,7 @@ class Draws:
         )
 
     def check_alike(self) -> None:
-        """Refuse requests of the part that are others than those of the batch."""
+        """Refuse a part whose requests differ from those of the batch."""
         if not self._is_alike():
             raise CannotReplayError(
                 "its parts draw other random numbers: their number or their range depends on the rows"
@@ -137,7 +138,7 @@ class Draws:
         ]
 
     def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a random operation of torch returns."""
+        """Return random numbers in place of an operation of torch."""
         name = op._schema.name.removeprefix("aten::")
         if name in _IN_PLACE:
             settings = tuple(args[1:])
@@ -158,7 +159,7 @@ class Draws:
         raise CannotReplayError(f"{name} draws random numbers that depend on the rows")
 
     def _new(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """A new tensor of random numbers."""
+        """Return a new tensor of random numbers."""
         options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
         kind = name.removesuffix("_like")
         if kind == "randint":
@@ -181,7 +182,8 @@ class Draws:
 
     def _bernoulli(self, name: str, args: Sequence[Any]) -> Tensor:
         chance = args[-1] if len(args) > 1 else args[0]
-        # In at least float32: a chance of half precision would be compared with few numbers.
+        # Draw in at least float32: in half precision, few numbers would be compared with the
+        # chance.
         wide = torch.promote_types(args[0].dtype, torch.float32)
         uniform = torch.empty_like(args[0], dtype=wide)
         self._fill(uniform, name, (), lambda t, g: t.uniform_(generator=g))
@@ -207,13 +209,14 @@ class Draws:
         return given * kept * (scale if train is not False else 1.0), kept.bool()
 
     def _fill(self, target: Tensor, name: str, settings: tuple[Any, ...], fill: Fill) -> Tensor:
-        """Write to a tensor what the next draw of this run gives."""
+        """Write the next draw of this run to a tensor."""
         number = self._calls.next()
-        # On the host, since torch has a generator of its own for each device, and slices are small.
+        # Draw on the host: torch has another generator for each device, and slices are small.
         generator = torch.Generator().manual_seed(self._seed + number)
         shape = tuple(target.shape)
         if self._record is not None:
-            if number == len(self._record):  # else a block is recomputed
+            # A recomputed block was recorded in its forward.
+            if number == len(self._record):
                 self._record.append(Request(name, settings, shape))
             drawn = torch.empty(shape, dtype=target.dtype)
             fill(drawn, generator)
@@ -229,7 +232,7 @@ class Draws:
         return target.copy_(drawn.expand(shape))
 
     def _dims(self, number: int, shape: tuple[int, ...]) -> list[int]:
-        """The dimensions of rows of a draw."""
+        """Return the row dimensions of a draw."""
         if number >= len(self._whole):
             raise CannotReplayError("its parts draw random numbers another number of times")
         whole = self._whole[number]
@@ -254,7 +257,7 @@ def draws_inside(op: Any) -> bool:
 
 @cache
 def _place_of_rate(op: Any) -> tuple[int, str] | None:
-    """Where a fused operation takes its rate of dropout, if it does."""
+    """Return the place and name of a fused operation's dropout rate, or None."""
     names = [each.name for each in op._schema.arguments]
     return next(((names.index(name), name) for name in _RATES if name in names), None)
 
@@ -267,7 +270,7 @@ def has_rate(op: Any) -> bool:
 def without_dropout(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a fused operation, with a rate of 0: its random numbers are drawn inside."""
+    """Return a fused operation's arguments with dropout 0: its random numbers are drawn inside."""
     found = _place_of_rate(op)
     assert found is not None
     place, name = found

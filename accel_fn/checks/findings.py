@@ -18,22 +18,22 @@ _UNDER_AUTOCAST, _OF_HALVES, _IN_FLOAT8 = (2e-2, 2e-3), (1e-1, 2e-3), (5e-1, 1e-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A batch and its parts: losses, weights, and weights by the other `shift` of labels."""
+    """A batch and its parts: losses, weights, and the weights with the other `shift` of labels."""
 
     term: str
-    """The name of the term that these are losses of; "" of a loss that is one number."""
+    """The name of the term that these losses belong to; "" for a loss that is one number."""
     whole: float
     losses: Sequence[float]
     weights: Sequence[float]
     shifted: Sequence[float] | None
 
     def slack(self, tolerance: tuple[float, float]) -> float:
-        """How far a sum in another order may be from the loss."""
+        """Return how far a sum in another order may be from the loss."""
         relative, least = tolerance
         return relative * max(map(abs, (self.whole, *self.losses))) + least
 
     def fits(self, tolerance: tuple[float, float]) -> set[str]:
-        """The reductions by which the parts give the loss of the batch."""
+        """Return the reductions for which the parts give the loss of the batch."""
         means = _mean(self.losses, self.weights), _mean(self.losses, self.shifted)
         values = {"mean": means[0], "sum": sum(self.losses), "shift": means[1]}
         slack = self.slack(tolerance)
@@ -46,15 +46,15 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Norms of one rank, for each trained parameter: of the batch's gradient, and of what parts differ by."""
+    """One rank's norms per parameter: of the batch's gradient, and of the parts' difference."""
 
     whole: Sequence[float]
     scale: Sequence[float]
-    """The largest norm on the way from one to the other."""
+    """The largest norm on the way from the batch's gradient to the difference."""
     rest: Sequence[float]
 
     def beside(self, norms: Sequence[float]) -> Gradients:
-        """The same, where norms on the way were as large as these."""
+        """Return a copy in which norms on the way are at least as large as these."""
         return replace(self, scale=[*map(max, self.scale, norms)])
 
 
@@ -63,74 +63,77 @@ class Reads:
     """Whether a forward reads what an earlier forward has written."""
 
     parts: bool
-    """Whether a part gives another result after another part than alone."""
+    """Whether a part gives different results after another part and alone."""
     rows: bool
-    """Whether a part gives another result after a part than after the batch."""
+    """Whether a part gives different results after a part and after the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a forward writes to the model, as it bears on the result."""
+    """A value that a forward writes to the model, as far as it affects results."""
 
     kind: str
     of_parts: bool
-    """Whether the value after all parts, one after the other, differs from that after the batch."""
+    """Whether the value after all parts, one after the other, differs from the value after the
+    batch."""
     of_rows: bool
-    """Whether the value after a part differs from that after the batch."""
+    """Whether the value after one part differs from the value after the batch."""
     reads: Reads
     bits: int | None = None
-    """Of a loss that calls collectives, a checksum after the batch: ranks may write the same by all rows."""
+    """A checksum after the batch, for a loss that calls collectives: it shows whether ranks write
+    equal values."""
 
     @property
     def is_sum(self) -> bool:
-        """Return whether it is a sum over rows that no forward reads: the loop may add it up over ranks."""
+        """Return whether this is a sum over rows that no forward reads, so it adds up."""
         return self.kind == "buffer" and not (self.of_parts or self.reads.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank has found."""
+    """The findings of one rank."""
 
     cuts: Sequence[Cut] = ()
     twice: Sequence[Cut] = ()
-    """The loss of the same rows once more, at the end, as if it were a part."""
+    """The loss of the same rows, run again at the end, as if it were a part."""
     tolerance: tuple[float, float] = _LOSS_IN_HALF
     gradients: Gradients | None = None
     by_row: tuple[Sequence[Cut], Gradients | None] | None = None
-    """The same with random numbers of each row's own."""
+    """Cuts and gradients of runs in which each row has its own random numbers."""
     precisions: Sequence[torch.dtype] = ()
-    """In which the gradient of each trained parameter is computed."""
+    """The dtype in which the gradient of each trained parameter is computed."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By name, of the batch and of its parts together, where the two differ."""
+    """Metrics by name, of the batch and of its parts together, where the two differ."""
     writes: Mapping[str, Write] = field(default_factory=dict)
     calls_collectives: bool = False
     in_turn: tuple[Sequence[Cut], Gradients | None] | None = None
-    """Of a loss that calls collectives: the rows of all ranks, and the same dealt to other ranks."""
+    """For a loss that calls collectives: the rows of all ranks, dealt in order and in turn."""
     moved: tuple[Sequence[Cut], Gradients | None] | None = None
-    """The same rows, and with one of them moved to another rank."""
+    """The rows of all ranks, dealt in turn, and with one row moved to another rank."""
     denominators: Sequence[str] = ()
-    """Numbers that a collate_fn computes over its samples, and by which the loss differs."""
+    """Numbers that a collate_fn computes over its samples, and that change the loss."""
     has_one_value_a_row: bool = False
-    """Whether a training BatchNorm gets one value a feature of each row: one row has no variance."""
+    """Whether a BatchNorm in training gets one value per feature and row: one row has no
+    variance."""
     is_counted: bool = False
     """Whether the loss is `(sum, count)`."""
     unseen: str = ""
-    """What could not be compared, though the losses were."""
+    """Quantities that were not compared, named for the verdict; the losses were compared."""
 
     def fitting(self, cuts: Sequence[Cut]) -> set[str]:
-        """The reductions by which the parts of each of these cuts give the loss of the batch."""
+        """Return the reductions for which the parts of every cut give the loss of the batch."""
         found = {"mean", "sum", "shift"}
         for cut in cuts:
             found &= cut.fits(self.tolerance)
         return found
 
     def differing(self) -> Cut | None:
-        """A term that is another one for the same batch, if there is one."""
+        """Return a term whose loss differs between two runs of the same batch, if there is one."""
         return next((each for each in self.twice if "sum" not in self.fitting([each])), None)
 
 
 def loss_tolerance(dtype: torch.dtype, precisions: Sequence[torch.dtype]) -> tuple[float, float]:
-    """The tolerance of losses of this dtype, computed in these precisions."""
+    """Return the tolerance of losses of this dtype, computed in these precisions."""
     found = [_LOSS.get(each, _LOSS_IN_HALF) for each in (dtype, *precisions)]
     return max(found)
 
@@ -146,7 +149,7 @@ def wrong_gradient(
     parameters: Sequence[torch.dtype],
     precisions: Sequence[torch.dtype],
 ) -> tuple[int, float] | None:
-    """The parameter whose gradient differs most beyond rounding, and by what part of its norm; or None."""
+    """Find the parameter whose gradient is furthest off beyond rounding, relative to its norm."""
     whole, scale, rest = (
         [sum(norm**2 for norm in norms) ** 0.5 for norms in zip(*of_ranks, strict=True)]
         for of_ranks in (
@@ -178,7 +181,7 @@ def _gradient_tolerance(parameter: torch.dtype, precision: torch.dtype) -> tuple
 
 
 def _mean(losses: Sequence[float], weights: Sequence[float] | None) -> float | None:
-    """The mean of the losses of parts; None without weights, or if all are 0."""
+    """Return the mean loss of parts; None without weights, or if all are 0."""
     if weights is None or not sum(weights):
         return None
     return sum(loss * each for loss, each in zip(losses, weights, strict=True)) / sum(weights)

@@ -34,10 +34,11 @@ from accel_fn.parallel.same_on_all_ranks import check_same_gradients, fingerprin
 from accel_fn.parallel.synced_batch_norm import SyncedStrategy
 
 _LOOKS = (1, 2, 10, 100)
-"""Some faults show only later: two tensors that a second graph shares, a loss whose halves agree at first."""
+"""Some faults show only later: two tensors that share memory from the second graph on, or a loss
+whose halves agree at first."""
 
 _MOST_NONE = 10
-"""So many batches may be None, because their samples could not be read."""
+"""The number of first batches that may be None, because their samples could not be read."""
 
 
 class FirstBatches(Observer):
@@ -57,20 +58,20 @@ class FirstBatches(Observer):
         self._strategy = strategy
         self._num_batches = 0
         self._num_none, self._is_none = 0, False
-        """The number of batches that were None on this rank, and whether this one is."""
+        """The number of batches that were None on this rank, and whether the current one is."""
         self._looks = False
-        """Whether the current batch is looked at."""
+        """Whether the current batch is checked in full."""
         self._has_warned = False
-        """Whether it has warned of a model in evaluation mode."""
+        """Whether this check has warned of a model in evaluation mode."""
         self._compares = state.world_size > 1
-        """Are the gradients of the next update compared over the ranks? Those of the first are."""
+        """Whether the next update compares gradients over the ranks; the first one does."""
         self._repeated = RepeatedState()
         self._is_loaded = False
-        """Whether the run has been loaded since the last step."""
+        """Whether a checkpoint was loaded since the last step."""
         self._rows, self._has_warned_of_rows = RowsJudge(), False
 
     def wants(self, state: DistState) -> bool:
-        """Return whether a look at this step is due; count it."""
+        """Count this step, and return whether a look at it is due."""
         self._num_batches = number = self._num_batches + 1
         self._looks = looks = number in _LOOKS or self.comparison.is_due
         is_repeated = self._repeated.is_due(state)
@@ -85,7 +86,7 @@ class FirstBatches(Observer):
         )
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Check the model's mode; in a batch where a look is due, everything else too, before it runs."""
+        """Check the model's mode, and before a batch where a look is due, everything else too."""
         self._is_none = batch is None
         if self._is_loaded:
             self._is_loaded = False
@@ -109,7 +110,7 @@ class FirstBatches(Observer):
             self._compares = False
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn of BatchNorm that trains in parts of a batch, of batches that are None, of an old state."""
+        """Warn of BatchNorm trained on parts of a batch, of None batches, and of an old state."""
         if self._batch_norm.is_due:
             self._batch_norm.end()
         self._repeated.end(state)
@@ -119,16 +120,16 @@ class FirstBatches(Observer):
                 _warn_of_nothing(report)
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """Forget the state of a step that failed, which a loop keeps."""
+        """Forget the state of a step that failed: a loop that retries keeps it."""
         self._repeated.forget()
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Warn of what optimizers keep outside of checkpoints."""
+        """Warn of attributes of optimizers that checkpoints do not hold."""
         if self._attributes is not None:
             self._attributes.warn()
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Look at where the next batch stands."""
+        """Check the place of the next batch."""
         self._is_loaded = True
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
@@ -141,7 +142,8 @@ class FirstBatches(Observer):
             )
 
     def _look(self, state: DistState, batch: Any) -> None:
-        # A library that watches gradients is often called on the main rank alone.
+        # Check hooks at each look: a library that watches gradients is often called on the main
+        # rank alone, so all ranks must learn of the error.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
         text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])
@@ -164,7 +166,7 @@ class FirstBatches(Observer):
         self._batch_norm.begin()
 
     def _check_rows_and_hooks(self, state: DistState, batch: Any) -> RowsFound | None:
-        """Refuse hooks of parameters; return what is found in the rows."""
+        """Refuse hooks of parameters; return the findings in the rows."""
         if shares_gradients(state, self._plan) and self._strategy.leaves_gradients:
             check_hooks("step", self._plan)
         return check_rows(state, self._plan, batch)
@@ -175,27 +177,28 @@ class RepeatedState:
 
     def __init__(self) -> None:
         self._newest: DistState | None = None
-        """The state that the last step was called with."""
+        """The state that the last step began with."""
         self._is_repeated = self._has_warned = False
         self._num_repeats = 0
 
     def is_due(self, state: DistState) -> bool:
-        """Note the state of a step; return whether it is that of the one before."""
+        """Note the state of a step; return whether the step before began with the same one."""
         self._is_repeated = state is self._newest and not self._has_warned
         if not self._is_repeated:
             self._newest, self._num_repeats = state, 0
         return self._is_repeated
 
     def forget(self) -> None:
-        """Forget the last state: its step has failed."""
+        """Forget the last state, because its step has failed."""
         self._newest = None
 
     def end(self, state: DistState) -> None:
-        """Count a step that has begun with an old state, and returned this one."""
+        """Count a step that began with an old state and returned `state`."""
         before = self._newest
         if not self._is_repeated or before is None:
             return
-        # Without `advance` the next step is to be on the same batch.
+        # With `advance=False`, `step` does not grow: the next step is meant to be on the same
+        # batch.
         self._num_repeats += state.step > before.step
         if self._num_repeats == 2:
             self._has_warned = True
@@ -208,7 +211,7 @@ class RepeatedState:
 
 
 def _check_place(state: DistState, batch: Any) -> None:
-    """Warn if `load` went on, and the loader begins with the first batch of all."""
+    """Warn if the run continues after `load`, but the loader begins with its very first batch."""
     is_first = state.step and not state.call and place_of(batch) == (0, 0)
     if is_first and state.is_main:
         warn_user(
@@ -219,7 +222,7 @@ def _check_place(state: DistState, batch: Any) -> None:
 
 
 def _warn_of_nothing(report: Report) -> None:
-    """Warn if no rank had a sample: a loss that needs no batch was not called."""
+    """Warn if no rank had a sample: loss_fn, which may need no batch, was not called."""
     weight = report.weight
     if not (any(weight.values()) if isinstance(weight, Mapping) else weight):
         warn_user(
@@ -229,13 +232,14 @@ def _warn_of_nothing(report: Report) -> None:
 
 
 class Looks(NamedTuple):
-    """How a batch of this rank looks."""
+    """Facts of this rank's batch that ranks compare."""
 
     shapes: list[tuple[int, ...]]
     checksums: list[int]
-    """Of its tensors, none if a layout has none."""
+    """The checksums of its tensors; empty if a tensor has a layout without checksum."""
     is_known: bool = True
-    """Does it hold tensors, or is it None? Another batch may be one that cannot be counted."""
+    """Whether the batch holds tensors or is None. Another batch may be one that cannot be
+    counted."""
 
 
 def looks_of(batch: Any) -> Looks:
@@ -260,7 +264,7 @@ def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks
 
 
 def check_copies(function: str, state: DistState, every: Sequence[Looks]) -> None:
-    """Raise on all ranks if two that differ in other axes than `dp` have different rows."""
+    """Raise on all ranks if two ranks of one `dp` place have different rows."""
     if not state.axes:
         return
     shape = mesh_of(state)

@@ -10,7 +10,7 @@ from accel_fn.core.plan import Plan
 from accel_fn.core.warn import warn_user
 
 _SAMPLE = 64
-"""So many elements of each tensor are compared."""
+"""The number of elements of each tensor that are compared."""
 
 
 class FrozenCheck:
@@ -19,12 +19,12 @@ class FrozenCheck:
     def __init__(self, plan: Plan) -> None:
         self._frozen = plan.frozen
         self._before: dict[str, Tensor] = {}
-        """By name, samples of the tensors of each model at the last look."""
+        """For each model by name, samples of its tensors at the last look."""
         self._has_warned_of_mode = False
         self._has_warned_of_change = False
 
     def look(self) -> None:
-        """Compare the models with what they were at the last look.
+        """Compare the models with their values at the last look.
 
         Cost: a read of 64 elements of each tensor.
         """
@@ -54,8 +54,8 @@ def _trains(model: nn.Module) -> bool:
 
 
 def _sample(model: nn.Module) -> Tensor:
-    """A few elements of each tensor, as one tensor on the host."""
-    # Versions alone would not do: writes through `.data` leave them as they are.
+    """Return a few elements of each tensor, as one tensor on the host."""
+    # Compare values, since a write through `.data` does not change a tensor's version.
     found = [_elements(each) for each in (*model.parameters(), *model.buffers())]
     return (
         torch.cat([each.to(found[0].device) for each in found]).cpu() if found else torch.empty(0)

@@ -19,7 +19,7 @@ from accel_fn.core.warn import warn_user
 from accel_fn.errors import LossError
 
 _BUILT: WeakSet[GraphCheck] = WeakSet()
-"""The checks of every step in this process: the loss of one half of a GAN reaches the other half."""
+"""The checks of all steps in this process: the loss of one half of a GAN reaches the other half."""
 
 
 class GraphCheck:
@@ -34,7 +34,7 @@ class GraphCheck:
         self._is_first = True
         """Whether the next micro-batch is the first one of the step."""
         self._outside: list[ref[Tensor]] = []
-        """Leaves of the graphs so far that were in no model of a plan, and in no batch."""
+        """Leaves of earlier graphs that were in no model of a plan, and in no batch."""
         self._warned: list[ref[Tensor]] = []
         _BUILT.add(self)
 
@@ -46,7 +46,7 @@ class GraphCheck:
         self._is_first = True
 
     def look(self, loss: Tensor, part: Any) -> None:
-        """Look at the graph of the loss of a micro-batch; None stands for one without items."""
+        """Check the graph of a micro-batch's loss; skip a `part` of None, without items."""
         if part is not None:
             self._check_graph(loss, part)
             self._is_first = False
@@ -79,15 +79,16 @@ class GraphCheck:
                 self._warn_of_outside(unknown, part)
 
     def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
-        """Warn once of leaves that get no gradient from this step, nor from that of another plan."""
-        # Of objects that are alive, since the id of a dead one may be that of a new one.
+        """Warn once of leaves that get no gradient from this step or from another plan's."""
+        # Compare the ids of live objects only, since a new object may reuse a dead object's id.
         known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
         known += [each for each in (warned() for warned in self._warned) if each is not None]
         ids = {*map(id, known)}
         outside = [each for each in leaves if id(each) not in ids]
         before = {id(each) for each in (leaf() for leaf in self._outside) if each is not None}
-        # A tensor that the loss makes anew for every batch, such as the points of a penalty, is not
-        # trained: only a parameter, or a tensor that is still there at the next look, may be.
+        # A tensor that the loss makes for each batch, such as the points of a gradient penalty, is
+        # not trained. Only a parameter, or a tensor that exists at the next look too, may be
+        # trained.
         wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]
         self._outside += map(ref, outside)
         if wrong:
@@ -102,7 +103,7 @@ class GraphCheck:
 
 
 def nodes_of(loss: Tensor) -> list[Node]:
-    """The nodes of the graph of a loss."""
+    """Return the nodes of the graph of a loss."""
     ahead = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = {*ahead}
     while ahead:
@@ -118,11 +119,11 @@ def hides_parameters(loss: Tensor) -> bool:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The leaves of the graph of a loss that get a gradient."""
+    """Return the leaves of the graph of a loss that get a gradient."""
     return [each for each in map(_leaf, nodes_of(loss)) if each is not None]
 
 
 def _leaf(node: Node) -> Tensor | None:
-    """The leaf whose gradient a node accumulates, if it does."""
+    """Return the leaf whose gradient a node accumulates, or None."""
     variable: Tensor | None = getattr(node, "variable", None)
     return variable

@@ -1,4 +1,4 @@
-"""What one rank finds in a few rows and their parts."""
+"""The findings of one rank in a few rows and their parts."""
 
 from __future__ import annotations
 
@@ -57,33 +57,33 @@ def compare(
 
 
 class _Measure:
-    """The runs of one rank over its own rows."""
+    """Runs rows and their parts on one rank, and measures gradients."""
 
     def __init__(self, plan: Plan, strategy: Strategy, trial: Trial) -> None:
         self._plan, self._trial = plan, trial
         self.couples = couples(plan, strategy)
         self._has_gradients = strategy.leaves_gradients
         self._scale: list[float] = []
-        """For each parameter, the largest norm so far: gradients of rows may cancel each other."""
+        """The largest norm so far per parameter: gradients of rows may cancel each other."""
 
     def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
-        """Run all rows; with `adds`, add their gradient."""
+        """Run all rows. With `adds`, add their gradient."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
         weight = weight or ones_of(self._plan)
-        # A forward alone may leave shards gathered.
+        # A forward without a backward may leave shards gathered, so run one with a factor of 0.
         factor = self.nothing(weight) if not adds else shares(weight, weight)
         factor = factor if self._has_gradients else None
         drawn = (range(rows.num), rows.num) if by_row else None
         return self._trial.run(rows.batch, weight, factor, drawn=drawn)
 
     def nothing(self, weight: Weight) -> Weight | None:
-        """The factor of a run that adds no gradient: of zeros, where ranks meet in forwards."""
+        """Return the factor of a run without gradient: zeros if forwards have collectives."""
         return times(weight, 0.0) if self.couples and self._has_gradients else None
 
     def parts(self, cut: Parts, *, num: int = 0) -> tuple[list[Ran], list[Weight]]:
-        """Run parts that weigh something, and take their shares of the gradient off.
+        """Run the parts with a weight, and subtract their shares of the gradient.
 
-        With `num`, each of so many rows has random numbers of its own.
+        With `num`, each of `num` rows has its own random numbers.
         """
         weights = weigh(self._plan.weight_fn, cut.parts)
         total = total_weight(weights)
@@ -95,16 +95,17 @@ class _Measure:
                 self._note_scale()
             elif self.couples:
                 part, weight = self._spare(cut, weights)
-                self._trial.run(part, weight, self.nothing(weight))  # other ranks run theirs
+                # The other ranks run a part now, so run a spare one.
+                self._trial.run(part, weight, self.nothing(weight))
         return ran, [each for each in weights if each]
 
     def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
-        """A part in place of one that weighs nothing, whose loss may not be finite."""
+        """Return a part with a weight, since the loss of one without may not be finite."""
         pairs = [*zip(cut.parts, weights, strict=True)]
         return next((each for each in pairs if each[1]), pairs[0])
 
     def taken(self, weight: Weight, total: Weight) -> Weight | None:
-        """The factor by which a part is taken off."""
+        """Return the factor that subtracts the gradient of a part."""
         if not self._has_gradients:
             return None
         if self._plan.reduction == "sum" or self._trial.is_counted:
@@ -112,7 +113,7 @@ class _Measure:
         return shares(weight, total, -1)
 
     def gradients(self, run: Callable[[], None]) -> Gradients | None:
-        """The norms of the gradient so far, and of what is left of it after `run`."""
+        """Return the gradient norms so far, and those of the rest after `run`."""
         if not self._has_gradients:
             run()
             return None
@@ -126,7 +127,7 @@ class _Measure:
 
 
 class _Looks:
-    """What one rank finds in a few rows and their cuts."""
+    """Finds out how the results of a few rows depend on their cuts, on one rank."""
 
     def __init__(
         self,
@@ -143,13 +144,16 @@ class _Looks:
         self._measure = _Measure(plan, strategy, trial)
 
     def _agreed(self, flag: bool) -> bool:
-        """Is it so on this rank? On any, where ranks meet in forwards, of which all must run as many."""
+        """Return the flag; if forwards have collectives, True if it is set on any rank.
+
+        In that case all ranks must run the same number of forwards.
+        """
         if not self._measure.couples:
             return flag
         return any(primitives.exchange(flag, self._state, "step"))
 
     def found(self) -> Found:
-        """Run everything."""
+        """Run all comparisons."""
         measure, trial = self._measure, self._trial
         trial.draws.record(whole=True)
         first = measure.whole(self._rows)
@@ -186,7 +190,7 @@ class _Looks:
         )
 
     def _of_two_rows(self) -> list[float]:
-        """The norms of the gradient of two rows alone: those of many may cancel, rounding does not."""
+        """Return gradient norms of two rows: those of many may cancel, rounding does not."""
         trial, rows = self._trial, self._rows
         two = (
             rows.collate(range(2)) if rows.collate else split_rows(rows.batch, [2, rows.num - 2])[0]
@@ -202,13 +206,13 @@ class _Looks:
         return rows == {self._trial.least_values}
 
     def _denominators(self, tolerance: tuple[float, float]) -> list[str]:
-        """The numbers that a collate_fn makes, with which of all samples a part has another loss."""
+        """Return the collate_fn numbers of the whole batch that change the loss of a part."""
         if self._rows.collate is None:
             return []
         part, weight = (self._weighing() or [(self._cuts[0].parts[0], ones_of(self._plan))])[0]
         whole = _numbers_in(self._rows.batch)
         own = _numbers_in(part)
-        # Ranks that meet in each forward run as many.
+        # Ranks that meet in each forward must run the same number: then compare all numbers.
         names = [
             name
             for name, number in whole.items()
@@ -225,7 +229,7 @@ class _Looks:
         return self._trial.run(rows, weight, self._measure.nothing(weight)).losses
 
     def _with_same_draws(self) -> Ran:
-        """Record what a part draws, and run the batch again with draws that are the same for every row."""
+        """Record the draws of a part, and run the batch again with the same draws for every row."""
         trial = self._trial
         trial.draws.record(whole=False)
         part = self._cuts[0].parts[0]
@@ -238,7 +242,7 @@ class _Looks:
     def _against(
         self, first: Ran
     ) -> tuple[list[Cut], dict[str, tuple[float, float]], Gradients | None, list[Ran], Ran]:
-        """Take the parts of all cuts off the batch, which is run once more at the end."""
+        """Subtract the parts of all cuts from the batch, and run the batch once more at the end."""
         measure, plan = self._measure, self._plan
         found: list[Cut] = []
         metrics: dict[str, tuple[float, float]] = {}
@@ -258,7 +262,7 @@ class _Looks:
         return _finite(found), metrics, gradients, of_parts, last
 
     def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
-        """The first cut again, where each row has random numbers of its own; or why it is not."""
+        """Run the first cut with each row's own random numbers; or return why not."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
         if not self._agreed(trial.draws.has_any):
@@ -279,8 +283,8 @@ class _Looks:
     def _writes(
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
     ) -> dict[str, Write]:
-        """What the forward writes: by its rows, by their number of parts, and read by later forwards."""
-        # An engine that owns gradients writes attributes of its own.
+        """Return the writes of forwards, and how they depend on rows, cuts and later reads."""
+        # Skip an engine that owns gradients: it writes its own attributes.
         has_any = any(each.written for each in (whole, *of_parts)) and self._owns_gradients
         if not self._agreed(has_any):
             return {}
@@ -297,7 +301,7 @@ class _Looks:
         }
 
     def _writes_of_all(self, whole: Ran) -> dict[str, Write]:
-        """The same of a loss that calls collectives: what it writes may be of the rows of all ranks."""
+        """Return the writes for a loss with collectives; they may depend on all ranks' rows."""
         if not whole.written:
             return {}
         chained, reads = self._after_all_parts(), self._reads((1e-8, 1e-12))
@@ -311,13 +315,13 @@ class _Looks:
         }
 
     def _weighing(self) -> list[tuple[Any, Weight]]:
-        """The parts of the first cut that weigh something."""
+        """Return the parts of the first cut that have a weight."""
         parts = self._cuts[0].parts
         weights = weigh(self._plan.weight_fn, parts)
         return [each for each in zip(parts, weights, strict=True) if each[1]]
 
     def _after_all_parts(self) -> Mapping[str, Written]:
-        """What is written after all parts, one after the other."""
+        """Return the values written after all parts, one after the other."""
         *others, last = self._weighing()
         for each in others:
             self._keep(*each)
@@ -327,7 +331,7 @@ class _Looks:
         self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
 
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
-        """Compare a part after another part with the part alone, and with the part after the batch."""
+        """Compare a part after another part with the part alone, and after the batch."""
         first, *_, last = self._weighing()
         ones = ones_of(self._plan)
         return Reads(
@@ -342,7 +346,7 @@ class _Looks:
         other: tuple[Any, Weight] | None,
         tolerance: tuple[float, float],
     ) -> bool:
-        """Return whether rows give another result after one forward than after another, or after none."""
+        """Return whether rows give different results after one forward and after another."""
         trial, measure = self._trial, self._measure
         taken = measure.taken(rows[1], rows[1])
         trial.forget()
@@ -383,25 +387,25 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _numbers_in(batch: Any) -> dict[str, Any]:
-    """The numbers of a batch, 0-dim tensors among them, by name."""
+    """Return the numbers of a batch, 0-dim tensors among them, by name."""
     leaves, _ = pytree.tree_flatten_with_path(opened(batch))
     return {f"batch{pytree.keystr(path)}": leaf for path, leaf in leaves if _is_number(leaf)}
 
 
 def _with_number(batch: Any, name: str, number: Any) -> Any:
-    """Return a batch with another number of this name."""
+    """Return a copy of a batch with another number under this name."""
     leaves, form = pytree.tree_flatten_with_path(opened(batch))
     found = [number if f"batch{pytree.keystr(path)}" == name else leaf for path, leaf in leaves]
     return pytree.tree_unflatten(found, form)
 
 
 def _finite(cuts: Sequence[Cut]) -> list[Cut]:
-    """The cuts in which at least two parts have items, of a loss that is finite."""
+    """Return the cuts of finite loss of which at least two parts have items."""
     return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
 
 
 def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:
-    """The kinds of all that runs have written, by name."""
+    """Return the kinds of all values that runs have written, by name."""
     return {name: each.kind for run in runs for name, each in run.items()}
 
 
@@ -415,7 +419,7 @@ def _same(name: str, one: Mapping[str, Written], other: Mapping[str, Written]) -
 def _cut_of(
     plan: Plan, whole: Sequence[float], ran: Sequence[Ran], parts: Sequence[Any]
 ) -> list[Cut]:
-    """One cut, term by term, of the parts that have items; none where one of them is not finite."""
+    """Return a cut for each term, of the parts with items; leave out terms that are not finite."""
     found: list[Cut] = []
     weights = weigh(plan.weight_fn, parts)
     shifted = _shifted(plan, parts) or weights
@@ -437,26 +441,27 @@ def of_term(weight: Weight, place: int) -> float:
 
 
 def ones_of(plan: Plan) -> Weight:
-    """A weight of one item, for each term of the loss."""
+    """Return a weight of one item for each term of the loss."""
     return (1.0,) * (len(plan.terms) or 1)
 
 
 def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
-    """The weights that `labels_at` of the other shift gives; None without such labels."""
+    """Return the weights that `labels_at` gives with the other shift; None without such labels."""
     weight_fn = plan.weight_fn
     if not isinstance(weight_fn, partial) or weight_fn.func is not labels_at:
         return None
     other = 0 if weight_fn.keywords.get("shift") else 1
     try:
         return weigh(partial(labels_at, **{**weight_fn.keywords, "shift": other}), parts)
-    except BatchError:  # one label a sample: no row has a first one
+    # There is one label a sample, so shift does not apply.
+    except BatchError:
         return None
 
 
 def metrics_of(
     whole: Ran, ran: Sequence[Ran], weights: Sequence[Weight]
 ) -> dict[str, tuple[float, float]]:
-    """Metrics of the batch, and of its parts together, by name: where all are known and finite."""
+    """Return metrics of the batch, and of its parts together, by name, if known and finite."""
     found = {}
     for name, value in whole.metrics.items():
         of_parts = [each.metrics.get(name, ()) for each in ran]
@@ -465,7 +470,8 @@ def metrics_of(
         if len(value) == 2:
             sums = [sum(each) for each in zip(*of_parts, strict=True)]
             pair = _divided(*value), _divided(*sums)
-        else:  # a mean, which stands beside one term
+        # A mean has one weight, since there is only one term.
+        else:
             total = sum(weight for (weight,) in weights)
             parts = zip(of_parts, weights, strict=True)
             pair = value[0], sum(each * weight for (each,), (weight,) in parts) / total

@@ -1,4 +1,4 @@
-"""A look at the metrics of a loader, which should be means, and no functions of means."""
+"""A check that the metrics of a loader are means, not functions of means."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accel_fn.core.warn import warn_user
 
 
 class MetricsLook:
-    """Looks at one batch of a pass on the main rank, and warns once a step of metrics that are no means.
+    """Checks one batch of a pass on the main rank; warns once a step of metrics that are no means.
 
-    In a world of one, a pass over one batch is right, so the second one is looked at.
+    In a world of one, a pass over a single batch is exact, so the second batch is checked.
     """
 
     def __init__(
@@ -29,7 +29,8 @@ class MetricsLook:
         self._outputs = outputs
         self._left = 1 if state.world_size > 1 else 2
         if not state.is_main or couples(plan, strategy):
-            self._left = 0  # other ranks would have to run as many forwards
+            # Skip the check: the other ranks would have to run the same forwards.
+            self._left = 0
         self._num_collectives = self._count()
 
     def _count(self) -> int | None:
@@ -37,14 +38,14 @@ class MetricsLook:
         return 0 if group is None else num_collectives(group)
 
     def after(self, batch: Any, *, has_means: bool) -> None:
-        """Look at a batch whose metrics are counted."""
+        """Check a batch, once its metrics are counted."""
         if self._left == 0 or not has_means:
             return
         halves = halves_of(self._plan, self._strategy, batch)
         if halves is None:
             return
         self._left -= 1
-        # Of a loss that calls collectives, one rank cannot run more forwards.
+        # If the loss calls collectives, one rank cannot run extra forwards.
         if self._left or self._num_collectives is None or self._count() != self._num_collectives:
             return
         found = self._compare(*halves)
@@ -52,7 +53,7 @@ class MetricsLook:
             warn_user(wrong_metrics("evaluate", found))
 
     def _compare(self, rows: Any, parts: Any, weights: Any) -> dict[str, tuple[float, float]]:
-        """The metrics that differ between rows and their halves; none where they cannot be compared."""
+        """Return the metrics that differ between rows and their halves; {} if unknown."""
         trial = Trial(self._plan, self._strategy, self._state, self._outputs)
         ones = ones_of(self._plan)
         try:
@@ -67,7 +68,8 @@ class MetricsLook:
                 trial.run(part, weight, None) for part, weight in zip(parts, weights, strict=True)
             ]
             tolerance = loss_tolerance(whole.dtype, trial.dtypes())
-        except Exception:  # the pass raises it too, or only these parts are refused
+        except Exception:
+            # The pass itself raises this error too, or only these parts are refused.
             return {}
         finally:
             trial.close()

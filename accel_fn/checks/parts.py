@@ -1,4 +1,4 @@
-"""A few rows of a batch, and their parts: what is compared, and how it is cut."""
+"""A few rows of a batch, and the parts into which they are cut for a comparison."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _NUM_SAMPLES = 8
 
 
 class Rows(NamedTuple):
-    """A few rows of a batch, their number, and how many of them the rank with the fewest has."""
+    """A few rows of a batch, their number, and the number on the rank with the fewest."""
 
     batch: Any
     num: int
     fewest: int
     collate: Callable[[Sequence[int]], Any] | None = None
-    """Makes the batch of some of them, where they are samples of a loader."""
+    """Makes the batch of some of the samples, if the rows are samples of a loader."""
 
 
 def few_rows(
     plan: Plan, strategy: Strategy, state: DistState, batch: Any, *, leaves_out: bool
 ) -> Rows | None:
-    """A few rows for this rank; None on all ranks where there are no two, or where the step will raise."""
+    """Return a few rows; None on all ranks with fewer than two rows, or if the step will raise."""
     whole, part, num = counted(plan, strategy, batch)
     num = -1 if leaves_out else num
-    # All ranks run as many forwards: FSDP unshards in each, and a loss may hold collectives.
+    # All ranks must run the same number of forwards: FSDP unshards in each one, and a loss may call
+    # collectives.
     counts = primitives.exchange(num, state, "step")
     if min(counts) < 0:
         return None
@@ -54,13 +55,13 @@ def few_rows(
 
 
 def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
-    """The batch, a few of its samples, and their number: 0 if unknown, -1 if the step will raise."""
+    """Return the batch, some samples and their number: 0 if unknown, -1 if the step will raise."""
     try:
         strategy.parameters.check()
     except Exception:
         return None, None, -1
     try:
-        # Not by the plan's split, which the user may have written to be called once per batch.
+        # Do not call the plan's split, which the user may have written to be called once per batch.
         # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
         is_window = bool(plan.having("takes_windows"))
         whole = batch[0] if is_window and type(batch) is list else batch
@@ -69,14 +70,15 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
             return whole, None, num
         part = split_batch(whole, max(1, num // _NUM_SAMPLES))[0]
         return whole, part, count_samples(part)
-    except Exception:  # the step refuses the batch, or its rows cannot be cut
+    except Exception:
+        # The step refuses the batch, or its rows cannot be cut.
         return None, None, 0
 
 
 def halves_of(
     plan: Plan, strategy: Strategy, batch: Any
 ) -> tuple[Any, Sequence[Any], Sequence[Weight]] | None:
-    """A few rows, their halves that weigh something, and the weights; None where there are no two."""
+    """Return a few rows, their halves with a weight, and the weights; None without two."""
     _, rows, num = counted(plan, strategy, batch)
     if num < 2:
         return None
@@ -86,7 +88,7 @@ def halves_of(
 
 
 def joined(batch: Any, state: DistState) -> Any:
-    """The rows of all ranks; a list that holds tensors is no row, unless it is marked by `samples`."""
+    """Gather the rows of all ranks; a list with tensors is not a column, unless it is `Samples`."""
 
     def is_column(node: Any) -> bool:
         return type(node) is Samples or (type(node) is list and not tensors_of(node))
@@ -96,7 +98,7 @@ def joined(batch: Any, state: DistState) -> Any:
 
 
 def collated_samples(plan: Plan, state: DistState, batch: Any) -> Rows | None:
-    """A few samples of this rank's part that its loader collates anew; None on all ranks without such."""
+    """Return some samples to collate again; None on all ranks if one has fewer than two."""
     is_window = bool(plan.having("takes_windows"))
     origin = origin_of(batch[0] if is_window and type(batch) is list and batch else batch)
     num = 0 if origin is None else min(origin.num_samples, _NUM_SAMPLES)
@@ -108,14 +110,14 @@ def collated_samples(plan: Plan, state: DistState, batch: Any) -> Rows | None:
 
 
 class Parts(NamedTuple):
-    """A cut of rows: the parts, and which rows each has."""
+    """A cut of rows: the parts, and the rows of each part."""
 
     parts: Sequence[Any]
     rows: Sequence[Sequence[int]]
 
 
 def _cut(rows: Rows, how: str) -> Parts:
-    """Cut rows in halves, by every second row, in thirds, or a quarter off."""
+    """Cut rows into halves, alternating rows, thirds, or three quarters and one."""
     num = rows.num
     sizes = {
         "halves": part_sizes(num, 2),
@@ -136,16 +138,16 @@ def _cut(rows: Rows, how: str) -> Parts:
 
 
 def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
-    """These cuts, of which all ranks have as many."""
+    """Cut the rows in at most `most` of these ways, the same on all ranks."""
     least = {"halves": 2, "in turn": 3, "thirds": 6, "unequal": 4}
     found = [name for name in names if rows.fewest >= least[name]]
-    # Of few rows, each second one may be right where halves are not.
+    # With few rows, alternating rows may agree where halves do not, so always add halves.
     found = [*dict.fromkeys([*found, "halves"])]
     return [_cut(rows, name) for name in found[:most]]
 
 
 def prepared(rows: Rows, names: Sequence[str], *, most: int) -> tuple[Rows, list[Parts]]:
-    """A few rows, with their batch, and their cuts."""
+    """Return the rows with their batch, and their cuts."""
     if rows.collate is not None:
         rows = rows._replace(batch=rows.collate(range(rows.num)))
     return rows, _cuts(rows, names, most=most)

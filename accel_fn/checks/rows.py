@@ -21,16 +21,15 @@ class RowsFound(NamedTuple):
 
     text: str
     is_sure: bool = False
-    """False of one row: the others may have been left out on this rank."""
+    """False if the batch has one row: this rank may have left out the other samples."""
 
 
 def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
-    """Look at whether the rows of a batch are its samples; refuse to cut rows that are not.
+    """Check whether the rows of a batch are its samples; refuse to cut rows that are not.
 
-    None if it is not known of how many samples, two or more, the batch was made.
-
-    The loader knows of how many samples it made the batch. Several rows a sample are right, such as two
-    views of each, and so are fewer rows, where some were left out.
+    Return None unless the batch is known to be made of two samples or more; the loader knows that
+    number. Several rows per sample are right, such as two views of each; so are fewer rows than
+    samples, if some were left out.
     """
     count = samples_of(batch)
     if count is None or count < 2 or plan.weight_fn is not count_samples or not is_cut(state, plan):
@@ -53,14 +52,15 @@ def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
 
 
 class RowsJudge:
-    """What ranks find together, over the batches that are looked at."""
+    """Combines the findings of all ranks, over the batches that are checked."""
 
     def __init__(self) -> None:
         self._has_several = False
-        """Has a batch on any rank had several rows? Then one row is what others were left out of."""
+        """Whether a batch on any rank had several rows; then one row means that samples were left
+        out."""
 
     def judge(self, every: Sequence[RowsFound | None]) -> str:
-        """Return what to warn of: of one row only where each rank that knows its samples always has one."""
+        """Return the warning; of one row, only if all ranks with known samples have one."""
         found = [each for each in every if each is not None]
         sure = [each.text for each in found if each.is_sure]
         if sure:

@@ -38,31 +38,31 @@ from accel_fn.core.torch_compile import uncompiled
 from accel_fn.core.weights import Weight
 
 Outputs = Callable[[Any, Weight], Outcome]
-"""Loss and metrics of rows of this weight."""
+"""A function that returns loss and metrics of rows of this weight."""
 _LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
 def couples(plan: Plan, strategy: Strategy) -> bool:
-    """Return whether each forward has collectives, so that all ranks must run as many."""
+    """Return whether forwards have collectives, so that all ranks must run the same number."""
     return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
 
 
 class Ran(NamedTuple):
-    """What one run gave, beside gradients."""
+    """The results of one run, except for gradients."""
 
     losses: list[float]
-    """Of each term."""
+    """The loss of each term."""
     metrics: dict[str, tuple[float, ...]]
-    """By name a mean, or a sum and its count."""
+    """By name, a mean, or a sum and its count."""
     written: Mapping[str, Written]
     dtype: torch.dtype
-    """Of the loss."""
+    """The dtype of the loss."""
 
 
 class Trial:
-    """A place for runs of a few rows: gradients are added up in `.grad` from run to run.
+    """Runs a few rows; gradients are added up in `.grad` from run to run.
 
-    All that a forward writes is put back after each run, unless it is to be kept for the next one.
+    All writes of a forward are put back after each run, unless the next run is to see them.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Trial:
     ) -> None:
         self._plan, self._strategy, self._state = plan, strategy, state
         self._outputs: Outputs = outputs or partial(strategy.outputs, plan, state)
-        """Default: those of the plan's loss."""
+        """By default, the plan's loss."""
         self._has_gradients = strategy.leaves_gradients and torch.is_grad_enabled()
         self._snapshot = Snapshot(
             plan.model,
@@ -88,11 +88,12 @@ class Trial:
         self._is_first = True
         self._refused = loss_module_of(strategy.module).refuses_counts
         self.is_counted = False
-        """Is the loss a sum and its count? Known after the first run."""
-        # DTensors compute shapes by operations of their own, in which a mode cannot stand.
+        """Whether the loss is `(sum, count)`; known after the first run."""
+        # DTensors compute shapes by further operations, which a dispatch mode must not intercept.
         self._is_split = bool(plan.shard_model)
         self._is_plain = self._is_split
-        """Has the first run not drawn, not written and not used BatchNorm? Then others are not watched."""
+        """Whether the first run did not draw, write or use BatchNorm; then later runs are not
+        watched."""
         self.forget()
 
     def forget(self) -> None:
@@ -101,7 +102,7 @@ class Trial:
             parameter.grad = None
 
     def close(self) -> None:
-        """Put everything back."""
+        """Put the model and the generators back."""
         self._snapshot.restore()
 
     @property
@@ -112,11 +113,11 @@ class Trial:
 
     @property
     def least_values(self) -> int | None:
-        """The fewest values of which BatchNorm took statistics in the first run; None if of none."""
+        """Return the fewest values of a BatchNorm statistic in the first run, or None."""
         return self._statistics.least
 
     def dtypes(self) -> list[torch.dtype]:
-        """The lowest precision in which each trained parameter's gradient was computed."""
+        """Return the lowest precision in which each trained parameter's gradient was computed."""
         low = [each for each in _LOW if each in self._dtypes]
         single = torch.float32 in self._dtypes
         return [
@@ -131,7 +132,7 @@ class Trial:
         return not self._dtypes.isdisjoint(_LOW)
 
     def norms(self) -> list[float]:
-        """The norm of what is added up for each trained parameter, of this rank's shard of it; 0 if none."""
+        """Return the gradient norm of each trained parameter's shard; 0 without a gradient."""
         found = [_norm(each) for each in self._trained]
         first = next((each for each in found if each.dtype == torch.float64), found[0])
         return torch.stack([each.to(first) for each in found]).tolist()
@@ -147,21 +148,24 @@ class Trial:
     ) -> Ran:
         """Run rows of this weight; with a factor, add the gradients of `factor * loss`.
 
-        `drawn`: which rows of how many they are, if each row has random numbers of its own.
+        `drawn` gives the places of these rows and the number of all rows, if each row has its own
+        random numbers.
         """
         strategy, state = self._strategy, self._state
         snapshot, draws = self._snapshot, self.draws
-        own = map_tensors(Tensor.clone, rows)  # a loss may write to its batch
+        # Copy the rows: a loss may write to its batch.
+        own = map_tensors(Tensor.clone, rows)
         draws.begin(*(drawn or (None, 0)))
         try:
             if self._is_split:
-                self._plan.model.eval()  # without dropout, which would draw unseen
+                # Evaluation mode has no dropout, which would draw unseen.
+                self._plan.model.eval()
             with self._around():
                 loss, metrics = self._outputs(own, weight)
                 if metrics.get("") and metrics[""] == self._refused:
                     raise CannotReplayError("the step refuses a sum with its count")
                 if counted_in(metrics):
-                    # Of a sum and its count, parts add up; so do several, in one number.
+                    # Sums of parts add up; with several terms, so does their total.
                     self.is_counted, loss = True, loss.sum()
                 losses = loss.detach().reshape(-1)
                 figures = {name: _figures(value) for name, value in metrics.items()}
@@ -174,7 +178,8 @@ class Trial:
                     draws.begin_backward()
                     strategy.backward(loss, seed_of(loss, factor, state.scaler))
                 else:
-                    strategy.reset()  # parameters may wait, unsharded, for a backward
+                    # Unsharded parameters may be waiting for a backward.
+                    strategy.reset()
                 del loss, metrics
             draws.end()
             snapshot.check_watched()
@@ -194,7 +199,7 @@ class Trial:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """The contexts of a run: on this rank alone, with draws and statistics of the whole batch."""
+        """Enter the contexts of a run on this rank alone, with the batch's draws."""
         contexts: list[AbstractContextManager[Any]] = [
             torch.set_grad_enabled(self._has_gradients),
             uncompiled(),
@@ -214,19 +219,20 @@ class Trial:
 
 
 def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
-    """Forwards that nothing hides from this rank: without graphs of the user's, and without collectives."""
+    """Return forwards without compiled graphs of the user's and without collectives."""
     forwards: dict[nn.Module, Any] = {}
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             forwards[module] = partial(nn.modules.batchnorm._BatchNorm.forward, module)
-        elif "_orig_mod" in module._modules:  # of torch.compile
+        elif "_orig_mod" in module._modules:
+            # `torch.compile` made this module.
             forwards[module] = module._modules["_orig_mod"]
     return forwards
 
 
 @contextmanager
 def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
-    """Run modules that are compiled in place as they are: a graph would not be watched."""
+    """Run modules that were compiled in place uncompiled: a graph could not be watched."""
     compiled = {
         each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl
     }
@@ -240,7 +246,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
 
 
 class _Joining:
-    """Takes the place of the batch under training, to see whether its loss calls a collective."""
+    """Replaces the batch under training, to see whether its loss calls a collective."""
 
     num_microbatches = 1
     is_evenly_split = False
@@ -249,7 +255,7 @@ class _Joining:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation of torch: answers draws, notes writes and dtypes."""
+    """Intercepts each operation of torch: answers draws, notes writes and dtypes."""
 
     def __init__(self, draws: Draws, snapshot: Snapshot, dtypes: set[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -260,7 +266,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if any(not issubclass(each, nn.Parameter) and each is not Tensor for each in types):
-            return NotImplemented  # a subclass calls operations on plain tensors, which come here
+            # The subclass calls operations on plain tensors, which come here.
+            return NotImplemented
         self._snapshot.before_write(tensors_written(op, args, kwargs))
         if has_rate(op):
             args, kwargs = without_dropout(op, args, kwargs)
@@ -273,16 +280,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _BatchStatistics(TorchFunctionMode):
-    """Gives BatchNorm the statistics of the batch in the first run, as constants, in all runs.
+    """Gives BatchNorm the batch's statistics, from the first run, as constants in all runs.
 
-    Else they would differ between parts, and hide everything else.
+    Otherwise they would differ between parts, and hide every other difference.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._of_calls: list[tuple[Tensor, Tensor]] = []
         self.least: int | None = None
-        """The fewest values a feature in a call of the first run; None without a call."""
+        """The fewest values per feature in a call of the first run; None without a call."""
         self._is_known = False
         self._calls: Calls | None = None
 
@@ -320,7 +327,7 @@ class _BatchStatistics(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """`F.batch_norm` with these statistics."""
+        """Run `F.batch_norm` with the statistics of the first run."""
         if not training:
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
@@ -340,7 +347,7 @@ class _BatchStatistics(TorchFunctionMode):
 
 
 def _check_graph(loss: Tensor) -> None:
-    """Leave it to the step to refuse a loss whose backward would miss parameters."""
+    """Stop for a loss whose backward would miss parameters: the step itself refuses it."""
     if not loss.requires_grad:
         raise no_graph()
     if hides_parameters(loss):
@@ -348,21 +355,21 @@ def _check_graph(loss: Tensor) -> None:
 
 
 def _num_collectives(state: DistState, plan: Plan) -> int | None:
-    """The number of collectives in the group so far; None where sharding calls them in every forward."""
+    """Count the group's collectives so far; None if sharding calls them in every forward."""
     if state.group is None or plan.having("shards"):
         return None
     return num_collectives(state.group)
 
 
 def _figures(value: Any) -> tuple[float, ...]:
-    """A metric as numbers; none of what the step refuses."""
+    """Return a metric as numbers; () if the step refuses it."""
     if isinstance(value, str):
         return ()
     return tuple(float(each) for each in (value if isinstance(value, tuple) else (value,)))
 
 
 def _norm(parameter: nn.Parameter) -> Tensor:
-    """The norm of this rank's part of a gradient, [], in at least float32; 0 of none."""
+    """Return the norm of this rank's part of a gradient, [], in at least float32; 0 without one."""
     if parameter.grad is None:
         return local(parameter.detach()).new_zeros((), dtype=torch.float32)
     own = local(parameter.grad)

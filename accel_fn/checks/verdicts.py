@@ -1,4 +1,4 @@
-"""The verdicts on a program that was compared with itself: what is refused, warned of, and explained."""
+"""The verdicts on a program that was compared with itself: errors, warnings and `explain` text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 class Verdicts:
-    """Judges what ranks have found, alike on all of them."""
+    """Judges the findings of the ranks, with the same result on all ranks."""
 
     def __init__(self, state: DistState, plan: Plan, *, is_on: bool, is_cut: bool) -> None:
         self._plan = plan
@@ -27,22 +27,24 @@ class Verdicts:
         self._is_over_ranks = state.data.world_size > 1
         self._is_in_microbatches = in_microbatches(plan)
         self._cuts_rows = all(map(_cuts_rows, plan.split))
-        """Are batches cut along rows? A function of the user's may cut them so that its own parts agree."""
+        """Whether batches are cut along rows. A function of the user's may cut so that its own
+        parts agree."""
         self.has_rows = True
-        """Has the batch rows? A micro-batch that is a list may be one of graphs, with a tensor each."""
+        """Whether the batch has rows. A micro-batch that is a list may hold graphs, with a tensor
+        each."""
         names = {id(each): name for name, each in plan.model.named_parameters()}
         self._names = [names[id(each)] for each in plan.trained()]
         self._batches: list[int] = []
         """The batches whose parts agreed."""
         self._fitting = {"mean", "sum", "shift"}
-        """The reductions that fitted all batches so far."""
+        """The reductions that have fitted all batches so far."""
         self._warned: set[str] = set()
         self.sums: list[str] = []
-        """Buffers that add up what each rank has, which the loop is to add up over ranks."""
+        """Buffers that add up values of each rank; the loop must add them up over the ranks."""
         self._is_counted = False
         """Whether the loss is `(sum, count)`."""
         self.is_open = True
-        """Return whether a verdict is still open."""
+        """Whether a verdict is still to come."""
         self.text = "is not compared with those of its parts"
         """The result of the comparison, for `explain`."""
         if is_on:
@@ -60,7 +62,7 @@ class Verdicts:
     def judge(
         self, every: Sequence[Found] | str, of_samples: Sequence[Found] | str, number: int
     ) -> None:
-        """Judge a batch that was cut along its rows, and where they are known, by its samples."""
+        """Judge a batch that was cut along its rows, and, if they are known, along its samples."""
         found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
         self._is_counted |= any(each.is_counted for each in found)
         if isinstance(of_samples, str):
@@ -73,13 +75,14 @@ class Verdicts:
 
     def _judge_both(self, every: Sequence[Found], of_samples: Sequence[Found], number: int) -> None:
         by_rows, by_samples = self._agrees(every), self._agrees(of_samples)
-        # Rows that are cut have the numbers of all samples, so the losses of parts add up.
+        # Rows that are cut carry the numbers of all samples, so the losses of parts add up.
         numbers = [*dict.fromkeys(name for each in of_samples for name in each.denominators)]
         adds_up = not by_rows and all("sum" in each.fitting(each.cuts) for each in every)
         if numbers and adds_up and (not by_samples or self._is_in_microbatches):
             self._refuse_numbers(numbers, of_samples, every)
         if by_samples and not by_rows:
-            # Such as chosen rows before rejected ones: ranks collate their own, micro-batches cut them.
+            # For example, chosen rows stand before rejected ones: each rank collates its own, but
+            # micro-batches cut them.
             if self._is_in_microbatches and self._cuts_rows:
                 raise BatchError(
                     "step: batch must have one row a sample where accumulate cuts it, got one whose rows "
@@ -111,7 +114,7 @@ class Verdicts:
     def _refuse_numbers(
         self, numbers: Sequence[str], of_samples: Sequence[Found], every: Sequence[Found]
     ) -> NoReturn:
-        """Refuse a loss that is a mean by a number of all samples that collate_fn sees."""
+        """Refuse a loss that divides by a number of collate_fn's over all samples."""
         cut = next(cut for found in (*of_samples, *every) for cut in found.cuts)
         raise LossError(
             "step: loss_fn must return the mean over the items that weight_fn counts, got one by "
@@ -130,9 +133,9 @@ class Verdicts:
         return fits and self._wrong(gradients, every[0].precisions) is None
 
     def _judge_cut(self, every: Sequence[Found], number: int) -> None:
-        """Refuse a plan of another reduction; warn once of a program that depends on how it is cut."""
+        """Refuse a plan with another reduction; warn once of a program that depends on the cut."""
         declared, precisions = self._declared, every[0].precisions
-        # A loss that differs from run to run keeps state that nobody could put back.
+        # A loss that differs from run to run keeps state that could not be put back.
         differing = next(filter(None, [each.differing() for each in every]), None)
         if differing is not None:
             self._warn_of_state(differing)
@@ -145,12 +148,13 @@ class Verdicts:
         self._fitting &= here
         if declared not in here:
             self._refuse_reduction(every)
-            # A forward that reads what it has just written by its rows is repaired there.
+            # If a forward reads what it has just written by its rows, that write is the cause to
+            # report.
             if not self._judge_writes(every):
                 self._warn_of_neither(every, number, [each.cuts for each in every])
             return
         self._agreed(number, every, precisions)
-        # A gradient that differs by what is written is repaired there.
+        # If the gradient differs because of a write, the write is the cause to report.
         if self._judge_writes(every):
             return
         by_row = [each.by_row for each in every if each.by_row is not None]
@@ -184,7 +188,7 @@ class Verdicts:
 
     @property
     def _declared(self) -> str:
-        """By what the parts of a loss give the loss of the batch."""
+        """Return the reduction for which the parts give the loss of the batch."""
         return "sum" if self._is_counted else self._plan.reduction
 
     def _refuse_reduction(self, every: Sequence[Found]) -> None:
@@ -248,7 +252,7 @@ class Verdicts:
         number: int,
         precisions: Sequence[torch.dtype],
     ) -> bool:
-        """Warn if the gradients of parts are not those of the batch, though the losses are."""
+        """Warn if the gradients of parts differ from the batch's, although the losses agree."""
         found = self._wrong(gradients, precisions)
         if found is None:
             return False
@@ -301,7 +305,7 @@ class Verdicts:
         every: Sequence[Found],
         precisions: Sequence[torch.dtype],
     ) -> str:
-        """In what two deals of the same rows differ; empty if in nothing."""
+        """Describe how two deals of the same rows differ; empty if they agree."""
         cuts = [cut for of_rank, _ in pairs for cut in of_rank]
         wrong = next((cut for cut in cuts if "sum" not in every[0].fitting([cut])), None)
         if wrong is not None:
@@ -330,7 +334,7 @@ class Verdicts:
         self._warn(wrong_metrics("step", found))
 
     def _judge_writes(self, every: Sequence[Found]) -> bool:
-        """Refuse or warn of what a forward writes by the cut of a batch; return whether it writes so."""
+        """Refuse or warn of writes that depend on the cut; return whether there are any."""
         every_write = _of_all_ranks([each.writes for each in every])
         bearing = {name: write for name, write in every_write.items() if self._bears(write)}
         writes = {name: write for name, write in bearing.items() if name not in self._warned}
@@ -357,7 +361,7 @@ class Verdicts:
         return bool(bearing)
 
     def warn_of_writes(self, names: Sequence[str]) -> None:
-        """Warn of what a forward writes by its rows."""
+        """Warn of values that a forward writes by its rows."""
         self._warned.update(names)
         self._warn(
             "step: model should write the same in its forward however a batch is cut, got "
@@ -391,7 +395,7 @@ class Verdicts:
 
 
 def _of_all_ranks(every: Sequence[Mapping[str, Write]]) -> dict[str, Write]:
-    """The writes of all ranks, joined by name."""
+    """Join the writes of all ranks, by name."""
     found: dict[str, list[Write]] = {}
     for of_rank in every:
         for name, write in of_rank.items():
@@ -411,7 +415,7 @@ def _of_all_ranks(every: Sequence[Mapping[str, Write]]) -> dict[str, Write]:
 
 
 def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
-    """The warning of metrics that differ between a batch and its parts."""
+    """Return the warning for metrics that differ between a batch and its parts."""
     some = [
         f"{name}: {whole:.6g} for a batch, {parts:.6g} by its parts"
         for name, (whole, parts) in found.items()

@@ -1,4 +1,4 @@
-"""What a forward writes to its model: found by name, and put back."""
+"""The writes of a forward to its model: found by name, and put back."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import StateError
 
 _STATISTICS = (nn.modules.batchnorm._NormBase,)
-"""Layers whose running statistics are judged by themselves."""
+"""Layers whose running statistics have their own check."""
 _MOST_ENTRIES = 1000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _EXACT = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
 _ROUNDING = 2e-2
-"""Relative differences of values that are sums in another order: by dtype, and in half precision."""
+"""Relative differences of values that are sums in another order: by dtype, and in half
+precision."""
 
 
 class _Unknown:
-    """Stands for a value that is not compared."""
+    """A placeholder for a value that is not compared."""
 
 
 class Written(NamedTuple):
     """A value that a forward wrote."""
 
     kind: str
-    """"parameter", "buffer" (one that is saved), or "attribute"."""
+    """"parameter", "buffer" (a persistent one), or "attribute"."""
     value: Any
 
 
 class Snapshot:
-    """A model, its gradients and the random generators as they are now.
+    """A copy of a model, its gradients and the random generators at one time.
 
-    Parameters, and tensors and containers among the attributes, are left alone where a strategy writes them.
+    Parameters, and tensors and containers among the attributes, are left alone where a strategy
+    writes to them.
 
-    Buffers are copied. Parameters and tensors among the attributes are copied only before an operation
-    writes to them, which `before_write` must be told.
+    Buffers are copied at once. Parameters and tensors among the attributes are copied only before
+    an operation writes to them, which must first call `before_write`.
     """
 
     def __init__(
         self, model: nn.Module, state: DistState, *, parameters: bool, attributes: bool
     ) -> None:
-        # No lock of `exclusive_random` here: simulated ranks would wait for each other's collectives.
+        # Do not take the lock of `exclusive_random`: simulated ranks would wait for each other's
+        # collectives.
         self._random = _Random(state.device)
         self._model, self._looks_at_attributes = model, attributes
         self._modules = list(model.named_modules())
@@ -67,13 +70,14 @@ class Snapshot:
         self._buffers = {id(each): (each, each.detach().clone()) for each in model.buffers()}
         self._grads = [(each, each.grad) for each in model.parameters()]
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that were written, with copies of what they were."""
+        """Tensors that were written to, with copies of their earlier values."""
         self._owners: dict[int, list[Tensor]] = {}
-        """By their memory, parameters and tensors among the attributes."""
+        """Parameters, and tensors among the attributes, by the memory that they use."""
         self._versions: list[tuple[Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}
-        for parameter in model.parameters() if parameters else ():  # else a strategy writes them
+        for parameter in model.parameters() if parameters else ():
+            # With `parameters=False`, a strategy writes to them.
             self._own(parameter)
         for name, module in self._modules if attributes else ():
             for key, value in _attributes(module):
@@ -86,7 +90,7 @@ class Snapshot:
             self._versions.append((tensor, tensor._version))
 
     def _noted(self, value: Any, left: list[int]) -> Any:
-        """A value as it is now: containers and arrays are copied, tensors are owned."""
+        """Record a value as it is now: copy containers and arrays, own tensors."""
         left[0] -= 1
         if left[0] < 0:
             return _Unknown
@@ -106,14 +110,14 @@ class Snapshot:
         return type(value).__name__, [self._noted(each, left) for each in items]
 
     def before_write(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what an operation is about to write to."""
+        """Copy the tensors that an operation is about to write to."""
         for tensor in tensors:
             for owner in self._owners.get(_memory_of(tensor) or 0, ()):
                 if id(owner) not in self._copies:
                     self._copies[id(owner)] = owner, local(owner.detach()).clone()
 
     def written(self) -> dict[str, Written]:
-        """Return copies of what differs from this snapshot, by name."""
+        """Return copies of the values that differ from this snapshot, by name."""
         found = {}
         for name, module in self._modules:
             for key, value in _attributes(module) if self._looks_at_attributes else ():
@@ -158,7 +162,7 @@ class Snapshot:
         return type(before) is type(now) and bool(before == now or before != before)
 
     def restore(self) -> None:
-        """Put everything back; what cannot be put back is an error."""
+        """Put everything back; raise an error if that is not possible."""
         try:
             with torch.no_grad():
                 self._restore()
@@ -187,7 +191,7 @@ class Snapshot:
             _refill(container, copy)
 
     def check_watched(self) -> None:
-        """Refuse to go on if a forward has written what was not copied before, or has drawn unseen."""
+        """Raise if a forward wrote to a tensor without a copy, or drew random numbers unseen."""
         if not self._random.ends_alike():
             raise CannotReplayError(
                 "its parts draw other random numbers: those of Python, NumPy or torch depend on the rows"
@@ -202,12 +206,12 @@ class Snapshot:
                 )
 
     def restore_random(self) -> None:
-        """Put the random generators back."""
+        """Put the states of the random generators back."""
         self._random.restore()
 
 
 class _Random:
-    """The states of Python's, NumPy's and torch's generators, as they keep them."""
+    """The states of Python's, NumPy's and torch's generators, in each library's form."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -223,13 +227,13 @@ class _Random:
         return *states, torch.get_device_module(self._device).get_rng_state(self._device)
 
     def ends_alike(self) -> bool:
-        """Return whether this run has moved them as the first run has."""
+        """Return whether this run has moved the generators as the first run did."""
         now = self._now()
         self._ends = self._ends or now
         return _are_same(now, self._ends)
 
     def restore(self) -> None:
-        """Put them back."""
+        """Put the states back."""
         if _are_same(self._now(), self._states):
             return
         random.setstate(self._states[0])
@@ -250,7 +254,8 @@ def _are_same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 def _write(tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        tensor.data = value.clone()  # a forward gave it another shape
+        # A forward has given the tensor another shape.
+        tensor.data = value.clone()
     else:
         tensor.copy_(value)
 
@@ -270,7 +275,7 @@ def _refill(container: Any, copy: Any) -> None:
 
 @cache
 def _internal() -> frozenset[str]:
-    """The attributes that torch gives every module."""
+    """Return the attributes that torch gives every module."""
     return frozenset(vars(nn.Module()))
 
 
@@ -280,7 +285,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _items(value: Any) -> Sequence[Any] | None:
-    """The entries of a container; None of anything else."""
+    """Return the entries of a container; None for any other value."""
     if isinstance(value, dict):
         return [each for pair in value.items() for each in pair]
     if isinstance(value, list | tuple | deque):
@@ -291,7 +296,7 @@ def _items(value: Any) -> Sequence[Any] | None:
 
 
 def _copied(value: Any, left: list[int] | None = None) -> Any:
-    """A copy that later runs do not write."""
+    """Return a copy that later runs do not write to."""
     left = [_MOST_ENTRIES] if left is None else left
     left[0] -= 1
     if isinstance(value, Tensor):
@@ -336,14 +341,15 @@ def _close(value: Tensor, other: Tensor, *, exact: bool = False) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    with suppress(Exception):  # subclasses and other layouts may have none
+    with suppress(Exception):
+        # Tensor subclasses and non-strided tensors may have no storage.
         return int(local(tensor).untyped_storage()._cdata)
     return None
 
 
 @cache
 def _written_by(op: Any) -> tuple[tuple[int, str], ...]:
-    """The places and names of the arguments that an operation of torch writes."""
+    """Return places and names of the arguments that an operation of torch writes to."""
     return tuple(
         (place, each.name)
         for place, each in enumerate(op._schema.arguments)
