@@ -1,4 +1,4 @@
-"""The samples that a rank sees, and when: pure index arithmetic, and loaders that follow it."""
+"""Loaders, and the pure index arithmetic that gives each rank its samples of each batch."""
 
 from accel_fn.names import lazy_names
 

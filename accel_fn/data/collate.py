@@ -20,7 +20,8 @@ from accel_fn.data.random_generators import Generators
 from accel_fn.data.shard_batch import rows_of_rank
 from accel_fn.errors import BatchError
 
-_SHOWN = 3  # tensors that an error lists
+# The most tensors that an error lists.
+_SHOWN = 3
 Place = tuple[int, ...]
 """A path of positions through a batch."""
 
@@ -52,9 +53,12 @@ class Collate:
     def _twice(self, samples: Any) -> Any:
         """Collate samples, to count the rows of the batch only; None if the collate_fn raises."""
         try:
-            with Generators(0):  # else the user's generators would advance
+            # Without this context, the user's generators would advance.
+            with Generators(0):
                 return self._collate_fn(samples)
-        except Exception:  # such as a collate_fn that takes fields out of its samples
+        except Exception:
+            # For example, a collate_fn that removes fields from its samples fails for repeated
+            # ones.
             return None
 
     def _check(self, batch: Any, samples: Any, count: int) -> None:
@@ -166,7 +170,7 @@ def _refuse(items: list[Any] | tuple[Any, ...], count: int) -> NoReturn:
 
 
 class EmptyPart(list[Any]):
-    """The part of a rank without samples: one sample of the batch, for the form of the part."""
+    """The part of a rank without samples: it holds one sample of the batch, for the part's form."""
 
 
 def without_rows(one: Any, two: Any) -> Any:
@@ -178,7 +182,8 @@ def without_rows(one: Any, two: Any) -> Any:
     cut = _Cut()
     try:
         found = cut.without(one, two)
-    except (_UncutError, TypeError, ValueError):  # trees of two forms differ in length or in kind
+    except (_UncutError, TypeError, ValueError):
+        # Trees of two forms differ in length or in kind.
         return None
     return found if cut.has_rows else None
 

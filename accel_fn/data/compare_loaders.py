@@ -1,4 +1,4 @@
-"""Compare the loaders of all ranks and their data, as far as is known at little cost."""
+"""Compare the loaders and data sets of all ranks, as far as that is cheap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from accel_fn.data.indexed import SamplerBatches, nested_samplers
 from accel_fn.data.order import length_of
 from accel_fn.errors import check_equal
 
-_ENDS = 4096  # a list may be a long one in a file, so only this many at each end are compared
+# A list of samples may be long and lie in a file, so only this many at each end are compared.
+_ENDS = 4096
 
 Options = TypeVar("Options")
 
@@ -64,7 +65,7 @@ class SamplerOptions:
 def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
     """Describe this rank's loader, for a comparison over ranks."""
     samplers = nested_samplers(sampling.batch_sampler)
-    # samples that only one rank's list holds would be lost
+    # A sample that only one rank's list holds would be lost, so compare the lists.
     checksum = _of_list(samplers[-1])
     if type(samplers[-1]) is SubsetRandomSampler:
         checksum = _of_numbers(samplers[-1].indices)
@@ -83,11 +84,11 @@ def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOpti
 
 
 def _checksum(dataset: Any) -> int | None:
-    """Return a checksum that is equal on ranks with the same samples; None if nothing is known.
+    """Return a checksum that is equal on ranks with the same samples; None if it is not known.
 
     It covers all indices of a `Subset`, at any depth; the first and last rows and indices of a
     Hugging Face data set; the shards of a Hugging Face stream and the generators that shuffle it.
-    No other data are read: ranks may hold copies that differ, such as random numbers.
+    No other data are read, since ranks may hold copies that differ, such as random numbers.
     """
     if isinstance(dataset, Subset):
         return _mixed(_of_numbers(dataset.indices), _checksum(dataset.dataset))
@@ -124,7 +125,8 @@ def _shard(shard: Any) -> Any:
 
 def _of_list(sampler: Any) -> int | None:
     """Compute a checksum of a list's samples or batches, in any order; None for other samplers."""
-    if isinstance(sampler, range):  # a range may be long
+    # A range may be long; its repr is short.
+    if isinstance(sampler, range):
         return zlib.crc32(repr(sampler).encode())
     if not isinstance(sampler, list | tuple):
         return None
@@ -137,7 +139,8 @@ def _of_numbers(numbers: Any) -> int:
     """Compute a checksum of whole numbers, or of other keys of samples."""
     try:
         found = np.asarray(numbers)
-    except (TypeError, ValueError):  # names of several lengths, or numbers on another device
+    except (TypeError, ValueError):
+        # The names have several lengths, or the numbers are on another device.
         found = np.empty(0)
     if found.dtype.kind in "iu":
         return zlib.crc32(found.astype(np.int64).tobytes())

@@ -51,17 +51,20 @@ from accel_fn.data.workers import (
     worker_error,
 )
 
-_SHOWN = 8  # samples that an error lists
+# The most samples that an error lists.
+_SHOWN = 8
 _KEPT = 8
-"""Most samples that are read again for a check."""
+"""The most samples of a batch that are read again for a check."""
 _NUM_MARKED = 100
-"""How many batches of a pass are marked: a step may check the 1st, 2nd, 10th and 100th."""
+"""The number of batches of a pass that are marked: a step may check the 1st, 2nd, 10th and
+100th."""
 
 
 class BatchReader:
     """A user's loader without its order: its data set, collate_fn, pinning and workers.
 
-    With `collates_whole`, it is given the samples of all ranks, and takes its rows of their batch.
+    With `collates_whole`, it reads the samples of all ranks, and takes this rank's rows of their
+    batch.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class BatchReader:
         seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
         # A worker_init_fn may have seeded the workers itself.
         has_seeds = self._options["num_workers"] and self._options["worker_init_fn"] is None
-        taken: deque[Part] = deque()  # workers take parts long before their batches come
+        # Workers take parts long before their batches arrive.
+        taken: deque[Part] = deque()
 
         def of_epoch() -> Iterator[Part]:
             for batch, numbers in enumerate(parts, first_batch):
@@ -145,7 +149,7 @@ class BatchReader:
             batches = pool.read(parts, seed)
         else:
             fetcher = self._fetcher.of_pass()
-            # A generator: in `map`, a StopIteration of the data set would end the epoch.
+            # Use a generator: in `map`, a StopIteration of the data set would end the epoch.
             batches = (fetcher[part] for part in parts)
             if self._pins:
                 batches = map(pin_memory, batches)
@@ -209,7 +213,7 @@ class _PartSampler(Sampler[Any]):
     def __init__(self, progress: WorkerProgress) -> None:
         self._progress = progress
         self.pending: dict[int | None, Part] = {}
-        """Parts that were taken and not read yet, oldest first."""
+        """The parts that the loader has taken and that are not read yet, oldest first."""
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:
@@ -264,11 +268,11 @@ class Part:
     batch: int
     """The number of the batch in the epoch."""
     numbers: Any
-    """A tensor or list: samples of this rank. Anything else: the key of a whole batch."""
+    """A tensor or list of this rank's samples, or the key of a whole batch."""
     seed: int | None = None
-    """Seed of the global random generators; None: they are not seeded."""
+    """The seed of the global random generators; None if they are not seeded."""
     keeps: bool = False
-    """Whether the data set stays in the epoch that it is in: `set_epoch` is not called."""
+    """Whether the data set keeps its current epoch: `set_epoch` is not called."""
 
     @property
     def is_split(self) -> bool:
@@ -291,7 +295,7 @@ class Fetcher(Dataset[Any]):
     def __init__(
         self, dataset: Any, collate_fn: Callable[[Any], Any], whole: tuple[int, int] | None = None
     ) -> None:
-        """With `whole`, rank and world size, read and collate the samples of all ranks, and take its rows."""
+        """With `whole`, (rank, world size), collate the samples of all ranks; take one's rows."""
         self.dataset = dataset
         self._whole = whole
         self.collate_fn = collate_fn
@@ -303,14 +307,14 @@ class Fetcher(Dataset[Any]):
         self._reads_rows = stacks_plainly(collate_fn) and has_rows(dataset)
         self._reads_many = _gives_many(dataset)
         self._inside: InEpoch | None = None
-        """The context of the epoch of the last batch."""
+        """The context of the last batch's epoch."""
 
     def of_pass(self) -> Fetcher:
-        """Make a copy that calls `set_epoch` anew: the loop may call it between two passes."""
+        """Make a copy that calls `set_epoch` again: the loop may call it between two passes."""
         return copy.copy(self)
 
     def recording(self, progress: WorkerProgress) -> Fetcher:
-        """Make a copy for workers, which record what they read."""
+        """Make a copy for workers that records their progress."""
         found = copy.copy(self)
         found.progress = progress
         return found
@@ -325,7 +329,7 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _read(self, part: Part) -> Any:
-        # Rows are read without the user's code, so nothing needs the epoch or a seed.
+        # Rows are read without the user's code, so the epoch and the seed do not matter.
         is_empty = type(part.numbers) is EmptyPart
         if self._reads_rows and not is_empty:
             return self.fetch(part.numbers)
@@ -371,7 +375,7 @@ class Fetcher(Dataset[Any]):
                     numbers = _places(numbers, len(self.dataset))
                 return rows(self.dataset, numbers)
             except _NotPlacesError:
-                # Sample by sample, a negative number works, and an error names its sample.
+                # Sample by sample, a negative number is valid, and an error names its sample.
                 pass
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
@@ -385,7 +389,8 @@ class Fetcher(Dataset[Any]):
         with _noting(
             f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
         ):
-            assert isinstance(self._collate, Collate)  # whole batches have samples
+            # Whole batches always have samples.
+            assert isinstance(self._collate, Collate)
             return self._collate.empty(samples, two)
 
     def _samples(self, numbers: list[Any]) -> Any:
@@ -394,7 +399,7 @@ class Fetcher(Dataset[Any]):
             if self._reads_many:
                 return self.dataset.__getitems__(numbers)
             samples = []
-            # A loop, not a list comprehension: an error names the sample that was being read.
+            # Use a loop, not a list comprehension: an error names the sample that was being read.
             for place, number in enumerate(numbers):
                 if self.progress is not None:
                     self.progress.at(place)
@@ -529,7 +534,8 @@ def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
 
 def _places(values: Any, size: int) -> Tensor:
     """Convert integers in 0 .. size - 1 to a tensor [num_values], int64."""
-    try:  # NumPy reads a list in a quarter of torch's time
+    # NumPy reads a list in a quarter of torch's time.
+    try:
         places = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
     except (TypeError, ValueError) as error:
         raise _NotPlacesError from error

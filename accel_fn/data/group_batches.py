@@ -15,7 +15,8 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 
 
 @overload
-def group_batches(  # type: ignore[overload-overlap]  # the first that fits decides
+# The first matching overload decides.
+def group_batches(  # type: ignore[overload-overlap]
     loader: ShardedLoader[Batch], k: int
 ) -> ShardedLoader[list[Batch]]: ...
 @overload
@@ -118,7 +119,8 @@ class WindowedSource(Generic[Batch]):
 
 def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
     source = iter(batches)
-    rest = chain(source)  # some iterators start again at each call of `iter`, which `islice` makes
+    # `islice` calls `iter`, at which some iterators start again; an iterator of `chain` does not.
+    rest = chain(source)
     return sampled_with(source, iter(lambda: list(islice(rest, k)), []), k)
 
 

@@ -52,7 +52,8 @@ from accel_fn.data.set_epoch import InEpoch, LoopEpochs, may_sample, reached_fro
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_equal, message
 from accel_fn.parallel.messages import Channel
 
-_SAMPLES_AT_ONCE = 4096  # these cost little more than one batch, to compute or to send
+# This many samples cost little more to compute or send than one batch.
+_SAMPLES_AT_ONCE = 4096
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
@@ -284,13 +285,20 @@ def _empty(order: Order, epoch: int, batch: int) -> EmptyPart:
 class SamplerBatches:
     """The global batches of every epoch."""
 
-    batch_sampler: Iterable[Any]  # yields the samples of each batch, or its key
-    seed: int  # seeds everything that the sampler draws
-    cut: Order | None = None  # the cut into batches, if the number of samples is known before
-    length: int | None = None  # batches of a batch sampler
-    at_once: int | None = None  # batches that are read together; None: some thousand samples
-    gives_keys: bool = False  # the data set has batches ready
-    collates_whole: bool = False  # every rank collates the samples of all ranks
+    # The samples of each batch, or its key.
+    batch_sampler: Iterable[Any]
+    # Seeds all random numbers that the sampler draws.
+    seed: int
+    # The cut into batches, if the number of samples is known before the sampler runs.
+    cut: Order | None = None
+    # The number of batches of a batch sampler.
+    length: int | None = None
+    # The number of batches that are read together. None: batches of some thousand samples.
+    at_once: int | None = None
+    # Whether the data set has batches ready.
+    gives_keys: bool = False
+    # Whether every rank collates the samples of all ranks.
+    collates_whole: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -306,10 +314,10 @@ class SamplerBatches:
         return self.length if self.cut is None else self.cut.num_batches()
 
     def batches(self, epoch: int, *, keeps: bool = False) -> Iterator[Batch]:
-        """Yield the global batches of an epoch; with `keeps`, the sampler stays in the epoch that it is in.
+        """Yield the global batches of an epoch; with `keeps`, the sampler keeps its current epoch.
 
-        Refuse an epoch without a batch, a batch without a sample, and more or fewer batches than the length
-        of the sampler states, since positions are computed from it.
+        Refuse an epoch without a batch, a batch without a sample, and more or fewer batches than
+        the length of the sampler promises, since positions are computed from that length.
         """
         function, number = "shard_loader", 0
         promised = None if self.cut is None else self.cut.num_batches()
@@ -333,7 +341,8 @@ class SamplerBatches:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
-        # Entered anew for each read: between two reads the loop uses its own random numbers and epochs.
+        # Enter the contexts again for each read: between two reads, the loop uses its own random
+        # numbers and epochs.
         readers = reached_from(sampler, may_sample)
         inside: list[AbstractContextManager[Any]] = [InEpoch(readers, None if keeps else epoch)]
         if foreign := [each for each in nested_samplers(sampler) if type(each) not in _KNOWN]:
@@ -352,7 +361,7 @@ class SamplerBatches:
             yield from several
 
     def take(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the next batches, as many as are read at once; none at the end."""
+        """Return the next batches that are read at once; an empty list at the end."""
         if self.at_once is not None:
             return list(islice(batches, self.at_once))
         found, num_samples = [], 0
@@ -374,7 +383,7 @@ def nested_samplers(sampler: Any) -> list[Any]:
 
 
 def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """Copy a sampler of torch, so that it draws from `generator`; return any other sampler unchanged."""
+    """Copy a torch sampler, so that it draws from `generator`; return any other one unchanged."""
     if type(sampler) is BatchSampler:
         inner = _with_generator(sampler.sampler, generator)
         return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
@@ -385,12 +394,12 @@ def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
 
 
 def plain(batch: Iterable[Any]) -> list[Any]:
-    """Make a list of Python integers, which cost less to send and to use than NumPy's or tensors."""
+    """Make a list of Python integers, which are faster to send and use than NumPy's or tensors."""
     return [number if type(number) is int else _number(number) for number in batch]
 
 
 def _key(key: Any) -> Batch:
-    """Return a list of indices for a list, a range or an array; any other key as it is."""
+    """Return a list of indices for a list, a range or an array; any other key unchanged."""
     is_list = isinstance(key, list | range) or getattr(key, "ndim", 0) > 0
     return plain(key) if is_list else _number(key)
 
@@ -398,14 +407,15 @@ def _key(key: Any) -> Batch:
 def _number(number: Any) -> Any:
     try:
         return operator.index(number)
-    except TypeError:  # the data set has other keys
+    except TypeError:
+        # The data set has other keys.
         return number
 
 
 class SamplerSource:
     """A `Source`: this rank's part of every batch of a sampler that rank 0 runs.
 
-    Without a channel every rank runs it, under the same random numbers.
+    Without a channel, every rank runs the sampler, under the same random numbers.
     """
 
     def __init__(
@@ -461,7 +471,7 @@ class SamplerSource:
         return SampledBatches(found, sampled)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Compute the position if the sampler has a length, else run it, which all ranks must do."""
+        """Compute the position if the sampler has a length; otherwise all ranks must run it."""
         if self._sampling.cut is not None:
             return divmod(step, -(-self.num_batches() // window))
 
@@ -524,7 +534,7 @@ class SamplerSource:
 
 
 def _part(batch: Batch, rank: int, world_size: int) -> Batch:
-    """Return a rank's samples; the key of a ready batch goes to every rank, which cuts what it reads."""
+    """Return a rank's samples; every rank gets the key of a ready batch, and cuts its rows."""
     if not isinstance(batch, list):
         return batch
     start, stop = part_bounds(len(batch), world_size, rank)

@@ -17,7 +17,8 @@ from accel_fn.core.state import DistState
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-_LOG = logging.getLogger("accel_fn.checkpoint")  # the logger of resuming
+# The logger of resuming.
+_LOG = logging.getLogger("accel_fn.checkpoint")
 
 _PLACE = ("epoch", "batch")
 _NEW_RUN = "begin a new run with a state at step 0, such as init returns"
@@ -27,7 +28,7 @@ Batch = TypeVar("Batch", covariant=True, default=Any)
 
 
 Numbered: TypeAlias = tuple[list[Any] | None, Batch]
-"""A batch after the samples in it, as its data set is indexed; None where rows have no numbers."""
+"""A batch after the list of its samples' indices; None if its rows have no numbers."""
 
 
 class Source(Protocol[Batch]):
@@ -84,7 +85,7 @@ class Progress:
     epoch: int
     count: int
     num_each: int
-    """Batches of the loader in one batch of the view."""
+    """The number of the loader's batches in one batch of the view."""
     num_batches: int | None
 
     def place(self) -> tuple[int, int]:
@@ -103,7 +104,7 @@ class Position:
         """Whether the next pass begins at this place."""
 
     def place(self) -> tuple[int, int]:
-        """Return the number of the pass, and the batches of the loader that were received in it."""
+        """Return the number of the pass, and the number of batches received in it."""
         return self._progress.place()
 
     def start(self) -> tuple[int, int]:
@@ -111,7 +112,7 @@ class Position:
         return self.place() if self._is_next else (self._progress.epoch + 1, 0)
 
     def move_to(self, epoch: int, batch: int = 0) -> None:
-        """Let the next pass begin at that batch."""
+        """Let the next pass begin at this batch."""
         self._progress, self._is_next = Progress(epoch, batch, 1, None), True
 
     def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
@@ -122,7 +123,7 @@ class Position:
 
 
 class Received(Iterator[Batch]):
-    """The batches of a pass, which counts those that the loop receives."""
+    """The batches of a pass; counts the batches that the loop receives."""
 
     def __init__(self, batches: Iterator[Batch], progress: Progress) -> None:
         self._batches = batches
@@ -161,7 +162,7 @@ class Epoch(Generic[Batch]):
     first_batch: int = 0
     max_batches: int | None = None
     _read: _Count = field(default_factory=_Count, repr=False, compare=False)
-    """Counts batches if `max_batches` is set."""
+    """Counts the batches of a pass if `max_batches` is set."""
 
     def __len__(self) -> int:
         left = len(self.loader) - self.first_batch
@@ -185,7 +186,7 @@ class Epoch(Generic[Batch]):
         return map(self._read, islice(batches, self.max_batches))
 
     def _num_read(self) -> int:
-        """Return the batches of the epoch, or those that were read if its data have no length."""
+        """Return the number of batches of the epoch, or those read if its data have no length."""
         try:
             return len(self)
         except ArgumentTypeError:
@@ -211,7 +212,7 @@ class ShardedLoader(Generic[Batch]):
         self._loader = loader
         self._position = position or Position()
         self._num_each = num_each
-        """Batches of the loader in one batch of this view."""
+        """The number of the loader's batches in one batch of this view."""
 
     def view(self, source: Source[_Value], num_each: int = 1) -> ShardedLoader[_Value]:
         """Make a view of this loader over another source; each batch has `num_each` of ours."""
@@ -335,7 +336,7 @@ class ShardedLoader(Generic[Batch]):
         return {"batches_per_epoch": self._num_batches(), **self._source.facts()}
 
     def _num_batches(self) -> int | None:
-        """Return the batches of an epoch; None where they are unknown."""
+        """Return the number of batches of an epoch; None if it is unknown."""
         try:
             return len(self)
         except ArgumentTypeError:
@@ -408,7 +409,8 @@ class Epochs(Iterator[Epoch[Batch]]):
         start: tuple[int, int] = (0, 0),
     ) -> None:
         self.loader, self.num_epochs, self.max_steps = loader, num_epochs, max_steps
-        self.step, self.start = step, start  # the position: batches so far, (epoch, batch in it)
+        # The position: batches so far, and (epoch, batch in it).
+        self.step, self.start = step, start
         self._left = self._epochs()
 
     def __next__(self) -> Epoch[Batch]:
@@ -436,7 +438,7 @@ class Epochs(Iterator[Epoch[Batch]]):
 
 
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
-    """Yield the batches of a loader, each after the samples in it; None for another iterable's."""
+    """Yield a loader's batches, each after its samples; None as samples for another iterable."""
     if isinstance(loader, Epoch):
         return loader._numbered()
     if isinstance(loader, ShardedLoader):

@@ -15,11 +15,14 @@ from torch import Tensor
 from accel_fn.core.split_batch import part_bounds
 from accel_fn.errors import ArgumentError, message
 
-# With fewer rounds, neighbours fail a chi-square test of 20,000 keys; small sets need more of them.
+# With fewer rounds, neighbouring keys fail a chi-square test of 20,000 keys; small sets need more
+# rounds.
 _FEW = 64
 _ROUNDS, _ROUNDS_OF_FEW = 10, 24
-_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
-_LOW = (1 << 64) - 1  # keeps the low 64 bits
+# 2**64 divided by the golden ratio.
+_MIX = 0x9E3779B97F4A7C15
+# Keeps the low 64 bits.
+_LOW = (1 << 64) - 1
 _31, _33 = np.uint64(31), np.uint64(33)
 
 _OF_RANK = (("num_replicas", "rank"), ("world_size", "rank"), ("num_processes", "process_index"))
@@ -69,13 +72,16 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
-        moved *= moved  # else neighbours would keep their distance
+        # Without the square, neighbours would keep their distance.
+        moved *= moved
         moved >>= _33
         moved *= size
-        moved >>= _31  # 31 bits of the hash, scaled to 0 .. size - 1
+        # Scale 31 bits of the hash to 0 .. size - 1.
+        moved >>= _31
         place += moved
         np.subtract(place, size, out=moved)
-        # Modulo size without a division: if place < size, the difference wraps to a huge number.
+        # Take the remainder by `size` without a division: if place < size, the difference wraps to
+        # a huge number.
         np.minimum(place, moved, out=place)
         place, other, size, other_size = other, place, other_size, size
     return place * other_size + other
@@ -103,9 +109,11 @@ class Cut:
     last ranks get an empty part.
     """
 
-    batch_size: int  # samples in a global batch
+    # The number of samples in a global batch.
+    batch_size: int
     world_size: int
-    drop_last: bool  # leave out a last batch that is not full
+    # Whether to leave out a last batch that is not full.
+    drop_last: bool
 
     def count(self, num_samples: int) -> int:
         """Return the number of batches of `num_samples` samples, the same on every rank."""
@@ -124,7 +132,8 @@ class Order(Cut):
     """Assigns samples to batches and epochs, for every rank. Pure."""
 
     num_samples: int
-    shuffle: bool  # a new permutation each epoch, or the data set's order
+    # Whether each epoch has a new permutation, instead of the data set's order.
+    shuffle: bool
     seed: int
 
     def num_batches(self) -> int:
@@ -158,7 +167,7 @@ class Order(Cut):
         """Return the samples at places of an epoch's order: [num_places], int64."""
         if not self.shuffle:
             return places
-        # Hashed twice: seed s in epoch e + 1 must not be seed s + 1 in epoch e.
+        # Hash the seed twice: seed s in epoch e + 1 must differ from seed s + 1 in epoch e.
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
 
 
@@ -216,7 +225,7 @@ def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set
 
 
 def knows_ranks(source: Any) -> bool:
-    """Return whether a sampler or stream has the attributes of one that gives each rank a part."""
+    """Return whether a sampler or stream has the attributes of one that splits data over ranks."""
     return any(all(hasattr(source, name) for name in names) for names in _OF_RANK)
 
 
@@ -224,5 +233,6 @@ def length_of(data: Any) -> int | None:
     """Return the length of a data set or a sampler; None without one."""
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # torch's own classes raise one or the other
+    except (TypeError, NotImplementedError):
+        # torch's own classes raise either of these.
         return None

@@ -25,13 +25,16 @@ from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
 from accel_fn.parallel.hang_report import Stack
 
-_COPIED = ("mps", "meta")  # their memory belongs to no stream
+# The memory of these devices belongs to no stream.
+_COPIED = ("mps", "meta")
 _REPORT_AFTER_S = 60.0
-_PATIENCE_S = 1.0  # how long the end of a program waits for a batch that is being read
+# At the end of the program, wait this long for a batch that is being read.
+_PATIENCE_S = 1.0
 
 
 @overload
-def prefetch(  # type: ignore[overload-overlap]  # the first that fits decides
+# The first matching overload decides.
+def prefetch(  # type: ignore[overload-overlap]
     loader: ShardedLoader[Batch], state: DistState, depth: int = 2
 ) -> ShardedLoader[Batch]: ...
 @overload
@@ -146,7 +149,7 @@ class PrefetchedSource(Generic[Batch]):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Mark the end of the batches."""
+    """The end of the batches, with the error if one ended them."""
 
     error: BaseException | None
 
@@ -159,9 +162,9 @@ class _Handover:
         self.permits = threading.Semaphore(depth)
         self.ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.taken = 0
-        """Number of batches that the loop has taken."""
+        """The number of batches that the loop has taken."""
         self.num_reads: int | None = None
-        """Number of batches that the thread reads in all; known once the loop has been left."""
+        """The number of batches that the thread reads in all; known once the loop has been left."""
 
 
 class Reader(threading.Thread):
@@ -181,10 +184,12 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
                 if handover.num_reads is not None and number >= handover.num_reads:
                     break
                 batch = next(batches, handover)
-                if batch is handover:  # stands for the end: no batch is this object
+                # The handover object marks the end: no batch is this object.
+                if batch is handover:
                     break
                 handover.ready.put(mover.move(batch))
-                del batch  # else this frame would hold it while the next one is read
+                # Delete the batch: this frame would hold it while the next one is read.
+                del batch
     except BaseException as error:
         handover.ready.put(_End(error))
     else:
@@ -232,7 +237,8 @@ class _Pass(Iterator[Any]):
                 # The frame must not hold the error, whose traceback holds the frame.
                 del found
         handover.taken += 1
-        # Before the permit: with it the thread may read a batch, whose samples must be taken by then.
+        # Take samples before the permit: with the permit, the thread may read a batch at once, and
+        # its samples must have been taken.
         self._take_samples(1)
         handover.permits.release()
         return self._mover.hand_over(found)
@@ -254,7 +260,7 @@ def _report(reader: Reader) -> None:
 
 
 def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
-    """Let the thread end, and wait for it."""
+    """Let the reading thread end, and wait for it."""
     # At the end of the program, finalizers run after the main thread has ended.
     ending = not threading.main_thread().is_alive()
     # Ranks may exchange messages for each batch: if one stopped early, its peers would wait.
@@ -266,7 +272,7 @@ def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
 
 
 class Mover:
-    """Brings batches to a device: `move` in the thread that reads, `hand_over` in the loop.
+    """Brings batches to a device: `move` in the reading thread, `hand_over` in the loop.
 
     On a CPU, batches stay where they are.
     """
@@ -275,7 +281,7 @@ class Mover:
         self.device = device
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return the context of the thread."""
+        """Return a context for the reading thread."""
         return nullcontext()
 
     def move(self, batch: Any) -> Any:
@@ -305,7 +311,8 @@ class _SideStream(Mover):
     """Copies from pinned memory on a second stream of the accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.empty(0, device=device).device)  # a device with its number
+        # An empty tensor's device has its index.
+        super().__init__(torch.empty(0, device=device).device)
         self.stream = torch.Stream(self.device)
 
     def around(self) -> AbstractContextManager[Any]:
@@ -334,7 +341,8 @@ class _SideStream(Mover):
 
         def record_use(tensor: Tensor) -> Tensor:
             if tensor.device == self.device:
-                # Else the allocator could reuse its memory while kernels of the loop still read it.
+                # Otherwise the allocator could reuse the memory while the loop's kernels still read
+                # it.
                 tensor.record_stream(stream)
             return tensor
 

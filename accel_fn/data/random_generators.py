@@ -15,9 +15,10 @@ import torch
 
 from accel_fn.data.order import mix
 
-# All threads share the global generators, and simulated ranks are threads: they take turns.
+# Threads take turns: all of them share the global generators, and simulated ranks are threads.
 _LOCK = threading.RLock()
-# A worker that is forked while another thread has changed the states would keep those.
+# Hold the lock while a worker is forked: forked while another thread has changed the states, it
+# would keep these.
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
@@ -33,9 +34,9 @@ def seed_process(seed: int) -> None:
 
 
 class Generators:
-    """A context in which the global generators and `others` are seeded; afterwards they are restored.
+    """A context that seeds the global generators and `others`, and restores them at its end.
 
-    When the context is entered again, they continue where it was left. The global
+    When the context is entered again, the generators continue where it was left. The global
     generators are torch's for the CPU, Python's and NumPy's.
     """
 
@@ -71,7 +72,7 @@ def generators_of(holder: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """NumPy's global state as it lies in memory, and a normal number that is kept for the next call.
+    """NumPy's global state as it is in memory, and the normal number kept for the next call.
 
     `get_state` and `set_state` take 100 us each, which is longer than reading a batch takes.
     """
@@ -81,12 +82,14 @@ class _Words:
 
     @classmethod
     def taken(cls, memory: Any) -> _Words:
-        """Read the state, and take the normal number away."""
+        """Read the state, and remove the kept normal number."""
         words = memory.raw
         number = np.random.standard_normal()
-        if memory.raw == words:  # nothing was drawn for it
+        # No random word was drawn, so the normal number was the kept one.
+        if memory.raw == words:
             return cls(words, number)
-        np.random.standard_normal()  # normal numbers are drawn in pairs: this is the second one
+        # Normal numbers are drawn in pairs: remove the second one.
+        np.random.standard_normal()
         memory.raw = words
         return cls(words, None)
 
@@ -99,8 +102,9 @@ class _Words:
 
 
 def _numpys_memory() -> Any:
-    """Return the memory of NumPy's global generator: 624 words and a position; None for another kind."""
-    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its stub leaves it out
+    """Return the memory of NumPy's global generator (624 words and a position), or None."""
+    # NumPy's type stub leaves this function out.
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(bits) is not np.random.MT19937:
         return None
     return (ctypes.c_char * _NUM_BYTES).from_address(bits.ctypes.state_address)
@@ -130,5 +134,6 @@ def _seed(generator: Any, seed: int) -> None:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
-    else:  # NumPy's takes 32 bits
+    else:
+        # NumPy's generator takes 32 bits.
         generator.seed(seed & 0xFFFFFFFF)

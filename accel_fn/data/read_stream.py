@@ -44,12 +44,13 @@ from accel_fn.errors import ArgumentTypeError, message
 
 _BLOCK = 1024
 _PART_BLOCK = 16
-NUM_HASHED = 16  # items that ranks compare
-_INFO_LOCK = (
-    threading.RLock()
-)  # simulated ranks are threads that share torch's global `_worker_info`
-# Simulated ranks are threads. If two of them forked workers at the same time, one's workers would
-# inherit the pipe whose closing shows that the other's has ended, and locks that were held then.
+# The number of items that ranks compare.
+NUM_HASHED = 16
+# Simulated ranks are threads that share torch's global `_worker_info`.
+_INFO_LOCK = threading.RLock()
+# Simulated ranks are threads. If two of them forked workers at the same time, the workers of one
+# would inherit a pipe of the other, whose closing shows that its workers have ended, and locks that
+# were held then.
 _STARTING = threading.Lock()
 _KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
@@ -85,7 +86,7 @@ class Stream:
         in_worker: bool = False,
         num_hashed: int = 0,
     ) -> None:
-        """With `keeps`, the data set stays in the epoch that the loop has set; hash the first items."""
+        """With `keeps`, the data set keeps the loop's epoch; `num_hashed` items are hashed."""
         self._data = data
         self._epoch = epoch
         self._info = info
@@ -94,7 +95,8 @@ class Stream:
         self._in_epoch = InEpoch(readers, None if keeps else epoch, alone=in_worker)
         self._generators = Generators(mix(mix(seed) + epoch))
         self._items: Iterator[Any] | None = None
-        self.num_read = 0  # items so far
+        # The number of items read so far.
+        self.num_read = 0
         self._num_hashed = num_hashed
         self.hashes: list[int] = []
         """Hashes of the first items that were read."""
@@ -113,20 +115,21 @@ class Stream:
             yield
 
     def drop(self, count: int) -> None:
-        """Skip items."""
+        """Skip `count` items."""
         while count > 0 and (items := self.take(min(_BLOCK, count))):
             count -= len(items)
 
     def take(self, count: int) -> list[Any]:
-        """Return the next items: fewer than `count` at the end, then none."""
+        """Return the next items: fewer than `count` at the end, and later an empty list."""
         found: list[Any] = []
-        # Some iterators begin again after their end.
+        # Do not call an iterator after its end: some begin again.
         if self._ended:
             return found
         try:
             with self._in_epoch:
                 if self._items is None:
-                    self._items = chain(self._data)  # one iterator: some start again at each `iter`
+                    # Keep one iterator: some data sets start again at each `iter`.
+                    self._items = chain(self._data)
                 found.extend(islice(self._items, count))
         except Exception as error:
             where = f"after {self.num_read + len(found)} items of epoch {self._epoch}"
@@ -171,14 +174,15 @@ def parts_of_stream(
             return
         first, stop = part_bounds(size, cut.world_size, rank)
         yield held[first - start : stop - start] or EmptyPart(example)
-        del held, example  # not held while the next one is read
+        # Do not hold the batch while the next one is read.
+        del held, example
         if num_read < cut.batch_size:
             return
         skipped = stride - 1
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
-    """Read a batch; return this part's items, their place, the count, and a list of one item."""
+    """Read a batch; return the part's items, their place, the count, and a list of one item."""
     # The stream may end inside the batch, and a rank's part depends on the number of items. So keep
     # the items that belong to the part for some number of items from here on.
     held: list[Any] = []
@@ -203,7 +207,8 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
 class Split:
     """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
 
-    kind: str  # "shard": by the data set's method; "workers": it splits itself by `get_worker_info`
+    # "shard": split by the data set's method. "workers": it splits itself by `get_worker_info`.
+    kind: str
     world_size: int
     readers_per_rank: int
 
@@ -241,13 +246,13 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A batch with what ranks compare or share: hashes of the first items, or an item in bytes."""
+    """A batch with a note for other ranks: hashes of the first items, or an item in bytes."""
 
     batch: Any
     note: Any
 
     def pin_memory(self) -> Noted:
-        """Pin the batch; torch's loader calls this."""
+        """Pin the batch; torch's loader calls this method."""
         return Noted(pin_memory(self.batch), self.note)  # type: ignore[no-untyped-call]
 
 
@@ -261,7 +266,8 @@ class PartStream(IterableDataset[Any]):
     """
 
     place: Tensor
-    """Epoch, first batch and whether the data set keeps its epoch: [3], shared with persistent workers."""
+    """Epoch, first batch and whether the data set keeps its epoch: [3], shared with persistent
+    workers."""
     data: Any
     cut: Cut
     split: Split | None
@@ -269,7 +275,7 @@ class PartStream(IterableDataset[Any]):
     seed: int
     collate_fn: Callable[[list[Any]], Any]
     progress: WorkerProgress | None = field(default=None, init=False)
-    """Memory that workers write their progress to."""
+    """The memory to which workers write their progress."""
 
     def where(self, worker: int) -> str:
         """Describe what a worker is reading; empty if unknown."""
@@ -280,10 +286,11 @@ class PartStream(IterableDataset[Any]):
         return f" {place} of epoch {int(self.place[0])}"
 
     def __iter__(self) -> Iterator[Any]:
-        # Read the place now: a persistent worker's place moves on.
+        # Read the place now: the place of a persistent worker changes with the next pass.
         epoch, first_batch, keeps = self.place.tolist()
         info = get_worker_info()
-        # A simulated rank may let another data set see a worker that this process is not.
+        # A simulated rank may show another data set's worker here, although this process is not
+        # that worker.
         if info is not None and info.dataset is not self:
             info = None
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
@@ -302,12 +309,13 @@ class PartStream(IterableDataset[Any]):
             reader = self.rank * self.split.readers_per_rank + worker
             stream = self._shard(epoch, reader, keeps=bool(keeps), in_worker=info is not None)
             numbers = iter(lambda: stream.num_read, None)
-            # Batch w + n * k of the pass, or an earlier one where other workers have ended.
+            # Drop batches before number w + n * k of the pass; the number is smaller if other
+            # workers have ended.
             batches = self._of_shard(stream, -(-(first_batch - worker) // num_workers))
         return batches if info is None else self._recorded(batches, numbers)
 
     def _of_stream(self, stream: Stream, first_batch: int, stride: int) -> Iterator[Any]:
-        """Yield batches, the first one after enough items with their hashes; then an `End`."""
+        """Yield batches; the first after enough items carries their hashes. Then yield an `End`."""
         parts = parts_of_stream(stream, self.cut, self.rank, first_batch=first_batch, stride=stride)
         batches = map(self.collate_fn, parts)
         for batch in batches:
@@ -315,7 +323,8 @@ class PartStream(IterableDataset[Any]):
                 yield Noted(batch, stream.hashes)
                 break
             yield batch
-            del batch  # not held while the next one is read
+            # Do not hold the batch while the next one is read.
+            del batch
         yield from batches
         yield End(stream.num_read)
 
@@ -332,7 +341,7 @@ class PartStream(IterableDataset[Any]):
         return Stream(data, epoch, seed=seed, keeps=keeps, info=info, in_worker=in_worker)
 
     def _of_shard(self, stream: Stream, num_dropped: int) -> Iterator[Any]:
-        """Yield this rank's batches, the first one with an item; None for those that a resumed run drops."""
+        """Yield this rank's batches, the first with an item; None for those a resumed run drops."""
         size = part_sizes(self.cut.batch_size, self.cut.world_size)[self.rank]
         for number, part in enumerate(parts_of_shard(stream, size, drop_last=self.cut.drop_last)):
             example = _packed(part[:1]) if number == 0 else None
@@ -344,7 +353,8 @@ class PartStream(IterableDataset[Any]):
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)
-            batch = next(batches, self)  # `self` marks the end
+            # `self` marks the end.
+            batch = next(batches, self)
             self.progress.end()
             if batch is self:
                 return
@@ -352,9 +362,9 @@ class PartStream(IterableDataset[Any]):
 
 
 def _packed(items: list[Any]) -> bytes | None:
-    """Pickle items; None if they cannot be pickled, which only a rank without items would need."""
+    """Pickle items; None if that fails, which matters only to a rank without items."""
     try:
-        # A view would be pickled with its whole storage.
+        # Copy each tensor: a view would be pickled with its whole storage.
         return pickle.dumps(map_tensors(lambda tensor: tensor.detach().clone(), items))
     except Exception:
         return None
@@ -362,11 +372,13 @@ def _packed(items: list[Any]) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInit:
-    """Calls a user's worker_init_fn while `get_worker_info` shows a worker over the user's data set."""
+    """Calls the user's worker_init_fn while `get_worker_info` shows the user's data set."""
 
     fn: Callable[[int], None]
-    first: int | None = None  # this rank's first worker among all that split the stream
-    num_workers: int = 1  # workers that split the stream
+    # The number of this rank's first worker, among all that split the stream.
+    first: int | None = None
+    # The number of workers that split the stream.
+    num_workers: int = 1
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
@@ -419,7 +431,7 @@ class Passes:
         self.pools = IdlePools(make, options["persistent_workers"])
 
     def start(self, epoch: int, first_batch: int, *, keeps: bool = False) -> Iterator[Any]:
-        """Yield the items from a batch on. Workers start with the call, not with the first item."""
+        """Yield the items from a batch on. Workers start with this call, not the first item."""
         self._own.manual_seed(mix(mix(self._seed) + epoch))
         with _STARTING:
             pool = self.pools.take()

@@ -20,8 +20,10 @@ from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-_KIND = 0x73616D706C657321  # else these numbers would be those that order an epoch
-_STEP = 0x9E3779B97F4A7C15  # SplitMix64's increment
+# Without this constant, the seeds would be the numbers that order an epoch.
+_KIND = 0x73616D706C657321
+# The increment of SplitMix64.
+_STEP = 0x9E3779B97F4A7C15
 _epoch: ContextVar[int] = ContextVar("epoch of the samples that are read")
 
 
@@ -156,7 +158,7 @@ def reading(epoch: int) -> Iterator[None]:
 @contextmanager
 def _own_generators() -> Iterator[None]:
     """Restore the global generators at the end of the context, which may seed them."""
-    # A worker needs no lock: it shares the generators with no loop, and may have been forked
+    # A worker takes no lock: no loop shares its generators, and the worker may have been forked
     # while the lock was held.
     alone: AbstractContextManager[Any] = nullcontext()
     if get_worker_info() is None:

@@ -13,7 +13,7 @@ Batch = TypeVar("Batch", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Stands for the samples of a batch that the sampler could not give."""
+    """A placeholder for a batch's samples, if the sampler raised an error."""
 
     error: Exception
 
@@ -24,7 +24,7 @@ class SampledParts(Iterator[Any]):
     def __init__(
         self, parts: Iterator[Any], num_ahead: int, send: Callable[[Exception], None] | None
     ) -> None:
-        """Workers need `num_ahead` parts more than they have read; `send` sends an error to the peers."""
+        """Workers need `num_ahead` more parts than they read; `send` sends errors to peers."""
         self._parts = parts
         self._num_ahead = num_ahead
         self._send = send
@@ -33,7 +33,7 @@ class SampledParts(Iterator[Any]):
         """Whether the loop takes the samples, by `take_ahead`."""
 
     def take_ahead(self, num_batches: int) -> None:
-        """Take the samples of more batches; the first call adds those that workers need."""
+        """Take the samples of more batches; the first call also takes those that workers need."""
         self._take(num_batches if self.by_loop else num_batches + self._num_ahead)
         self.by_loop = True
 
@@ -46,7 +46,8 @@ class SampledParts(Iterator[Any]):
         try:
             self._taken.extend(islice(self._parts, num_batches))
         except Exception as error:
-            # Raised in place of its batch: the batches before it were read and are still wanted.
+            # Raise the error in place of its batch: the batches before it were read and are still
+            # wanted.
             self._taken.append(_Failed(error))
 
     def __next__(self) -> Any:
@@ -60,11 +61,12 @@ class SampledParts(Iterator[Any]):
         try:
             raise found.error
         finally:
-            del found  # the frame would keep the error, which keeps the frame
+            # Delete the reference: frame and error would keep each other alive.
+            del found
 
 
 class SampledBatches(Iterator[Batch]):
-    """Batches that are read from the samples in `parts`, `num_each` parts for a batch."""
+    """Batches that are read from the samples in `parts`; each batch uses `num_each` parts."""
 
     def __init__(self, batches: Iterator[Batch], parts: SampledParts, num_each: int = 1) -> None:
         self._batches = batches
@@ -77,7 +79,8 @@ class SampledBatches(Iterator[Batch]):
         except StopIteration:
             raise
         except Exception as error:
-            # With `prefetch` this is its thread; the loop's thread sends the error where it raises it.
+            # Under `prefetch`, this is the reading thread; the loop's thread sends the error when
+            # it raises it.
             if not self.parts.by_loop:
                 self.parts.send_error(error)
             raise

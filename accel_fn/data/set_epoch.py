@@ -16,43 +16,46 @@ from torch.utils.data import Dataset, Sampler
 
 from accel_fn.data.loader import ShardedLoader
 
-_SEVERAL = 100  # a list of samples may be long, so only its first items are followed
-_FIRST = (-1, 0)  # epochs that a reader shows before the first `set_epoch`
+# A list of samples may be long, so only its first items are followed.
+_SEVERAL = 100
+# The epochs that a reader shows before the first `set_epoch`.
+_FIRST = (-1, 0)
 
 
 class _Shared:
-    """The epoch of an object that several passes may read, and the lock of the pass that reads it."""
+    """The epoch of an object that several passes may share, and the lock of the reading pass."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.epoch: int | None = None
-        """None if the epoch is unknown."""
+        """The epoch that a pass has set; None if it is unknown."""
         self.shown: list[int] = []
-        """The epoch that the object showed after a pass had set it."""
+        """The epoch numbers that the object showed after a pass had set its epoch."""
 
 
 _LOCK = threading.Lock()
-# A table of the process, since passes that share an object know nothing of each other: the epochs of
+# One table for the process, since passes that share an object do not know each other: the epochs of
 # a training and a validation loader over one data set, or a pass under `prefetch` and the next one.
-# Keyed by the id of the object, which each InEpoch keeps alive.
+# The key is the id of the object, which each InEpoch keeps alive.
 _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 
 
 class InEpoch:
-    """A context in which all `readers` that have `set_epoch` are in the epoch, and no other pass reads them.
+    """A context in which all `readers` with `set_epoch` are in one epoch, and in no other pass.
 
     `set_epoch` is called when the context is first entered, and again if another pass has set
-    another epoch since: some readers use their epoch while they are read. With `epoch=None`, it is
-    not called.
+    another epoch since: some readers use their epoch while they are read. With `epoch=None`,
+    `set_epoch` is not called.
     """
 
     def __init__(self, readers: Iterable[Any], epoch: int | None, *, alone: bool = False) -> None:
-        """With `alone`, share no lock: a process of one pass may have been forked with the lock held."""
+        """With `alone`, share no lock: a worker may have been forked while the lock was held."""
         distinct = {id(each): each for each in readers if hasattr(each, "set_epoch")}
         shared = {key: _Shared() if alone else _shared_of(key) for key in distinct}
         self.epoch = epoch
         self._readers = [(each, shared[key]) for key, each in distinct.items()]
-        # All passes take locks in one order: else two passes that share readers could deadlock.
+        # All passes take locks in one order: otherwise two passes that share readers could
+        # deadlock.
         self._locks = [shared[key].lock for key in sorted(shared)]
         self._is_set = False
 
@@ -62,7 +65,8 @@ class InEpoch:
         try:
             for reader, shared in self._readers:
                 if self.epoch is None:
-                    shared.epoch = None  # the loop may have set any epoch by hand
+                    # The loop may have set any epoch by hand.
+                    shared.epoch = None
                 elif not self._is_set or shared.epoch != self.epoch:
                     reader.set_epoch(self.epoch)
                     shared.epoch, shared.shown = self.epoch, _shown(reader)
@@ -84,7 +88,8 @@ def _shared_of(key: int) -> _Shared:
 def reached_from(root: Any, may_follow: Callable[[Any], bool]) -> list[Any]:
     """List an object and those reachable by attributes and their items, the outermost first."""
     found = [root]
-    for each in found:  # the list grows
+    # The list grows during the loop.
+    for each in found:
         for value in getattr(each, "__dict__", {}).values():
             items = value.values() if isinstance(value, Mapping) else value
             is_list = isinstance(value, list | tuple | Mapping)
@@ -98,14 +103,14 @@ def _is_among(value: Any, found: list[Any]) -> bool:
 
 
 def may_sample(value: Any) -> bool:
-    """Return whether the object is a sampler, which is iterated, and not an indexed data set."""
+    """Return whether an object is a sampler: it is iterated, and is no indexed data set."""
     kind = type(value)
     is_sampler = isinstance(value, Sampler)
     return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
 
 
 def may_hold_samples(value: Any) -> bool:
-    """Return whether the object is a data set, or of a user's class that can be read as one."""
+    """Return whether an object is a data set, or of a user's class that can be read as one."""
     kind = type(value)
     if isinstance(value, Tensor | nn.Module | ShardedLoader | type):
         return False
@@ -123,7 +128,8 @@ class LoopEpochs:
     def __init__(self, root: Any, may_follow: Callable[[Any], bool]) -> None:
         self._root, self._may_follow = root, may_follow
         self._known: dict[int, tuple[Any, _Shared, list[int]]] = {}
-        """Each reader, its shared epoch and what it showed at the last look, by the reader's id."""
+        """By a reader's id: the reader, its shared epoch and the numbers that it showed at the last
+        look."""
 
     def are_set(self) -> bool:
         """Return whether the loop has set an epoch since the last call, or before the first."""
@@ -140,7 +146,7 @@ class LoopEpochs:
 
 
 def _shown(reader: Any) -> list[int]:
-    """Return the whole numbers in attributes of an object that are named after an epoch."""
+    """Return the integers in attributes of an object that have "epoch" in their names."""
     values = [v for name, v in getattr(reader, "__dict__", {}).items() if "epoch" in name.lower()]
     numbers = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in values]
     return [each for each in numbers if type(each) is int]

@@ -86,7 +86,7 @@ def _is_table(tree: object) -> bool:
 
 
 def _marked(tree: Any) -> Any:
-    """Mark the lists without tensors as samples, for a tree in which no tensor has rows."""
+    """Mark lists without tensors as samples, in a tree whose tensors have no rows."""
     return pytree.tree_map_only(list, Samples, opened(tree), is_leaf=_is_list)
 
 

@@ -112,7 +112,7 @@ def shard_loader(
     if collate not in _COLLATES:
         raise ArgumentError(message("shard_loader", "collate", 'be "rank" or "global"', collate))
     options: dict[str, Any] = {"batch": batch, "split": split}
-    # Rows that torch stacks are the same, whichever samples are stacked with them.
+    # torch stacks a row in the same way, whichever samples are stacked with it.
     is_plain = isinstance(loader, DataLoader) and stacks_plainly(loader.collate_fn)
     options["collates_whole"] = collate == "global" and not is_plain
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):

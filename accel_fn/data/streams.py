@@ -51,7 +51,7 @@ from accel_fn.errors import (
 from accel_fn.parallel.messages import Channel
 
 _FEWEST = 8
-"""Fewest different items for a comparison: equal items would show nothing."""
+"""The fewest different items for a comparison: equal items would show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,8 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
     if loader.batch_size is None:
         if batch == "per_rank":
             raise per_rank_error("batch_size=None", "a data set")
-        return Cut(1, 1, drop_last=False)  # every rank reads each item, which is a global batch
+        # Every rank reads each item, which is a global batch.
+        return Cut(1, 1, drop_last=False)
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
         batch_size *= state.world_size
@@ -140,7 +141,7 @@ def _num_shards(data: Any) -> int | None:
 
 
 class StreamSource:
-    """A `Source` whose positions are computed if the data set has a length, else found by reading."""
+    """A `Source` whose positions are computed from a length, or found by reading."""
 
     def __init__(
         self, loader: DataLoader[Any], options: StreamOptions, rank: int, channel: Channel | None
@@ -168,7 +169,8 @@ class StreamSource:
         kept = options_of(loader, init)
         if split is not None and loader.num_workers:
             kept["num_workers"] = split.readers_per_rank
-        # The cut of batches that every rank reads whole is that of one rank, and so are their random numbers.
+        # If every rank reads whole batches, their cut and their random numbers are those of one
+        # rank.
         place = rank if cut.world_size > 1 else 0
         part_stream = partial(
             PartStream, data=loader.dataset, cut=cut, split=split, rank=place, seed=options.seed
@@ -198,7 +200,7 @@ class StreamSource:
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
     ) -> Iterator[Any]:
-        """Yield an epoch's batches from one on; those before it are read and dropped.
+        """Yield an epoch's batches from `first_batch` on; earlier batches are read and dropped.
 
         Errors get a note with their batch. The main rank warns if the data set's length is wrong.
         """
@@ -239,7 +241,7 @@ class StreamSource:
             )
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Compute the position, or find it by reading from the start, which all ranks do together."""
+        """Compute the position, or find it by reading from the start, on all ranks together."""
         if self._num_items is not None and self.num_batches() > 0:
             return divmod(step, -(-self.num_batches() // window))
         find = partial(find_by_counting, step, self._count, window)
@@ -259,7 +261,7 @@ class StreamSource:
         return place
 
     def _count(self, epoch: int) -> Iterator[Any]:
-        """Yield something for each batch of an epoch."""
+        """Yield an item for each batch of an epoch."""
         items = self._counting.start(epoch, 0)
         if self._options.split is None:
             return until_end(items, None, 0)
@@ -307,7 +309,8 @@ def until_all_end(
     example: bytes | None = None
     with closing(items):  # type: ignore[type-var]
         for number in count():
-            item = next(items, items)  # `items` marks the end
+            # `items` marks the end.
+            item = next(items, items)
             if isinstance(item, Noted):
                 item, example = item.batch, example or item.note
             if number < first_batch:
@@ -317,7 +320,7 @@ def until_all_end(
                 return
             knowing = [rank for rank, (_, knows) in enumerate(every) if knows]
             if number == first_batch and 0 < len(knowing) < len(every):
-                # A rank without items needs one of another rank, for the form of its batches.
+                # A rank without items needs an item of another rank, for the form of its batches.
                 mine = example if channel.state.rank == knowing[0] else None
                 example = channel.exchange(mine)[knowing[0]]
             if item is not items:

@@ -48,7 +48,8 @@ WORKER_OPTIONS = (
 )
 """Options of a user's DataLoader that a loader over our own data set takes over."""
 
-_PATIENCE_S = 0.5  # a connection may break before the worker's process has ended
+# A connection may break before the worker's process has ended.
+_PATIENCE_S = 0.5
 _POLL_MS = 200
 _REPORT_AFTER_S, _MOST_SHOWN = 60.0, 8
 _SHARED = "/dev/shm"  # noqa: S108
@@ -57,13 +58,13 @@ _HINTS = {
     "SIGBUS": "was there room in /dev/shm? fewer workers take less",
 }
 _BROKEN = (OSError, EOFError, RuntimeError, UnpicklingError)
-"""Errors of reading from a worker that has died."""
+"""Errors that reading from a dead worker may raise."""
 
 
 def make_loader(
     data: Any, *, worker_init_fn: Callable[[int], None] | None = None, **options: Any
 ) -> DataLoader[Any]:
-    """Make a DataLoader for `start_workers`, whose items are taken as they are."""
+    """Make a DataLoader for `start_workers`, which returns its items unchanged."""
     init = _InitWithWatchdog(worker_init_fn)
     return DataLoader(data, batch_size=None, collate_fn=identity, worker_init_fn=init, **options)
 
@@ -81,13 +82,13 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
     try:
         running: Any = iter(loader)
     except RuntimeError as error:
-        if "DataLoader worker (pid" in str(
-            error
-        ):  # torch saw a death while it started more workers
+        # torch noticed a death while it started more workers.
+        if "DataLoader worker (pid" in str(error):
             raise worker_error(str(error).strip()) from error
         raise
     if getattr(running, "_worker_pids_set", False):
-        # Without their ids, torch's handler of SIGCHLD raises nothing in the middle of a step.
+        # If it does not know the workers' ids, torch's handler of SIGCHLD raises nothing in the
+        # middle of a step.
         signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
         running._worker_pids_set = False
         wait = _Wait(running._workers, where)
@@ -100,12 +101,12 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait for workers, which warns of what they do if it takes long, and raises if one died."""
+    """A wait for workers: warns of their activity if it takes long, and raises if one died."""
 
     workers: Sequence[Any]
     where: Callable[[int], str]
     since: float | None = None
-    """When the wait was first seen; None between waits."""
+    """The time at which the wait began; None between waits."""
     is_reported: bool = False
 
     def end(self) -> None:
@@ -142,7 +143,7 @@ class _Wait:
 
 def _report_waits(running: Any, wait: _Wait) -> None:
     """Check the workers whenever torch's wait for a batch has timed out."""
-    # The class's function with a proxy: a bound method in the object itself would be a cycle.
+    # Use the class's function with a proxy: a bound method in the object itself would be a cycle.
     try_get = partial(type(running)._try_get_data, weakref.proxy(running))
 
     def try_get_data(*timeout: float) -> tuple[bool, Any]:
@@ -172,7 +173,7 @@ def _kill_stopped(workers: Sequence[Any]) -> None:
 
 
 def _end_by_kill(workers: Sequence[Any]) -> None:
-    """Make `terminate` kill workers: a stopped one reacts to no other signal."""
+    """Make `terminate` kill workers: a stopped worker reacts to no other signal."""
     for each in workers:
         each._popen.terminate = each._popen.kill
 
@@ -196,7 +197,7 @@ def _end_partial_messages(running: Any, wait: _Wait) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _InitWithWatchdog:
-    """Runs first in a worker, and lets it end with its main process."""
+    """Runs first in a worker, and makes the worker end with its main process."""
 
     fn: Callable[[int], None] | None
 
@@ -208,7 +209,7 @@ class _InitWithWatchdog:
 
 
 class _SendError(ExceptionWrapper):
-    """Stands for a batch that a worker could not send; torch's loader raises it."""
+    """A placeholder for a batch that a worker could not send; torch's loader raises it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -218,9 +219,10 @@ class _SendError(ExceptionWrapper):
 
 
 def _send_error(queue: Any, worker: int, error: Exception, item: Any) -> None:
-    """Send an error in place of a batch; Python would print it, and the loader would wait for ever."""
+    """Send an error in place of a batch: Python would only print it, and the loader would wait."""
     if not (isinstance(item, tuple) and len(item) == 2 and type(item[0]) is int):
-        traceback.print_exception(error)  # of a user's own queue: Python would print it too
+        # The item is of a user's own queue: print the error, as Python would.
+        traceback.print_exception(error)
         return
     number, batch = item
     num_bytes = sum(each.nbytes for each in tree_leaves(batch) if isinstance(each, Tensor))
@@ -267,7 +269,7 @@ def lost_workers(
     """List the workers of an iterator that have died: `worker 1 (process 31) killed by SIGKILL`.
 
     `where` describes what a worker was reading. If a death may explain the error `after`, wait for
-    processes that are about to end. Empty if all workers live.
+    processes that are about to end. Return "" if all workers live.
     """
     workers = getattr(running, "_workers", [])
     if isinstance(after, _BROKEN):
@@ -318,14 +320,16 @@ class WorkerPool:
             try:
                 item = next(self._running)
             except StopIteration as end:
-                if end.args:  # a worker's error, which torch raises again; not the end
+                # The arguments are a worker's error that torch raises again; this is not the end.
+                if end.args:
                     raise RuntimeError(*end.args) from end
                 return
             except Exception as error:
                 if _is_full(error) and not isinstance(error, WorkerError):
                     error.add_note(f"shard_loader: {_room()}")
                 if hasattr(self._running, "_workers"):
-                    # An error that is kept refers to torch's frames, and these to the workers.
+                    # An error that the user keeps refers to torch's frames, and these refer to the
+                    # workers.
                     traceback.clear_frames(error.__traceback__)
                 raise
             yield item
@@ -367,7 +371,7 @@ class IdlePools(Generic[Pool]):
         return self._make()
 
     def give_back(self, pool: Pool, *, failed: bool) -> None:
-        """Keep a pool for the next pass, or end its workers if one has failed or they are not persistent."""
+        """Keep a pool for the next pass; end workers that failed or are not persistent."""
         if self._is_persistent and not failed and not pool.lost():
             pool.drop_rest()
             self._idle.append(pool)
@@ -397,9 +401,10 @@ class WorkerProgress:
     def _row(self) -> Any:
         info = get_worker_info()
         assert info is not None
-        return self._rows.numpy()[info.id]  # set in a tenth of a tensor's time
+        # Writing by NumPy takes a tenth of a tensor's time.
+        return self._rows.numpy()[info.id]
 
     def of(self, worker: int) -> tuple[int, int] | None:
-        """Return the batch and the place in it that a worker reads; None between batches."""
+        """Return the batch that a worker reads, and the place in it; None between batches."""
         number, place = self._rows[worker].tolist()
         return None if number < 0 else (number, place)
