@@ -106,7 +106,8 @@ def check_at(at: str | int, function: str) -> None:
 
 def check_plan(plan: Plan, method: str) -> None:
     for function in plan.entries():
-        getattr(function, method, lambda: None)()  # raises if it cannot be saved, or loaded, now
+        # Each method raises if its function cannot be saved, or loaded, now.
+        getattr(function, method, lambda: None)()
 
 
 def check_extras(extras: Mapping[str, Any], function: str) -> None:

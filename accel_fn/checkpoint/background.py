@@ -38,7 +38,7 @@ from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState, Watchdog
 from accel_fn.errors import CheckpointError
 
-# A share of many GB may wait minutes for a slow disk; a rank that is lost writes nothing more.
+# A share of many GB may wait minutes for a slow disk; a lost rank writes nothing more.
 _TIMEOUT_S, _TIMEOUT_AFTER_LOSS_S = 600.0, 10.0
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _REPORT_AFTER_S = 60.0
@@ -46,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Background:
-    """Saves in the background, for one run on one rank: has buffers for a copy, and the thread."""
+    """Saves in the background, for one run on one rank: has the copy's buffers, and the thread."""
 
     def __init__(self) -> None:
         self._buffers: Buffers = {}
@@ -68,11 +68,12 @@ class Background:
         self._writing = writing
 
     def drop(self) -> None:
-        """End the thread that was just started, since another rank could not start one."""
+        """End the thread that was just started, because another rank could not start one."""
         writing, self._writing = self._writing, None
         if writing is not None:
             while writing.is_alive():
-                # A file that the thread writes meanwhile keeps the folder, and the thread waits in it.
+                # A file that the thread writes meanwhile keeps the folder, so try again until the
+                # thread has ended.
                 writing.checkpoint.discard()
                 writing.join(_POLL_S)
             writing.finish()
@@ -87,7 +88,8 @@ class Background:
         failed = [f"on rank {rank}: {each}" for rank, each in enumerate(failures) if each]
         if failed:
             if state.is_main:
-                writing.checkpoint.discard()  # other ranks may have written into it until now
+                # Other ranks may have written into the folder until now.
+                writing.checkpoint.discard()
             raise CheckpointError(
                 f"{function}: {writing.checkpoint.final} must have been written in the background, but that "
                 f"failed {'; '.join(failed)}"
@@ -155,11 +157,13 @@ class Writing(threading.Thread):
 
     def _report_at_exit(self) -> None:
         """Log a failure that no later call has raised; the exit code is then 1."""
-        if os.getpid() != self._owner:  # a forked child, which inherits the handler
+        # A forked child inherits the handler.
+        if os.getpid() != self._owner:
             return
         failure = str(self._failure) or repr(self._failure)
         _LOG.error("save: %s was not written: %s", self.checkpoint.final, failure)
-        if __name__ not in vars(sys):  # Python clears this at its very end
+        # Python clears the attributes of `sys` at its very end.
+        if __name__ not in vars(sys):
             vars(sys)[__name__] = _ExitCode()
 
 
@@ -194,10 +198,11 @@ def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[t
             copy.tensor.copy_(part.tensor, non_blocking=True)
     devices = {part.tensor.device for part in parts if not part.tensor.is_cpu}
     streams = map(torch.accelerator.current_stream, devices)
-    return copies, [stream.record_event() for stream in streams]  # later kernels come after these
+    # The events are recorded behind these copies, so waiting for them waits for the copies.
+    return copies, [stream.record_event() for stream in streams]
 
 
-# Acknowledgements: files in the unfinished folder, which the checkpoint does not keep.
+# Acknowledgements are files in the unfinished folder, which the checkpoint does not keep.
 
 
 def _report_failure(folder: Path, rank: int, error: Exception) -> None:
@@ -255,7 +260,8 @@ def _size_of(folder: Path) -> int:
     size = 0
     try:
         for path in folder.iterdir():
-            with suppress(FileNotFoundError):  # a file that was renamed meanwhile
+            with suppress(FileNotFoundError):
+                # Another rank may have renamed the file meanwhile.
                 size += path.stat().st_size
     except OSError as error:
         raise write_error(folder, error) from error

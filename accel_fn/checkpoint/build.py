@@ -119,7 +119,7 @@ def build(
 
 
 def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
-    """Map the names of parameters here to those in the earlier step; refuse a step of another run."""
+    """Map parameter names here to those in the earlier step; refuse a step of another run."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(message("build", "plan", "be a Plan", type(plan).__name__))
     if not isinstance(after, Step):
@@ -229,7 +229,8 @@ def _placed(
 def _copied(value: Tensor, parameter: Tensor) -> Tensor:
     """Copy a value of an earlier parameter for a new one, in the shards of the new one."""
     if not is_sharded(parameter) or value.shape != parameter.shape:
-        return value.clone()  # loading moves it, unless it is a count
+        # Loading moves the copy to the parameter's device, unless it is a count.
+        return value.clone()
     copy = torch.zeros_like(parameter.detach(), dtype=value.dtype)
     local(copy).copy_(local(value))
     return copy

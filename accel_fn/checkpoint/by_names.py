@@ -29,21 +29,22 @@ from accel_fn.transforms.schedule.schedule import takes_metric
 _Entry = TypeVar("_Entry")
 _MOST_SHOWN = 8
 Names = Mapping[str, Mapping[str, str]]
-"""By step name: the name of each parameter in the program -> its name in the run."""
+"""For each step by name: a parameter's name in the program -> its name in the run."""
 
 
 @dataclass
 class OfRun(Generic[_Entry]):
-    """The state of a run, in the form of a checkpoint or an earlier step, or of this program."""
+    """The state of a run, as in a checkpoint or an earlier step, or converted to this program."""
 
     entries: dict[str, _Entry]
-    """By the names of `RunState.tensors`: the tensors, or their places in a checkpoint."""
+    """Under the names of `RunState.tensors`: the tensors, or their places in a checkpoint."""
     rests: dict[str, Any]
-    """As `RunState.rest`."""
+    """The non-tensor state, in the form of `RunState.rest`."""
     plans: dict[str, Mapping[str, Any]]
-    """As `RunState.plans`."""
+    """The signatures of steps, in the form of `RunState.plans`."""
     new: list[str] = field(default_factory=list)
-    """A line for each part of the program that starts fresh or part of the run that is dropped."""
+    """A line for each part of the program that starts fresh, and for each part of the run that is
+    dropped."""
 
 
 def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> OfRun[_Entry]:
@@ -107,7 +108,7 @@ class _Translation(Generic[_Entry]):
         self._own_plan = own_plan
         self._plan, self._rest = run.plans[step], run.rests[step]
         self._groups: dict[str, list[list[str]]] = {}
-        """The names of the parameters in each group of each optimizer of the run."""
+        """For each optimizer of the run, the names of the parameters in each group."""
         self._tensors: dict[str, dict[str, dict[str, _Entry]]] = {}
         """The entries of each optimizer of the run, by parameter and key."""
         for name in self._rest["optimizers"]:
@@ -167,8 +168,7 @@ class _Translation(Generic[_Entry]):
             each.scheduler.optimizer is optimizer and takes_metric(each.scheduler)
             for each in schedules_made(self._own_plan)
         )
-        # A group keeps the run's counts: the entries that no argument of the optimizer's class
-        # sets.
+        # The group keeps the run's counts: entries that no argument of the optimizer's class sets.
         settings = {*inspect.signature(type(optimizer)).parameters, "params", *RATES, *MOMENTA}
         used = set[str]()
         for group, members in zip(others["param_groups"], groups, strict=True):
@@ -197,7 +197,8 @@ class _Translation(Generic[_Entry]):
                 if slash and parameter in renamed:
                     key = f"{head}/{renamed[parameter]}"
                 elif slash and f"{model}{parameter}" in self._run.entries:
-                    continue  # of a parameter that the program does not have
+                    # The entry is of a parameter that the program does not have.
+                    continue
                 self._found.entries[f"{prefix}{where}/{key}"] = entry
         for where in (each for each in own if each not in pairs.values()):
             new.append(f"{self._title(where)} begins anew")
@@ -210,12 +211,13 @@ class _Translation(Generic[_Entry]):
 
 
 def _pairs(saved: Sequence[str], own: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pair functions of one slot and name, in their order, if run and program have as many of them."""
+    """Pair functions of one slot and name, in order, if run and program have the same number."""
     lists: dict[tuple[str, str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for number, wheres in enumerate((saved, own)):
         for where in wheres:
             slot, _, rest = where.partition("/")
-            name = rest.partition(" ")[2]  # "after_update/0 ema" has the name "ema"
+            # For example, "after_update/0 ema" has the name "ema".
+            name = rest.partition(" ")[2]
             lists[slot, name][number].append(where)
     for before, here in lists.values():
         if len(before) == len(here):

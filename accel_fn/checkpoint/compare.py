@@ -32,7 +32,7 @@ _NOTHING, _LONGEST = "nothing", 10_000
 _MODEL = ("model/", "model@")
 _FROZEN = ("frozen/", "frozen@")
 Rests = Mapping[str, Mapping[str, Any]]
-"""`RunState.rest`: by step name, the non-tensor state."""
+"""The non-tensor state by step name, in the form of `RunState.rest`."""
 _SAMPLE = 64
 
 
@@ -112,7 +112,7 @@ def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> d
 
 
 def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
-    """Find transforms whose saved tensors have other shapes: prefix of their entries -> name."""
+    """Find transforms whose saved tensors have other shapes; return names by entry prefix."""
     return {
         place: function
         for place, function in contents.stateful.items()
@@ -141,12 +141,12 @@ def listed(lines: list[str]) -> str:
 
 
 def is_model(name: str) -> bool:
-    """Return whether an entry is the model's, and so a tensor that must exist before it is loaded."""
+    """Return whether an entry is the model's: its tensor must exist before it is loaded."""
     return name.startswith(_MODEL)
 
 
 def is_frozen(name: str) -> bool:
-    """Return whether an entry is of a frozen model of a plan, which a checkpoint knows by its hash."""
+    """Return whether an entry is a frozen model's, of which a checkpoint holds only hashes."""
     return name.startswith(_FROZEN)
 
 
@@ -166,7 +166,8 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
         if values[0] != values[1]:
             texts = [f"{each}" for each in values]
             texts = [text[:_LONGEST] + "..." * (len(text) > _LONGEST) for text in texts]
-            yield f"{name}: {texts[0]} saved, {texts[1]} here"  # a forged value may be very long
+            # A forged value may be very long, so it is cut.
+            yield f"{name}: {texts[0]} saved, {texts[1]} here"
 
 
 def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
@@ -192,7 +193,8 @@ def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterat
         for key in here:
             if key in saved:
                 yield from unlike(saved[key], here[key], f"{name}/{key}", is_free=is_free)
-            elif not is_free and key != "initial_lr":  # a schedule adds it, and may be new
+            elif not is_free and key != "initial_lr":
+                # A schedule adds this entry, and the schedule may be new.
                 yield f"{name}/{key}: {_NOTHING} saved, {here[key]} here"
     elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
         pairs = enumerate(zip(saved, here, strict=False))
@@ -222,14 +224,14 @@ def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
 
 
 class Hashed(NamedTuple):
-    """A hash of a whole parameter, and a mark of this rank's part that shows whether it has changed."""
+    """A hash of a whole parameter, and a mark of this rank's part that changes with its values."""
 
     hash: str
     mark: tuple[int, str]
 
 
 def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
-    """Take the parameters out of the contents that no step of the run trains, or has trained."""
+    """Take the parameters that no step trains, or has trained, out of the contents."""
     trained = set[int]().union(*(each.strategy.parameters.required for each in steps.values()))
     return {
         name: contents.tensors.pop(name)
@@ -243,7 +245,7 @@ def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
 def hashed(
     tensors: Mapping[str, Tensor], state: DistState, known: Mapping[str, Hashed], function: str
 ) -> dict[str, Hashed]:
-    """Hash whole tensors, each on one rank; tensors whose mark is the same are not read again.
+    """Hash whole tensors, each on one rank; do not read tensors with an unchanged mark again.
 
     Cost: a small collective, and for what is read, a gather of each shard and one more.
     """
@@ -257,7 +259,7 @@ def hashed(
 
 
 def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -> None:
-    """Refuse frozen parameters that the loop itself changes, as those of a moving teacher."""
+    """Refuse frozen parameters that the loop itself changes, such as those of a moving teacher."""
     changed = [n for n in found if n in before and found[n].hash != before[n].hash]
     models = [name for name in changed if is_frozen(name)]
     if models:
@@ -285,20 +287,20 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
 
 
 def _mark(tensor: Tensor) -> tuple[int, str]:
-    """Mark a tensor by its version and a few elements: writes through `.data` keep the version."""
+    """Mark a tensor by its version and some elements: writes through `.data` keep the version."""
     held = local(tensor).detach()
     few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
     return held._version, hash_of_tensor(few)
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """List the first names, and how many more there are."""
+    """List the first names, and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:
-    """Hash tensors, each on one rank; return the hashes of all."""
+    """Hash tensors, each on one rank; return all hashes on every rank."""
     own = [*tensors][state.rank :: state.world_size]
     hashes = read_whole(tensors, own, lambda _, gathered: hash_of_tensor(gathered))
     return {n: each for found in agreed(hashes, state, function) for n, each in found.items()}

@@ -25,7 +25,8 @@ from accel_fn.errors import ArgumentError, CheckpointError
 
 _BLOCK = 1 << 24
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_PIECE = 1 << 19  # small enough to be in the processor's cache when it is hashed
+# Small enough that the processor's cache still holds the piece when it is hashed.
+_PIECE = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def hash_of(data: bytes | memoryview) -> str:
 
 
 def uncounted(num_bytes: int) -> None:
-    """Ignore the number of bytes that were read or written."""
+    """Ignore a number of bytes: the default `count` function."""
 
 
 def write_file(
@@ -78,7 +79,7 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder if the file system can do that, are on disk."""
+    """Wait until a file is on disk, or a folder's names, if the file system supports that."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -122,7 +123,8 @@ def check_file(
     with opened(path) as file:
         size, buffers, digests = os.fstat(file).st_size, _Buffers(), []
         starts = range(0, size, _BLOCK)
-        mapped = pool.map if len(starts) > 1 else map  # small files: without starting threads
+        # For small files, start no threads.
+        mapped = pool.map if len(starts) > 1 else map
         found = mapped(lambda start: _digest(file, start, buffers.piece), starts)
         for start, digest in zip(starts, found, strict=True):
             digests.append(digest)
@@ -182,7 +184,8 @@ def to_plain(values: Mapping[str, Any], function: str) -> bytes:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         names = list(values)
-        if len(names) > 1:  # find the first value that is at fault
+        if len(names) > 1:
+            # Find the first value that is at fault.
             for name in names:
                 to_plain({name: values[name]}, function)
         raise ArgumentError(

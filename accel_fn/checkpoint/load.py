@@ -255,7 +255,7 @@ class _Loading:
         self._schedules = ResumedSchedules(
             steps, self._rests, self._extras, saved, schedule, moved, by_names=is_by_names
         )
-        # Transforms that strict=False leaves as they are: prefix of their entries -> name, reason.
+        # Transforms that strict=False leaves unchanged: prefix of their entries -> name, reason.
         self._fresh: dict[str, tuple[str, str]] = {}
         if not self._strict:
             for place, name in compare.misfits(self.manifest, self._compared).items():
@@ -266,7 +266,7 @@ class _Loading:
         self._choose()
 
     def _take_by_names(self) -> None:
-        """Convert the checkpoint to one of this program, as far as names are the same."""
+        """Convert the checkpoint to one of this program, as far as the names match."""
         here, saved = self._before, self.manifest
         entries = {**saved.entries, **saved.frozen}
         own = [name for name in here.tensors if compare.is_model(name)]
@@ -293,7 +293,7 @@ class _Loading:
         self._compared = replace(compared, tied=known)
 
     def _compare(self) -> None:
-        """Refuse another program, or log the differences."""
+        """Refuse a checkpoint of another program, or log the differences."""
         manifest, before = self.manifest, self._compared
         self._refuse([*self._schedules.obstacles()])
         found = [f"{name} starts fresh: {reason}" for name, reason in self._fresh.values()]
@@ -335,7 +335,8 @@ class _Loading:
                 self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
         buffers = self._of_rank["buffers"]
         names = self._tensors.keys() & buffers.keys() & set(before.buffers)
-        # On another mesh, every rank takes the buffers of rank 0.
+        # On another mesh, every rank keeps the buffers that were read with the model, those of rank
+        # 0.
         self._buffers = {name: buffers[name] for name in names if self._same_mesh}
 
     def check_share(self, names: Sequence[str]) -> None:
@@ -353,7 +354,7 @@ class _Loading:
                 _LOG.warning("%s", str(error).removeprefix("load: "))
 
     def rehearse(self) -> None:
-        """Load the non-tensor state, and refuse values whose types or sizes differ from ours."""
+        """Load the non-tensor state; refuse values of other types or sizes than the program's."""
         scalers = self._put_back(calls=False).scaler, self._state.scaler
         scale, scale_here = map(scale_to_dict, scalers)
         here = {name: self._tensors[name] for name in self._buffers}
@@ -367,7 +368,7 @@ class _Loading:
             self._extras[name].load_state_dict(self._extras_saved[name])
 
     def call_functions(self) -> None:
-        """Call the functions of schedules, which may read extras, while the load can still be undone."""
+        """Call schedule functions, which may read extras, while the load can still be undone."""
         self._schedules.follow(self._position())
 
     def finish(self) -> DistState:
@@ -384,7 +385,7 @@ class _Loading:
                 self._state.data.world_size,
             )
         loaded = self._put_back(again=True)
-        # The checkpoint was saved in eval mode.
+        # Restore train mode: the checkpoint was saved in eval mode.
         for optimizer in self._training:
             optimizer.train()
         return loaded
@@ -398,7 +399,7 @@ class _Loading:
         restore_random(self._random, self._state.device)
 
     def _position(self) -> DistState:
-        """Return the state of the run."""
+        """Return the program's state at the checkpoint's position."""
         saved, state = self.manifest, self._state
         scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
         return replace(
@@ -411,7 +412,7 @@ class _Loading:
         )
 
     def _put_back(self, *, calls: bool = True, again: bool = False) -> DistState:
-        """Load the non-tensor state, with the current tensors; return the state of the run."""
+        """Load the non-tensor state, with the current tensors; return the state at its position."""
         state, loaded = self._state, self._position()
         for name, options in self._options.items():
             plan = self._steps[name].plan

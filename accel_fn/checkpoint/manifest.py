@@ -30,7 +30,7 @@ _NAMES = {"num_samples": "count_samples", "average": "ema", "average.uniform": "
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and the place of its bytes: row-major, `length` of them from `start`."""
+    """A block of a tensor, and the place of its bytes: row-major, `length` bytes from `start`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FrozenEntry:
-    """A frozen parameter, or a tensor of a frozen model, that is left out, with a hash of its bytes."""
+    """A tensor that is left out, with a hash: a frozen parameter, or one of a frozen model."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,14 +68,15 @@ class Manifest:
     items: int | float
     world_size: int
     mesh: Mapping[str, int]
-    """The number of ranks along each axis, outermost first."""
+    """The number of ranks along each mesh axis, outermost first."""
     score: float | None
     accel_fn: str
     torch: str
     plans: Mapping[str, Mapping[str, Any]]
-    """The signature of each step, by its name: the program that reads it must have the same."""
+    """The signature of each step, by its name; a program that loads the checkpoint must have the
+    same."""
     tied: Mapping[str, str]
-    """Another name of a tied parameter -> its first name."""
+    """Another name of a tied parameter -> the first name of that parameter."""
     explained: Mapping[str, str]
     """The description of each step by `explain`."""
     entries: Mapping[str, Entry]
@@ -88,8 +89,8 @@ class Manifest:
         return sum(mark.size for mark in self.files.values())
 
     def to_bytes(self) -> bytes:
-        # A model may have many small tensors. So there are no indents, which Python's encoder in C
-        # does not write, and a tensor that one chunk holds whole takes a line of numbers.
+        # A model may have many small tensors. So the JSON has no indents, which Python's encoder in
+        # C cannot write, and a tensor in a single chunk takes a line of numbers.
         whole: dict[str, dict[str, dict[str, list[int]]]] = {}
         rest: dict[str, Entry] = {}
         places: list[int] = []
@@ -108,7 +109,7 @@ class Manifest:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, uncopied: `asdict` would copy their values."""
+    """Return the fields of a dataclass without a copy of their values, which `asdict` makes."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
@@ -119,7 +120,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}") from None
     except PermissionError:
-        pass  # the next line refuses it with the reason
+        pass
+    # The next line raises an error with the reason.
     with opened(path) as file, open(file, "rb", closefd=False) as stream:
         head, _, rest = stream.read().partition(b"\n")
     body = rest.removesuffix(b"}\n")
@@ -135,7 +137,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{got[1]}; read it with that version"
             )
         if isinstance(found, dict):
-            # Checkpoints may have been written before there were these fields.
+            # Older checkpoints lack these fields.
             added: dict[str, Any] = {"score": None, "call": 0, "samples": 0, "items": 0}
             added |= {"frozen": {}, "mesh": {"dp": found.get("world_size")}}
             found = {**added, **found, "format": version}
@@ -149,12 +151,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-# Checks: a manifest that another program wrote may hold any JSON. All checks run before anything
-# else reads the manifest.
+# Checks: another program may have written any JSON into a manifest. All checks run before other
+# code reads the manifest.
 
 
 def read_as(kind: Any, value: Any, name: str) -> Any:
-    """Make a value of type `kind` from JSON, which has lists for tuples; an `int` is a count."""
+    """Make a value of type `kind` from JSON, in which tuples are lists; an `int` is a count."""
     origin, arguments, is_record = _form(kind)
     if is_record and isinstance(value, dict):
         hints: dict[str, Any] = _hints(cast("Any", kind))
@@ -163,7 +165,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     if origin is Mapping and isinstance(value, dict):
         return {key: read_as(arguments[1], value[key], f"{name}[{key!r}]") for key in value}
     if origin is tuple and isinstance(value, list):
-        # Shapes and offsets, of which a model may have many: without a call for each number.
+        # A model may have many shapes and offsets: this path makes no call for each number.
         if arguments[0] is int and all(
             type(each) is int and 0 <= each < _LARGEST for each in value
         ):
@@ -177,7 +179,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
 
 
 def _whole_entries(found: Any) -> dict[str, tuple[int, Entry]]:
-    """Make the entries, and their places in the order, of tensors that one chunk holds whole.
+    """Make the entries of tensors that are in a single chunk, with their places in the order.
 
     `found` maps file, dtype and name to [place, start, *shape].
     """
@@ -199,7 +201,7 @@ def _whole_entries(found: Any) -> dict[str, tuple[int, Entry]]:
 def _in_order(
     entries: Mapping[str, Entry], places: Sequence[int], whole: Mapping[str, tuple[int, Entry]]
 ) -> dict[str, Entry]:
-    """Join the entries of both forms in the order in which they were saved."""
+    """Join both kinds of entries in the order in which they were saved."""
     twice = [*(entries.keys() & whole.keys())]
     _require(not twice, "tensors", twice, "listed once")
     places = places or range(len(entries))
@@ -302,7 +304,7 @@ def _check_entry(name: str, entry: Entry, files: Mapping[str, FileMark]) -> None
 
 
 def _check_places(entries: Mapping[str, Entry]) -> None:
-    """Refuse bytes of a file that belong to two tensors."""
+    """Refuse a manifest in which bytes of a file belong to two tensors."""
     spans = sorted(
         (chunk.file, chunk.start, chunk.start + chunk.length, name)
         for name, entry in entries.items()
@@ -324,7 +326,7 @@ def _lies_in(chunk: Chunk, shape: Sequence[int]) -> bool:
 def _are_disjoint(blocks: Sequence[Chunk]) -> bool:
     """Return whether no two blocks overlap.
 
-    Compares only blocks that overlap along the dimension with the most different starts.
+    Only blocks that overlap along the dimension with the most different starts are compared.
     """
     if len(blocks) < 2:
         return True
@@ -352,7 +354,7 @@ def _require(fits: bool, name: str, value: object, rule: str) -> None:
 
 
 def renamed_manifest(body: bytes) -> bytes:
-    """Write the new names of functions into the manifest, also in the names of tensors."""
+    """Replace old function names in the manifest by new ones, also in the names of tensors."""
     for old, new in _NAMES.items():
         body = body.replace(f'"{old}"'.encode(), f'"{new}"'.encode())
         body = body.replace(f" {old}/".encode(), f" {new}/".encode())
@@ -360,7 +362,7 @@ def renamed_manifest(body: bytes) -> bytes:
 
 
 def renamed_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the new names of transforms into the non-tensor state of a step."""
+    """Replace old transform names in a step's non-tensor state by new ones."""
     places = {place: place.rpartition(" ") for place in rest["transforms"]}
     new = {place: f"{at}{gap}{_NAMES.get(name, name)}" for place, (at, gap, name) in places.items()}
     return {**rest, "transforms": {new[at]: values for at, values in rest["transforms"].items()}}

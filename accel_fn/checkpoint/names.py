@@ -1,4 +1,4 @@
-"""Names of checkpoints in their folder; one that is half written or half removed has another name."""
+"""Names of checkpoints in their folder; an unfinished or half removed one has another name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None for anything else."""
+    """Return the step in a checkpoint's name; None for any other name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match and path.name == name_of(int(match[1])) else None
 
@@ -41,7 +41,7 @@ def file_of(kind: str, rank: int, ending: str) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """List the steps of the checkpoints in a folder, in order; none without the folder.
+    """List the steps of the checkpoints in a folder, in order; an empty list without the folder.
 
     A checkpoint that a killed run has set aside is renamed back first.
     """

@@ -23,7 +23,7 @@ from accel_fn.errors import CheckpointError
 
 Steps = Mapping[str, Step]
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Options of a group that choose an implementation: those of the running program stay."""
+"""Options of a group that choose an implementation: the running program's options stay."""
 _KEPT = ("params", *IMPLEMENTATION_OPTIONS)
 RESULT_SLOTS = (
     "init_state",
@@ -33,7 +33,8 @@ RESULT_SLOTS = (
     "gradients",
     "after_update",
 )
-"""The slots that decide what is computed; the rest decides where, and in how many micro-batches."""
+"""The slots that decide what is computed. The other slots decide where, and in how many
+micro-batches."""
 _STATE_SLOTS = (*RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
 _Value = TypeVar("_Value")
@@ -64,20 +65,20 @@ class RunState:
     """The state of the steps of a run that is the same on all ranks."""
 
     tensors: dict[str, Tensor]
-    """`model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; for a step with a name,
-    `model@STEP/NAME` and so on."""
+    """Tensors by name: `model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; for a step
+    with a name, `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
-    """By step name: the non-tensor state of model, optimizers and transforms."""
+    """For each step by name, the non-tensor state of model, optimizers and transforms."""
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
     stateful: dict[str, str]
-    """Prefix of the entries of a function in the plan -> its name in messages."""
+    """Prefix of the entries of a plan's function -> the name of the function in messages."""
     frozen: dict[str, Tensor]
     """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
     """Entries that may differ between ranks: DDP lets running statistics differ."""
     moved: list[str] = field(default_factory=list)
-    """Schedules whose functions give other rates now than the ones they have set."""
+    """Schedules whose functions give other rates now than the rates in use."""
 
 
 def run_state_of(steps: Steps) -> RunState:
@@ -88,11 +89,13 @@ def run_state_of(steps: Steps) -> RunState:
         extra_state = _add_model(found, prefix_of("model", name), unwrapped(plan.model))
         for each, model in plan.frozen.items():
             prefix = f"{prefix_of('frozen', name)}{each}/"
-            values = model.state_dict().items()  # those that are tied too
+            # The values include tied tensors.
+            values = model.state_dict().items()
             found.frozen.update({f"{prefix}{k}": v for k, v in values if isinstance(v, Tensor)})
         transforms = {}
         for place, where, function in stateful_functions(plan, name):
-            # Before the optimizer: a schedule may notice here that its learning rate was changed.
+            # Collect transforms before optimizers: a schedule may notice here that its learning
+            # rate was changed.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
@@ -123,7 +126,7 @@ def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def signature(step: Step) -> dict[str, Any]:
-    """Describe what a resumed run must share: not world size, micro-batches or device."""
+    """Describe the facts that a resumed run must share; not world size, micro-batches or device."""
     plan = step.plan
     named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
@@ -139,12 +142,12 @@ def signature(step: Step) -> dict[str, Any]:
 
 
 def key_of(optimizer: str) -> str:
-    """Return an optimizer's key in a signature; no slot has the same key, whatever the name."""
+    """Return an optimizer's key in a signature, which differs from every slot's name."""
     return optimizer if optimizer == "optimizer" else f"optimizer {optimizer!r}"
 
 
 def is_optimizer(key: str) -> bool:
-    """Return whether a key of a signature is of an optimizer."""
+    """Return whether a signature's key describes an optimizer."""
     return key.startswith("optimizer")
 
 
@@ -184,7 +187,7 @@ def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def targets_for(
     kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], specs: Mapping[str, Spec]
 ) -> dict[str, Tensor]:
-    """Return the tensor into which each entry of a kind is read: an existing one, or a new one.
+    """Return the tensor to read each entry of a kind into: an existing one, or a new one.
 
     The kind is "transforms" or the name of an optimizer.
     """
@@ -216,8 +219,8 @@ def put_back(
 ) -> None:
     """Load saved state into model, transforms and these optimizers; tensors are read already.
 
-    Transforms whose entries begin with one of `fresh` stay as they are. With `again`, the same
-    tensors were loaded before, and have new values since.
+    Transforms whose entries begin with one of `fresh` do not change. With `again`, the same
+    tensors were loaded before, and their values have changed since.
     """
     _put_back_model(
         unwrapped(plan.model), with_prefix(prefix_of("model", step), tensors), rest["model"]
@@ -248,8 +251,9 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Buffers are saved separately: DDP copies rank 0's to its peers when a forward starts, so
-    # running statistics differ in between. Rank 0's are saved, and another rank's if they differ.
+    # Buffers are listed separately: DDP copies rank 0's buffers to its peers when a forward starts,
+    # so running statistics differ in between. The buffers of rank 0 are saved, and those of another
+    # rank if they differ.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
 
@@ -257,7 +261,7 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
 def _put_back_model(
     model: nn.Module, tensors: Mapping[str, Tensor], extra_state: Mapping[str, Any]
 ) -> None:
-    """Load extra state, and tensors that `state_dict` returned as copies; the rest is in place."""
+    """Load extra state, and tensors that `state_dict` copies; the others are filled in place."""
     own = {_address(each) for each in (*model.parameters(), *model.buffers())}
     copies = {key: each for key, each in tensors.items() if _address(each) not in own}
     here = model.state_dict()
@@ -268,7 +272,7 @@ def _put_back_model(
         model.load_state_dict({**here, **found})
         return
     lost = model.load_state_dict({**here, **found}, strict=False).unexpected_keys
-    # A model may ignore keys, but not those that its state_dict gave.
+    # A model may ignore keys, but not the keys that its own state_dict returned.
     if found.keys() & set(lost):
         raise CheckpointError(f"load: model must take back what its state_dict gives, got {lost}")
 
@@ -330,9 +334,9 @@ def _put_back_optimizer(
 
 
 def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a torch optimizer's state is these very tensors, and so is up to date.
+    """Return whether a torch optimizer's state consists of these very tensors, so is up to date.
 
-    Then torch need not load it a second time, which takes as long as reading it.
+    Then torch need not load the state a second time, which takes as long as reading it.
     """
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     if not is_of_torch or has_loading_hooks(optimizer):
@@ -357,10 +361,10 @@ def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
 def read_whole(
     tensors: Mapping[str, Tensor], own: Collection[str], read: Callable[[str, Tensor], _Value]
 ) -> Callable[[], dict[str, _Value]]:
-    """Gather tensors, one after another, and call `read` for those that are this rank's `own`.
+    """Gather tensors, one after another, and call `read` for those in this rank's `own`.
 
-    Returns a function that returns the results, or raises the first error. The error is not raised
-    at once, since other ranks wait in the next gather.
+    Return a function that returns the results or raises the first error. The error is not raised at
+    once, since other ranks wait in the next gather.
     """
     found: dict[str, _Value] = {}
     failures: list[Exception] = []
@@ -389,7 +393,7 @@ def split_tied(
     firsts: dict[object, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in saved.items():
-        # Empty shards of two parameters cannot be distinguished by their memory.
+        # Empty shards of two parameters may have the same address, so compare the parameters.
         key = parameters.get(name) if is_sharded(value) else view_key(value)
         first = firsts.setdefault(key, name) if value.numel() else name
         if first == name:

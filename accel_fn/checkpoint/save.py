@@ -59,7 +59,7 @@ from accel_fn.observe.progress import bytes_bar
 from accel_fn.parallel.file_lock import FileLock
 
 EXTRA = "extras/"
-# Read once: the version of the running code, even if another one is installed meanwhile.
+# Read at import: another version may be installed while this code runs.
 _VERSION = version("accel-fn")
 
 
@@ -223,7 +223,7 @@ def _write(
     *,
     wait: bool,
 ) -> None:
-    """Write the checkpoint, or, without `wait`, copy this rank's share and start to write it."""
+    """Write the checkpoint; without `wait`, copy this rank's share and start to write the copy."""
 
     def on_main(fn: Callable[..., object], *arguments: object) -> None:
         all_or_none(lambda: fn(*arguments) if state.is_main else None, state, "save")
@@ -254,7 +254,7 @@ def _write(
 
 
 def _begin(checkpoint: NewCheckpoint, notes: dict[str, Any]) -> None:
-    """Lock the folder, or refuse a second run that saves to it; make the folder of the checkpoint."""
+    """Lock the folder, or refuse a second run that saves to it; make the checkpoint's folder."""
     home = checkpoint.home
     try:
         make_folder(home)
@@ -274,7 +274,7 @@ def _begin(checkpoint: NewCheckpoint, notes: dict[str, Any]) -> None:
 
 
 def _put_beside(path: Path, beside: Callable[[Path], object]) -> None:
-    """Let the user write into the unfinished folder; wait until all of it is on the disk."""
+    """Let the user write into the unfinished folder; wait until all files are on the disk."""
     beside(path)
     for each in path.rglob("*"):
         sync(each)
@@ -283,7 +283,8 @@ def _put_beside(path: Path, beside: Callable[[Path], object]) -> None:
 def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> Share:
     own = _own_buffers(contents, state)
     shared = contents.tensors
-    if not state.is_main:  # rank 0 saves the buffers, which may differ between ranks
+    # Only rank 0 saves the buffers, which may differ between ranks.
+    if not state.is_main:
         buffers = set(contents.buffers)
         shared = {name: shared[name] for name in shared if name not in buffers}
     parts = plan_parts(shared, state)
@@ -301,7 +302,7 @@ def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> S
 
 
 def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
-    """Select the buffers whose bytes differ from those of rank 0."""
+    """Select this rank's buffers whose bytes differ from rank 0's."""
     if state.world_size == 1 or not contents.buffers:
         return {}
     buffers = {name: contents.tensors[name].cpu().contiguous() for name in contents.buffers}
@@ -316,7 +317,8 @@ def _frozen_entries(
     """Hash tensors that are left out, unless their hash is known; refuse changed ones."""
     before = notes.get("frozen", {})
     found = compare.hashed(left_out, state, before, "save")
-    compare.check_unchanged(before, found)  # the same hashes on all ranks
+    # All ranks have the same hashes, so all raise.
+    compare.check_unchanged(before, found)
     notes["frozen"] = {**before, **found}
     return {
         name: FrozenEntry(name_of_dtype(each.dtype), tuple(each.shape), found[name].hash)

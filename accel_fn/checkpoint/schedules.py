@@ -21,14 +21,14 @@ from accel_fn.transforms.schedule.schedule import takes_metric
 Choice = Literal["saved", "program"] | None
 Match = Literal["program", "names"]
 _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
-"""Attributes of schedulers that count updates of a whole run, so that they change with its length."""
+"""Attributes of schedulers that count updates of a whole run, and so depend on its length."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
-"""Entries of an optimizer's groups that schedules set."""
+"""The settings in an optimizer's groups that schedules change."""
 
 
 def check_choices(function: str, schedule: object, match: object) -> None:
-    """Refuse other values, and saved schedules beside `match="names"`."""
+    """Refuse unknown values, and saved schedules beside `match="names"`."""
     if schedule not in (None, "saved", "program"):
         rule = 'be "saved" or "program", or left out'
         raise ArgumentError(message(function, "schedule", rule, schedule))
@@ -46,21 +46,22 @@ class _Saved(NamedTuple):
     scheduler: Any
     state: Mapping[str, Any]
     in_plan: Schedule | None
-    """The plan's schedule that advances it; None for an extra, which the loop advances."""
+    """The plan's schedule that advances the scheduler; None for an extra, which the loop
+    advances."""
 
 
 class _OfPlan(NamedTuple):
     """A schedule of a plan."""
 
     place: str
-    """The prefix of the names of its function's entries."""
+    """The prefix of the entries of the schedule's function."""
     function: str
-    """The name of its function in errors."""
+    """The name of the schedule's function in errors."""
     name: str
-    """The name of the schedule: a function may have a schedule for each of several optimizers."""
+    """The name of the schedule: a function may have one schedule for each of several optimizers."""
     schedule: Schedule
     saved: Mapping[str, Any] | None
-    """The saved state; None if its function was not saved."""
+    """The saved state; None if the schedule's function was not saved."""
 
 
 def _of_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[_OfPlan]:
@@ -86,10 +87,10 @@ def of_other_optimizers(
 
 
 def moved_functions(steps: Steps, extras: Mapping[str, Any]) -> list[str]:
-    """Name schedules whose functions give other rates than when they were called.
+    """Name schedules whose functions give other rates now than the rates in use.
 
-    They read a value that the program has changed since, such as a count of tokens in `extras`.
-    `load` does not call them: it cannot know the value that they read.
+    Such a function reads a value that the program has changed since, such as a count of tokens in
+    `extras`. `load` does not call it, since `load` cannot know that value.
     """
     found = [(each.name, each.schedule.scheduler) for each in _of_plans(steps, {})]
     found += [(f"extras/{name}", each) for name, each in extras.items() if _is_scheduler(each)]
@@ -123,11 +124,12 @@ class ResumedSchedules:
         self._by_names = by_names
         """Whether schedules by a metric continue, and the rest are stepped to the saved update."""
         self._moved = moved
-        """The schedules whose functions are not called."""
+        """The schedules whose functions `load` does not call."""
         self._found = [
             _Saved(each.name, each.schedule.scheduler, each.saved["scheduler"], each.schedule)
             for each in _of_plans(steps, rests)
-            # Else it was saved for several optimizers and is for one here, or the other way round.
+            # Otherwise the schedule was saved for several optimizers and is for one here, or the
+            # reverse.
             if each.saved and "scheduler" in each.saved
         ]
         self._found += [
@@ -143,20 +145,20 @@ class ResumedSchedules:
             self._states = [copy.deepcopy(each.scheduler.state_dict()) for each in self._found]
 
     def differences(self) -> Iterator[str]:
-        """List lengths that differ, with both values, if neither was chosen."""
+        """List lengths that differ, with both values, unless `load` was given a choice."""
         if self._choice is None:
             for each, here in zip(self._found, self._states, strict=True):
                 yield from _other_lengths(each, here)
 
     def obstacles(self) -> Iterator[str]:
-        """List why the program's schedules, if chosen, cannot be stepped to the saved update."""
+        """List reasons why the program's schedules, if chosen, cannot reach the saved update."""
         if self._choice == "program":
             for each, here in zip(self._found, self._states, strict=True):
                 if not (self._by_names and takes_metric(each.scheduler)):
                     yield from _obstacles(each, here)
 
     def follow(self, loaded: DistState, *, calls: bool = True) -> None:
-        """Set rates to those of the chosen schedules at the saved update, once all is loaded.
+        """Set the rates of the chosen schedules at the saved update, once all is loaded.
 
         Without `calls`, functions are not called: they may read extras, which are not loaded yet.
         """
@@ -197,7 +199,7 @@ class ResumedSchedules:
                 each.scheduler.load_state_dict(copy.deepcopy(state))
 
     def _step_to_saved(self) -> None:
-        """Step the schedulers in turn, as in a run."""
+        """Step the program's schedulers in turn, as in a run."""
         left = [
             0 if takes_metric(each.scheduler) else _count(each.state) - _count(state)
             for each, state in zip(self._found, self._states, strict=True)
@@ -208,10 +210,10 @@ class ResumedSchedules:
                     _step(each.scheduler)
 
     def _call_functions(self) -> None:
-        """Compute the rates that a function of the program gives, which no checkpoint holds."""
+        """Compute the rates that functions of the program give, which no checkpoint holds."""
         over = Counter(id(each.scheduler.optimizer) for each in self._found)
         for each in self._found:
-            # With several schedules, the last ones may have changed the rate that a function gave.
+            # With several schedules, a later one may have changed the rate that a function gave.
             if over[id(each.scheduler.optimizer)] == 1 and each.name not in self._moved:
                 _step_again(each.scheduler)
 
@@ -253,7 +255,7 @@ def _obstacles(each: _Saved, here: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lengths(state: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Return the lengths that a scheduler's state holds, and those of the schedulers in it, by name."""
+    """Return the lengths in a scheduler's state, and those of its inner schedulers, by name."""
     found = {f"{place}{name}": _plain(state[name]) for name in _LENGTHS if name in state}
     for number, inner in enumerate(state.get("_schedulers", ())):
         found |= _lengths(inner, f"{place}schedulers[{number}].")
@@ -268,7 +270,7 @@ def _plain(length: Any) -> Any:
 
 
 def _count(state: Mapping[str, Any]) -> int:
-    """Return how often a scheduler was stepped; a ChainedScheduler counts only in its parts."""
+    """Return a scheduler's number of steps; a ChainedScheduler counts only in its parts."""
     count: int = state["last_epoch"] if "last_epoch" in state else _count(state["_schedulers"][0])
     return count
 
@@ -292,12 +294,13 @@ def restart(scheduler: Any) -> None:
 
 
 def _step(scheduler: Any) -> None:
-    scheduler.optimizer._opt_called = True  # else torch warns that no update was made
+    # Without this flag, torch warns that no update was made.
+    scheduler.optimizer._opt_called = True
     scheduler.step()
 
 
 def _step_again(scheduler: Any) -> None:
-    """Repeat the newest step of a scheduler's functions and of the schedulers after them."""
+    """Repeat the newest step of the last function schedule, and of the schedulers after it."""
     acting = list(_acting(scheduler))
     functions = [number for number, each in enumerate(acting) if isinstance(each, LambdaLR)]
     if not functions:
@@ -306,7 +309,8 @@ def _step_again(scheduler: Any) -> None:
         each.last_epoch -= 1
         each._step_count -= 1
         if each.last_epoch < 0:
-            each._initial_step()  # before the first update, no factor is applied
+            # Before the first update, no factor is applied.
+            each._initial_step()
         else:
             _step(each)
     scheduler._last_lr = acting[-1]._last_lr

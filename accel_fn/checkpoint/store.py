@@ -125,12 +125,13 @@ def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint 
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
             return Checkpoint(path, step, saved_at, size, world_size, damage, score, mesh)
     with suppress(FileNotFoundError):
-        path.stat()  # raises if the user may list the folder but not search it
+        # `stat` raises if the user may list the folder but not search it.
+        path.stat()
     return None
 
 
 class Run:
-    """The checkpoint from which a run was resumed, and those that it has saved since, by step."""
+    """The step from which a run was resumed, and the steps that it has saved since."""
 
     def __init__(self, resumed_from: int | None = None) -> None:
         self.resumed_from = resumed_from
@@ -141,8 +142,9 @@ class Run:
     def age(self, step: int) -> tuple[bool, bool, int]:
         """Return a key that sorts checkpoints by age, oldest first.
 
-        First come steps after the resumed one, then steps up to it, then those saved since. Times
-        of files would not do: clocks differ between machines, and a copied file has a new time.
+        First come steps after the resumed one, which an earlier run left, then steps up to it, then
+        those that this run saved. File times cannot be used: clocks differ between machines, and a
+        copied file has a new time.
         """
         is_continued = self.resumed_from is not None and step <= self.resumed_from
         return step in self.saved, is_continued, step
@@ -154,7 +156,8 @@ class NewCheckpoint:
 
     home: Path
     head: Manifest
-    """The manifest before the ranks have written: no files, and entries without chunks."""
+    """The manifest before the ranks have written: without files, and with entries without
+    chunks."""
     keep: int | None
     keep_every: int | None
     keep_best: int
@@ -162,7 +165,7 @@ class NewCheckpoint:
 
     @property
     def path(self) -> Path:
-        """Return the folder that it is written to."""
+        """Return the folder in which the checkpoint is written."""
         return unfinished_folder(self.home, self.head.step)
 
     @property
@@ -171,7 +174,10 @@ class NewCheckpoint:
         return self.home / name_of(self.head.step)
 
     def commit(self, written: Sequence[Written]) -> None:
-        """Rename it to its final name, and remove older ones; on rank 0, once all have written."""
+        """Give the checkpoint its final name, and remove older ones.
+
+        Rank 0 calls this once all ranks have written.
+        """
         files = {name: mark for each in written for name, mark in each.files.items()}
         entries = {}
         for name, entry in self.head.entries.items():
@@ -210,8 +216,8 @@ class NewCheckpoint:
     def _retain(self, keep: int) -> None:
         """Remove all but the newest `keep` whole checkpoints.
 
-        The `keep_best` of highest score, multiples of `keep_every`, damaged checkpoints, and the
-        one from which this run was resumed stay.
+        The `keep_best` checkpoints of highest score, multiples of `keep_every`, damaged
+        checkpoints, and the checkpoint from which this run was resumed stay.
         """
         paths = {step: self.home / name_of(step) for step in steps_in(self.home)}
         found = [look(path, step, self.run.manifests.get(path)) for step, path in paths.items()]
@@ -219,7 +225,8 @@ class NewCheckpoint:
         whole.sort(key=lambda each: self.run.age(each.step))
         scored = [(each.score, each.step) for each in whole if each.score is not None]
         scored = sorted((pair for pair in scored if not math.isnan(pair[0])), reverse=True)
-        best = {step for _, step in scored[: self.keep_best]}  # of equal scores, the newer step
+        # Of checkpoints with equal scores, the newer one counts as better.
+        best = {step for _, step in scored[: self.keep_best]}
         for each in whole[:-keep]:
             stays = each.step == self.run.resumed_from or each.step in best
             if not stays and not (self.keep_every and each.step % self.keep_every == 0):
@@ -230,6 +237,6 @@ class NewCheckpoint:
 
 
 def tidy(folder: Path) -> None:
-    """Remove unfinished checkpoints of killed runs, and rename back those that they set aside."""
+    """Remove unfinished checkpoints of killed runs; rename back those that the runs set aside."""
     for path in recover(folder):
         shutil.rmtree(path, ignore_errors=True)

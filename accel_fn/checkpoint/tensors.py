@@ -30,16 +30,16 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import CheckpointError
 
 PAGEABLE = ("cpu", "mps")
-"""Devices from which copies to pinned memory are no faster; from an accelerator, none waits."""
+"""Devices whose copies to pinned memory are no faster. Copies from other devices do not wait."""
 _BLOCK_BYTES = 2**28
 _ALIGNMENT = 64
-"""Bytes, as torch aligns tensors: a copy is faster if both places have the same alignment."""
+"""In bytes, as torch aligns tensors: a copy is faster if both places have the same alignment."""
 _AT_A_TIME = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a tensor that this rank writes, and where in the whole it belongs."""
+    """A block of a tensor that this rank writes, and its place in the whole tensor."""
 
     name: str
     offsets: tuple[int, ...]
@@ -80,7 +80,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A part of a chunk, from `start` in it, and the part of this rank's tensor that it fills."""
+    """A part of a chunk, from `start` in the chunk, and the part of a tensor that it fills."""
 
     chunk: Chunk
     dtype: torch.dtype
@@ -101,8 +101,8 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
 
 
 def _is_one_chunk(tensor: Any, entry: Entry) -> bool:
-    """Return whether one chunk holds the whole tensor of this rank."""
-    # That is so for most tensors, and torch's planners take longer than reading one.
+    """Return whether a single chunk holds the whole of this rank's tensor."""
+    # Most tensors are in one chunk, and torch's planners take longer than reading such a tensor.
     if is_sharded(tensor) or len(entry.chunks) != 1:
         return False
     return tuple(tensor.shape) == entry.shape == entry.chunks[0].sizes
@@ -145,11 +145,11 @@ def _metadata(entry: Entry) -> Any:
 
 
 Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
-"""Host memory for the parts that this rank writes, kept from save to save."""
+"""Host memory for the parts that this rank writes, reused from save to save."""
 
 
 def new_buffers(parts: Sequence[Part], *, pinned: bool) -> Buffers:
-    """Allocate buffers in blocks: torch rounds each allocation of pinned memory up to a power of two."""
+    """Allocate in blocks: torch rounds each allocation of pinned memory up to a power of two."""
     found: Buffers = {}
     for group in blocks_of(parts):
         sizes = [-(-part.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for part in group]
@@ -189,7 +189,7 @@ def copied_to_host(parts: Sequence[Part]) -> Iterator[tuple[Part, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The files that a rank has written: chunks by name of the tensor, and marks by name of the file."""
+    """The files that a rank has written: chunks by tensor name, and marks by file name."""
 
     chunks: Mapping[str, tuple[Chunk, ...]]
     files: Mapping[str, FileMark]
@@ -276,12 +276,14 @@ def read_tensors(
     with ExitStack() as stack, _pool() as pool:
         names = {each.chunk.file for each in readings}
         files = {name: stack.enter_context(opened(path / name)) for name in names}
-        # Several readings for a task: a task costs more to start than reading a small tensor.
+        # A task does several readings, since starting a task costs more than reading a small
+        # tensor.
         some = [readings[at : at + _AT_A_TIME] for at in range(0, len(readings), _AT_A_TIME)]
         for num_bytes in pool.map(
             lambda own: sum(_read(each, files[each.chunk.file]) for each in own), some
         ):
-            count(num_bytes)  # an error of a thread is raised here
+            # An error in a thread is raised here.
+            count(num_bytes)
 
 
 def _pool() -> Executor:

@@ -33,7 +33,8 @@ INDEX = "model.safetensors.index.json"
 TIED = "accel_fn.tied"
 """The key of a file's metadata that lists the other names of its tensors."""
 FROZEN = "accel_fn.frozen"
-"""The key of a file's metadata that lists parameters which the set leaves out, with a hash of each."""
+"""The key of a file's metadata that lists the parameters which the set leaves out, with their
+hashes."""
 _WRITTEN_HERE = re.compile(
     r"model(\.new-[0-9a-f]{8})?\.safetensors"
     r"|model-\d{5,}-of-\d{5,}(\.new-[0-9a-f]{8})?\.safetensors"
@@ -47,7 +48,7 @@ class Entries:
 
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]
-    """Another name -> the first name of the same tensor."""
+    """Another name of a tied tensor -> the first name of that tensor."""
     dtype: torch.dtype | None = None
     """The dtype in which floating-point tensors are written; None: the dtype of each tensor."""
     frozen: Mapping[str, str] = field(default_factory=dict)
@@ -78,8 +79,9 @@ def read_entries(function: str, model: nn.Module) -> Entries:
 
 
 def check_dense(function: str, name: str, value: object) -> None:
-    """Refuse an entry of a `state_dict` that cannot be written as it is."""
-    if name == "__metadata__":  # the name of a safetensors file's own notes
+    """Refuse an entry of a `state_dict` that safetensors files cannot hold."""
+    if name == "__metadata__":
+        # A safetensors file keeps its own notes under this name.
         raise _model_refusal(function, "not use that name", name, "a tensor")
     if not isinstance(value, Tensor):
         kind = f"a {type(value).__name__}"
@@ -122,13 +124,14 @@ def _model_refusal(function: str, rule: str, name: str, found: object) -> Argume
 def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
     try:
         save({"": torch.empty(() if is_number else 0, dtype=dtype)})
-    except Exception:  # the class depends on the version
+    except Exception:
+        # The class of the error depends on the version.
         return False
     return True
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors whose spans of memory overlap: only a whole tensor may have two names."""
+    """Refuse tensors that overlap in memory; only one whole tensor may have two names."""
     spans = sorted(
         (str(each.device), *_span(each), name) for name, each in tensors.items() if each.numel()
     )
@@ -140,7 +143,7 @@ def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first element and of the end of the last."""
+    """Return the address of the first element, and that of the end of the last one."""
     steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + sum(steps)) * tensor.itemsize
 
@@ -208,8 +211,10 @@ def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
         save_file(held, path, metadata=metadata)
     except SafetensorError as error:
         raise CheckpointWriteError(f"save_model: {path} could not be written: {error}") from error
-    with suppress(OSError):  # a file system without modes
-        path.chmod(mode)  # safetensors makes files that only their owner can read
+    with suppress(OSError):
+        # Some file systems have no modes.
+        # safetensors makes files that only their owner can read.
+        path.chmod(mode)
     sync(path)
 
 
@@ -220,7 +225,7 @@ def _commit(
     spares: Sequence[str],
     names: Sequence[str],
 ) -> None:
-    """Give the shards their names, so that an index never lists shards of another set."""
+    """Give the shards their names; at no time does an index list the shards of another set."""
 
     def put_index(files: Sequence[str]) -> None:
         spare = folder / _spare(INDEX, secrets.token_hex(4))
@@ -266,16 +271,16 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An opened set of files: its lists are checked, and no tensor is read."""
+    """An opened set of files whose lists are checked; no tensor is read yet."""
 
     handles: Mapping[str, Any]
-    """Key -> the open file that holds it."""
+    """A tensor's key -> the open file that holds the tensor."""
     keys: Mapping[str, str]
-    """Key -> its name in that file, which differs if keys were renamed."""
+    """A tensor's key -> its name in that file, which differs if keys were renamed."""
     tied: Mapping[str, str]
-    """Another name -> the key that holds its value."""
+    """Another name of a tied tensor -> the key that holds its value."""
     frozen: Mapping[str, str]
-    """Parameter that the set leaves out -> hash of its bytes."""
+    """A parameter that the set leaves out -> the hash of its bytes."""
 
     def key_of(self, name: str) -> str | None:
         return name if name in self.handles else self.tied.get(name)
@@ -285,7 +290,7 @@ class Stored:
         return cast("Tensor", self.handles[key].get_tensor(self.keys[key]))
 
     def renamed(self, rename: Callable[[str], str]) -> Stored:
-        """Return the same tensors under other names."""
+        """Return the same set with renamed tensors."""
         names: dict[str, str] = {}
         olds: dict[str, str] = {}
         for name in [*self.handles, *self.tied, *self.frozen]:
@@ -313,7 +318,8 @@ def open_set(folder: Path, stack: ExitStack) -> Stored:
     before = _identity(folder / INDEX)
     index = _read_index(folder)
     files = {name: _open(folder, name, stack) for name in sorted(set(index.values()))}
-    if _identity(folder / INDEX) != before:  # a save puts a new index before it touches old shards
+    if _identity(folder / INDEX) != before:
+        # `save_model` puts a new index in place before it changes old shards.
         raise _refusal(folder, "stay as it is while it is read", "a new set; load again")
     stored = _stored(folder, files)
     for key, name in index.items():
@@ -352,7 +358,8 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    plain = name == PureWindowsPath(name).name  # this class knows / as well
+    # `PureWindowsPath` splits at / as well.
+    plain = name == PureWindowsPath(name).name
     return plain and name.endswith(".safetensors") and name.isprintable()
 
 
@@ -360,7 +367,8 @@ def _inside(folder: Path, name: str) -> Path:
     """Return the path of a file; refuse a link that leads out of its folder."""
     real, home = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
     homes = [home]
-    if home.parent.name == "snapshots":  # the hub's cache: snapshots link to files in blobs
+    if home.parent.name == "snapshots":
+        # In the hub's cache, snapshots link to files in blobs.
         homes.append(home.parent.parent / "blobs")
     if real.parent not in homes:
         raise _refusal(folder / name, "be a file of its folder", f"a link to {real}")

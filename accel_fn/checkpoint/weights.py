@@ -192,7 +192,8 @@ def load_model(
             _check_frozen(_path("load_model", folder), entries, stored)
         total = sum(each.nbytes for each in entries.tensors.values())
         with bytes_bar("load_model", total, is_main=all(axis.is_main for axis in axes)) as count:
-            for first, tensor in entries.tensors.items():  # detached: autograd does not see it
+            for first, tensor in entries.tensors.items():
+                # The tensor is detached, so autograd does not record the write.
                 for key in _keys_of(first, entries, stored)[:1]:
                     fill(tensor, stored.tensor(key))
                 count(tensor.nbytes)
@@ -213,7 +214,7 @@ def matching_set(
     *,
     strict: bool = True,
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:
-    """Open the files of a model if they match it; list what only the files or the model have."""
+    """Open the files of a model if they match it; list tensors of only the files or the model."""
     path = _path("load_model", folder)
     entries = read_entries("load_model", model)
     check_writable(model, entries)
@@ -257,7 +258,8 @@ def _write_gathered(
 
 def _on_all(fn: Callable[[], T], axes: list[DistState], function: str) -> T:
     """Run `fn`; if it raises on one rank of a sharded model, raise on all."""
-    for axis in axes:  # a failure reaches the peers on the first axis, then their peers on the next
+    for axis in axes:
+        # A failure reaches the peers along the first axis, then their peers along the next one.
         fn = partial(all_or_none, fn, axis, function)
     return fn()
 
@@ -273,7 +275,7 @@ def _frozen(model: nn.Module, entries: Entries) -> dict[str, Tensor]:
 
 
 def _check_frozen(path: Path, entries: Entries, stored: Stored) -> None:
-    """Refuse a model whose values differ from those that the files left out."""
+    """Refuse a model whose values differ from the parameters that the files left out."""
     lines = []
     for first, tensor in entries.tensors.items():
         saved = {stored.frozen[name] for name in entries.names_of(first) if name in stored.frozen}
@@ -313,7 +315,7 @@ def _absent(entries: Entries, stored: Stored) -> list[str]:
 
 
 def _left_out(entries: Entries, stored: Stored) -> list[str]:
-    """Describe what only the model or only the files have."""
+    """Describe tensors that only the model or only the files have."""
     lines = [
         f"{first}: {_spec(entries.tensors[first])} in the model, nothing in the files"
         for first in _absent(entries, stored)
@@ -329,7 +331,7 @@ def _left_out(entries: Entries, stored: Stored) -> list[str]:
 
 
 def _differences(entries: Entries, stored: Stored) -> list[str]:
-    """Describe differences between tensors that both have."""
+    """Describe differences between tensors that both the model and the files have."""
     lines = []
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)
@@ -414,7 +416,7 @@ def export_model(
     step: str,
     max_shard_size: int,
 ) -> int:
-    """Write the model of a step of a checkpoint as `save_model` would; return the number of tensors.
+    """Write a checkpoint step's model as `save_model` would; return the number of tensors.
 
     Cost: reads the checkpoint to check it, then the model, which is held on the host.
     """
@@ -456,7 +458,7 @@ def export_model(
 
 @contextmanager
 def _named_export() -> Iterator[None]:
-    """Name `export` in errors of what `load` reads and `save_model` checks."""
+    """Name `export` in errors of code that `load` and `save_model` share."""
     try:
         yield
     except (ArgumentError, CheckpointError) as error:
