@@ -167,36 +167,36 @@ def evaluate(
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss: the sum of the terms that have a count; nan if none has."""
+    """Add the loss as the sum of the terms with a count; nan if no term has one."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
     known = [each for each in of_terms.values() if not math.isnan(each)]
     return {**found, "loss": sum(known) if known else math.nan, **of_terms}
 
 
 class _RankTotals:
-    """Sums and counts of this rank's batches, of a loss or of metrics."""
+    """Sums and counts over this rank's batches, for a loss or for metrics."""
 
     def __init__(self, step: Step, state: DistState, metric_fn: MetricFn | None) -> None:
         self._step, self._state, self._metric_fn = step, state, metric_fn
         self.totals: Totals = {}
         self.has_losses = metric_fn is None
-        """Whether the totals hold the terms of a loss, whose sum is wanted too."""
+        """Whether the totals hold the terms of a loss; `evaluate` then returns their sum too."""
         self.terms: Sequence[str] = step.plan.terms
         """The names of the terms of the loss."""
         self._has_means = False
-        """Whether there are metrics beside a loss that are not pairs."""
+        """Whether a metric beside a loss is not a pair."""
         self._look = MetricsLook(step.plan, step.strategy, state, self._outputs_of(metric_fn))
 
     def cut_up(self, batch: Any) -> Any:
-        """Cut a batch into micro-batches; for the plan's loss, compute their weights, too."""
+        """Cut a batch into micro-batches; for the plan's loss, compute their weights too."""
         plan = self._step.plan
         if self._metric_fn is None:
             return microbatches(plan, batch)[:2]
         return parts_with_rows(plan, batch)
 
     def add(self, each: CutBatch) -> None:
-        """Add a batch."""
-        # A rank that has batches but no rows knows no names.
+        """Add the results of a batch."""
+        # A rank whose batches have no rows does not know the metric names.
         self.totals = added(self.totals, NOTHING)
         if self._metric_fn is None:
             self._add_losses(*each.parts)
@@ -226,7 +226,7 @@ class _RankTotals:
                     self._add_outcome(outcome, weight, "loss_fn")
 
     def _add_outcome(self, outcome: Outcome, weight: Weight, function: str) -> None:
-        """Add loss and metrics of a micro-batch."""
+        """Add loss and metrics of a micro-batch to the totals."""
         pairs = counted_in(outcome[1])
         if pairs:
             self.terms = [name.removeprefix(COUNTED) for name in pairs]
@@ -282,12 +282,13 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
         if isinstance(value, tuple):
             sums[name.removeprefix(COUNTED)] = value
         else:
-            sums[name] = _sum_of(value, weight[0])  # of one term: beside several, metrics are pairs
+            sums[name] = _sum_of(value, weight[0])
+    # This is the weight of the only term: beside several terms, all metrics are pairs.
     return sums
 
 
 def _sum_of(mean: Tensor, weight: float) -> Metric:
-    """Return a mean as a sum and its count; a mean of nothing may be 0 / 0."""
+    """Return a mean as a sum and its count. The mean of no items may be nan."""
     wide = widest(mean)
     assert wide is not None
     return (wide * weight if weight else 0.0), weight
@@ -316,11 +317,11 @@ class Total:
 
 Totals = Mapping[str, Total]
 NOTHING: Totals = {"loss": Total(torch.tensor(0), torch.tensor(0))}
-"""Totals of a batch without items: `loss_fn` is not called, so its metrics are unknown."""
+"""The totals of a batch without items: `loss_fn` is not called, so its metrics are unknown."""
 
 
 def totals_of(metrics: Any, rows: int | None) -> Totals:
-    """Make totals of the metrics of a micro-batch of `rows` samples; None if they cannot be counted."""
+    """Make totals of a micro-batch's metrics; `rows` is its number of samples, None if unknown."""
     if not isinstance(metrics, Mapping) or not metrics:
         rule, repair = (
             "return a mapping of names to values",
@@ -366,7 +367,7 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
 
 
 def widest(value: Any) -> Tensor | None:
-    """Convert a number or real tensor to int64 if it is whole, else to float64; anything else to None."""
+    """Convert integers, also in tensors, to int64, real numbers to float64, and the rest to None."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():
@@ -376,7 +377,7 @@ def widest(value: Any) -> Tensor | None:
 
 
 def _where_wide(tensor: Tensor) -> Tensor:
-    """Detach a tensor, and move it to the host if its device has no float64."""
+    """Detach a tensor, and move it to the host if its device does not support float64."""
     return tensor.detach().cpu() if tensor.device.type == "mps" else tensor.detach()
 
 
@@ -389,7 +390,7 @@ def _shown(value: Any) -> str:
 
 
 def added(totals: Totals, found: Totals) -> Totals:
-    """Add the totals of one more micro-batch."""
+    """Add the totals of another micro-batch."""
     if not totals or totals is NOTHING:
         return found
     if found is NOTHING:
@@ -410,8 +411,8 @@ def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor
 
     The main rank warns of pairs that may be means of means.
     """
-    # A rank may have a sum and no count, as of a loss over all anchors that counts the positive
-    # ones.
+    # A rank may have a sum without a count, such as a loss of all anchors over the number of
+    # positive ones.
     known = [
         {}
         if [*totals] == ["loss"] and not (totals["loss"].count.any() or totals["loss"].sum.any())

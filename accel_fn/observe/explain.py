@@ -19,7 +19,7 @@ from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, message
 
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
-"""Entries of an optimizer's groups that a user does not choose for a group."""
+"""Entries of an optimizer's groups that are not settings of a user's."""
 
 
 def explain(plan: Plan | Step, state: DistState) -> str:
@@ -97,7 +97,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 
 def _data(state: DistState) -> str:
-    """Describe which ranks share a batch; nothing if all of them do."""
+    """Describe which ranks share a batch; empty if all of them do."""
     others = [axis for axis, size in mesh_of(state).items() if size > 1 and axis != "dp"]
     if not others:
         return ""
@@ -127,7 +127,7 @@ def _forward(plan: Plan) -> str:
 
 
 def _frozen(plan: Plan) -> str:
-    """Describe the frozen models, with their sizes and dtypes, and what places them."""
+    """Describe the frozen models, their sizes and dtypes, and the functions that place them."""
     texts = []
     for name, model in plan.frozen.items():
         parameters = [*model.parameters()]
@@ -150,7 +150,7 @@ def _optimizer(optimizer: Optimizer) -> str:
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
-    # For a parameter in shards, DeepSpeed leaves an empty tensor with the number of elements.
+    # DeepSpeed leaves an empty tensor for a parameter in shards, with its number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     return (
         f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"
@@ -159,7 +159,7 @@ def _optimizer(optimizer: Optimizer) -> str:
 
 
 def _groups(optimizer: Optimizer) -> str:
-    """List the settings in which groups differ, and how many trained tensors have each."""
+    """List the settings that differ between groups, with the number of trained tensors of each."""
     groups = [
         {name: _setting(value) for name, value in group.items() if name not in _NO_SETTINGS}
         for group in optimizer.param_groups

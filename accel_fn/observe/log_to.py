@@ -68,13 +68,13 @@ _NAMES = (
     "data_wait",
     "peak_memory",
 )
-"""The names of the step's own values in a line, which a user may not use."""
+"""The names of the step's own values in a line; a user's values may not have these names."""
 _MEMORY_S = 1.0
-"""How old the peak of the memory in a line may be."""
+"""The largest age of the peak memory in a line."""
 _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()
 _END_S = 10.0
-"""How long the end of a process waits for the last values: a device may hang."""
+"""The longest time that the end of a process waits for the last values: a device may hang."""
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
@@ -206,11 +206,11 @@ def build_log(
 
 
 class Log(Observer):
-    """The log of a step on ranks that write nothing."""
+    """The log of a step on a rank that writes nothing."""
 
     def __init__(self) -> None:
         self._newest = 0
-        """The number of the newest step that has run."""
+        """The number of the newest step."""
         self._has_checked = False
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
@@ -245,19 +245,20 @@ class LogOnMain(Log):
         self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
-        # Only the last line outlives the step. This handler is registered after the exit handlers
+        # The last line alone outlives the step. This handler is registered after the exit handlers
         # of trackers, so it runs before them.
         atexit.register(finalize(self, recorder.end, os.getpid()))
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
         self._num_updates = 0
         self._logged = -1
         self._rates: dict[str, Any] = {}
-        """The learning rates of the running step; in it, a schedule sets those of the next one."""
+        """The learning rates that the running step uses; during the step, a schedule sets the next
+        ones."""
         self._first: float | None = None
-        """The time at which the first step began; None unless it is running."""
+        """The time at which the first step began; None if that step is not running."""
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Record the start of a step, and the rates that it uses."""
+        """Record the start of a step, and the learning rates that the step uses."""
         if self._waiting.is_new:
             self._recorder.begin(state)
             self._first = perf_counter()
@@ -280,7 +281,7 @@ class LogOnMain(Log):
             self._num_updates += 1
             verdict = verdict_of(report)
             self._applied = self._applied + (bool(verdict) if verdict.is_cpu else verdict)
-        # Of several updates of one batch, the first is logged.
+        # If a batch has several updates, only the first is logged.
         if self._newest % self._every == 0 and self._newest != self._logged:
             self._log(state, report)
         if self._first is not None:
@@ -336,7 +337,7 @@ class LogOnMain(Log):
 
 
 class LoopWait:
-    """Measures how long the loop was between steps, since the last line."""
+    """Measures the loop's time between steps, since the last line."""
 
     def __init__(self) -> None:
         self._last = self._ended = self._waited = self._paused = 0.0
@@ -345,7 +346,8 @@ class LoopWait:
         """Whether no step has begun yet."""
 
     def begin_step(self) -> None:
-        if self._in_step:  # the gradients of this update were computed before
+        # The gradients of this update were computed in an earlier call, which began the step.
+        if self._in_step:
             return
         now = perf_counter()
         if self.is_new:
@@ -358,11 +360,11 @@ class LoopWait:
         self._ended, self._in_step = perf_counter(), False
 
     def pause(self, seconds: float) -> None:
-        """Do not count time that was spent on a checkpoint or an evaluation."""
+        """Leave out time that was spent on a checkpoint or an evaluation."""
         self._paused += seconds
 
     def since_last(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and how many of them were between steps."""
+        """Return the seconds since the last call, and how many of these were between steps."""
         now = perf_counter()
         elapsed, waited = now - self._last, self._waited
         self._last, self._waited = now, 0.0
@@ -375,24 +377,26 @@ class Throughput:
     def __init__(self, state: DistState, plan: Plan) -> None:
         self._num_parts = state.data.world_size
         self._is_weight = plan.weight_fn is count_samples
-        """Whether the weight of a batch counts its samples."""
+        """Whether the weight of a batch is its number of samples."""
         self._counts = not self._is_weight
         self._takes_windows = bool(plan.having("takes_windows"))
         self._samples = 0
         self._items: dict[str, float] = {}
 
     def count(self, batch: Any) -> None:
-        """Count the samples of a batch of this rank, if its weight does not."""
+        """Count the samples of this rank's batch, unless its weight counts them."""
         if self._counts and batch is not None:
             try:
                 batches = batch if self._takes_windows else [batch]
                 self._samples += sum(map(count_samples, batches))
-            except BatchError:  # data that only a weight_fn can count
+            except BatchError:
+                # Only a weight_fn can count such data.
                 self._counts = False
 
     def add(self, report: Report) -> None:
-        """Add the weight of a global batch."""
-        if isinstance(report.weight, int | float):  # faster than to look for a Mapping
+        """Add the weight of a global batch to the counts."""
+        if isinstance(report.weight, int | float):
+            # This test is faster than one for a Mapping.
             weights = {"": report.weight}
         else:
             weights = {f"/{name}": weight for name, weight in report.weight.items()}
@@ -400,7 +404,7 @@ class Throughput:
             self._items[name] = self._items.get(name, 0.0) + float(weight)
 
     def per_second(self, seconds: float) -> dict[str, float]:
-        """Return rates, and reset the counts."""
+        """Return samples and items per second, and reset the counts."""
         found = {}
         if self._is_weight:
             found["samples_per_second"] = self._items[""] / seconds
@@ -414,7 +418,7 @@ class Throughput:
 
 
 class Memory:
-    """The peak of the memory in bytes, of the device, or of the process on a CPU."""
+    """The peak memory in bytes: of the device, or of the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -422,7 +426,7 @@ class Memory:
         self._known: dict[str, int] = {}
 
     def peak(self) -> dict[str, int]:
-        """Return a peak at most a second old: reading it costs as much as writing a line."""
+        """Return a peak at most a second old: to read it costs as much as to write a line."""
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
@@ -430,14 +434,15 @@ class Memory:
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 self._known = {"peak_memory": peak if sys.platform == "darwin" else peak * 1024}
             else:
-                with suppress(RuntimeError):  # a device that does not count its memory
+                with suppress(RuntimeError):
+                    # Some devices do not count their memory.
                     peak = torch.accelerator.max_memory_allocated(self._device)
                     self._known = {"peak_memory": peak}
         return self._known
 
 
 def _check_names(function: str, parameter: str, names: Iterable[str], repair: str) -> None:
-    """Refuse names that a line uses for other values, or that would break the line."""
+    """Refuse names of the step's own values, and names that would break a line."""
     wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
     if wrong:
         rule = "have printable names of one line, other than those of the step's own values"
@@ -445,7 +450,7 @@ def _check_names(function: str, parameter: str, names: Iterable[str], repair: st
 
 
 def _batch_number(state: DistState) -> int:
-    """Return the number of the newest batch, from 1; `state.step` counts it once no step uses it again."""
+    """Return the newest batch's number, from 1; `state.step` does not count an unfinished batch."""
     return state.step + bool(state.call)
 
 
@@ -455,9 +460,11 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
         of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
         groups = optimizer.param_groups
         for index, group in enumerate(groups):
-            if group.get("lr") is not None:  # Adafactor's may be None: it computes its rate
+            # The rate of Adafactor may be None, since it computes its own.
+            if group.get("lr") is not None:
                 named = f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer
-                rate = group["lr"]  # a tensor is written in place
+                # Copy a rate that is a tensor: schedules write to it in place.
+                rate = group["lr"]
                 found[named] = rate.clone() if isinstance(rate, Tensor) else rate
     return found
 
@@ -477,7 +484,8 @@ def _is_number(value: object) -> bool:
 def _check_writer(given: object) -> None:
     path = path_of(given)
     if path is None:
-        if given is not None:  # as on ranks where the program makes no tracker
+        # The writer is None on ranks where the program makes no tracker.
+        if given is not None:
             check_writer(given)
     elif path.suffix not in SUFFIXES or path.name.endswith(EVENTS):
         rule = "be paths that end in .jsonl or .csv, and not in .events.jsonl"
@@ -485,7 +493,7 @@ def _check_writer(given: object) -> None:
 
 
 class Recorder:
-    """Reads the values of a line one step later and writes them; it outlives its step by one line."""
+    """Reads the values of a line one step later and writes them; outlives its step by one line."""
 
     def __init__(self, writers: Sequence[object], prefix: str, plan: str) -> None:
         self._files: list[LogFile] = []
@@ -504,12 +512,12 @@ class Recorder:
         self._prefix, self._plan = prefix, plan
         self._delayed = DelayedFloats()
         self._line: tuple[int, float] | None = None
-        """Step and time of the line whose values are copied from the device."""
+        """Step and time of the line whose values are being copied from the device."""
         self.step: int | None = None
         """The newest step; None before the run begins."""
 
     def begin(self, state: DistState) -> None:
-        """Begin to log, if nothing was loaded: lines of later steps, from an earlier run, are removed."""
+        """Begin to log, unless a checkpoint was loaded; remove an earlier run's later lines."""
         if self.step is None:
             self._start(state)
             for file in self._files:
@@ -524,7 +532,7 @@ class Recorder:
             file.resume(state.step, seconds, folder)
 
     def rewind(self, step: int) -> None:
-        """Cut the log back to where it was before an earlier step, which the program runs again."""
+        """Cut the log back to its state before an earlier step, which the program runs again."""
         self.flush()
         for file in self._files:
             file.rewind(step)
@@ -545,18 +553,18 @@ class Recorder:
         self.step = state.step
 
     def event(self, event: str, step: int, **facts: object) -> None:
-        """Add an event of a run that has begun."""
+        """Add an event, if the run has begun."""
         if self.step is not None:
             for file in self._files:
                 file.event(event, step, **facts)
 
     def read(self, step: int, values: Mapping[str, Any]) -> None:
-        """Copy the values of a line from the device; on a CPU, write them at once."""
+        """Copy the values of a line from the device; on a CPU, write the line at once."""
         self._line = step, time.time()
         self._write_line(self._delayed(values, values["loss"].device))
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Write the line whose values were copied."""
+        """Write the pending line, whose values were copied."""
         if self._line is not None:
             self._write_line(self._delayed.last(timeout_s))
 
@@ -568,12 +576,13 @@ class Recorder:
         self.write(step, at, values)
 
     def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Write a line of this step."""
+        """Write a line with the values of this step."""
         if self._prefix:
             values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
-            # Lines of plans that run less often come first: their values are older, and steps rise.
-            # For one plan, a walk over weak references would take a tenth of the time of the line.
+            # Flush the lines of plans that run less often first: their values are older, and steps
+            # must rise. With one plan, a walk over weak references would take a tenth of the time
+            # of a line.
             for other in file.recorders if len(file.recorders) > 1 else ():
                 if other._line is not None and other._line[0] < step:
                     other.flush()
@@ -582,16 +591,20 @@ class Recorder:
             write(step, dict(values))
 
     def end(self, process: int) -> None:
-        """Write the last line, and the event of the end of the run."""
-        if os.getpid() != process or self.step is None:  # not in a process that it forked
+        """Write the last line, and the event that ends the run."""
+        # Skip processes that this one forked.
+        if os.getpid() != process or self.step is None:
             return
         step = self._line[0] if self._line else self.step
         try:
             self.flush(_END_S)
-        except Exception as error:  # a tracker that the program has closed
+        except Exception as error:
+            # The program may have closed a tracker.
             _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
-        last = getattr(sys, "last_value", None)  # the error that ends this process, if one does
-        ends = last is not None and not hasattr(sys, "ps1")  # at a prompt, an error ends no process
+        # The error that ends this process, if there is one.
+        last = getattr(sys, "last_value", None)
+        # At a prompt, an error ends no process.
+        ends = last is not None and not hasattr(sys, "ps1")
         self.event("end", self.step, error=type(last).__name__ if ends else None)
 
 
@@ -600,7 +613,7 @@ def path_of(given: object) -> Path | None:
 
 
 def _process_began() -> float:
-    """Return the time at which this process began, or, if unknown, imported this file."""
+    """Return the time at which this process began; if unknown, when it imported this file."""
     try:
         began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
         up = float(Path("/proc/uptime").read_text().split()[0])

@@ -35,7 +35,7 @@ Write = Callable[[int, Mapping[str, float]], None]
 
 
 def open_log(path: Path) -> LogFile:
-    """Open the log of a run; plans of one process share it."""
+    """Open the log of a run, which plans of one process share."""
     path = Path(os.path.abspath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ def open_log(path: Path) -> LogFile:
 
 
 def _check_log(path: Path) -> None:
-    """Refuse a file that is not a log: it would lose lines."""
+    """Refuse a file that is not a log, since it would lose lines."""
     begin = _TABLES[path.suffix].begin
     with path.open("a+b") as file:
         file.seek(0)
         found = file.read(len(begin))
-    # A log that was cut may be shorter than this.
+    # A log that was cut may be shorter than `begin`.
     is_log = begin.startswith(found) or found.startswith(b"\0") or events_file(path).exists()
     if not is_log:
         raise LogError(
@@ -67,7 +67,7 @@ def _check_log(path: Path) -> None:
 
 
 class LogFile:
-    """A table of values and the events of its run, which continues if they cannot be written."""
+    """A table of values and the events of its run; the run continues if they cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -75,7 +75,7 @@ class LogFile:
         self._events = _EVENTS.get(beside) or _Events(path)
         _EVENTS[beside] = self._events
         self.plans = self._events.plans
-        """The texts of the plans whose values this log has."""
+        """The texts of the plans that write values to this log."""
         self._table = _TABLES[path.suffix](path)
         self._has_begun = False
         self._has_warned = False
@@ -88,8 +88,8 @@ class LogFile:
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to the start of a run that loaded nothing; keep a copy of the old."""
-        # Another plan of the run may have logged the batch that this one begins with.
+        """Cut the log back to the start of a run that loaded nothing; keep the old log's copy."""
+        # Another plan of the run may already have logged the batch with which this plan begins.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:
             old = self._path.with_name(f"{self._path.name}.old")
@@ -110,14 +110,15 @@ class LogFile:
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
 
     def rewind(self, step: int) -> None:
-        """Remove the line of a step that runs again, and later ones, unless another plan did so."""
+        """Remove the lines from a step that runs again on, unless another plan did so."""
         if self._last_step > step:
             self._try(lambda: self._table.cut(step - 1))
 
     def event(self, event: str, step: int, **facts: object) -> None:
         """Add an event, unless another plan of the process has just added it."""
         self._try(lambda: self._events.add({"event": event, "step": step, **facts}))
-        # An event is rare, a line is not: to look for the file at each line would slow a step.
+        # Look for the file at events only, since they are rare: a look at each line would slow the
+        # steps.
         if not self._has_warned and not self._table.is_in_place():
             self._has_warned = True
             warn_user(
@@ -139,7 +140,7 @@ class LogFile:
         self._try(lambda: self._table.put({"step": step, "time": at, **values}))
 
     def _warn_of_two(self, step: int, values: Mapping[str, float]) -> None:
-        """Warn if the line of this step has another value of one of these names."""
+        """Warn if this step's line already has another value under one of these names."""
         last = self._table.last
         twice = [name for name, value in values.items() if str(last.get(name, value)) != str(value)]
         if twice:
@@ -167,7 +168,7 @@ class LogFile:
 
 
 class _JsonLines:
-    """A file with a JSON object for each step, in order; the object of the newest step may grow."""
+    """A file with a JSON object for each step, in order; the newest step's object may grow."""
 
     begin = b'{"step": '
 
@@ -178,21 +179,21 @@ class _JsonLines:
         self._open()
 
     def put(self, line: Line) -> None:
-        """Add a line, or add values to the last one if it is of the same step."""
+        """Add a line, or add the values to the last line if that is of the same step."""
         is_same = line["step"] == self.last.get("step")
         end = os.fstat(self._file).st_size
-        # Another program may have cut the file, as logrotate does: the last line is not there any more.
+        # Another program may have cut the file, as logrotate does; then the last line is gone.
         start = self._start if is_same and end == self._end else end
         self._put_at(start, {**self.last, **line} if is_same else line)
 
     def is_in_place(self) -> bool:
-        """Return whether the path still leads to the file that is written."""
+        """Return whether the path still leads to the open file."""
         with suppress(OSError):
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         return False
 
     def cut(self, step: float) -> None:
-        """Remove the lines of later steps."""
+        """Remove the lines of steps after `step`."""
         self._start, self._end = 0, 0
         self.last: Line = {}
         for start, end, line in placed_lines(self._path):
@@ -202,8 +203,8 @@ class _JsonLines:
         os.ftruncate(self._file, self._end)
 
     def _open(self) -> None:
-        """Open the file and drop a last line that was cut in its middle."""
-        # Opened to append: otherwise a file that is cut meanwhile would get a hole of zeros.
+        """Open the file, and drop an incomplete last line."""
+        # Open to append: otherwise a file that another program cuts would get a hole of zeros.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, self._file)
         self.cut(math.inf)
@@ -215,13 +216,14 @@ class _JsonLines:
         try:
             while data:
                 data = data[os.write(self._file, data) :]
-        except OSError:  # a full disk: half a line would spoil the next one
+        # The disk may be full: half a line would spoil the next line.
+        except OSError:
             os.ftruncate(self._file, start)
             raise
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
-        # JSON has no nan and no infinity, which only Python's readers take. Numbers need no encoder,
-        # which takes twice as long.
+        # JSON has no nan and no infinity: only Python's readers accept them. Numbers are formatted
+        # directly, since an encoder takes twice as long.
         pairs = [
             f"{_quoted(name)}: {each if math.isfinite(each) else 'null'}"
             for name, each in line.items()
@@ -230,7 +232,7 @@ class _JsonLines:
 
 
 def _set_damage_aside(path: Path) -> None:
-    """Rename a log that has damaged lines, and keep its other lines under its name."""
+    """Rename a log that has damaged lines, and write its other lines to a new file of its name."""
     whole, is_damaged = whole_lines(path)
     if not is_damaged:
         return
@@ -247,7 +249,7 @@ def _set_damage_aside(path: Path) -> None:
 
 
 class _Csv(_JsonLines):
-    """A table of rows below a header, which is written with the first row."""
+    """A table of rows below a header; the header is written with the first row."""
 
     begin = b"step,time,"
 
@@ -256,7 +258,7 @@ class _Csv(_JsonLines):
         self._columns = heading(self._path)
 
     def put(self, line: Line) -> None:
-        """Add a line; values of new names make the table wider."""
+        """Add a line; new names add columns to the table."""
         new = [name for name in line if name not in self._columns]
         if new and self.last:
             self._widen(new)
@@ -265,7 +267,7 @@ class _Csv(_JsonLines):
         super().put(line)
 
     def _widen(self, new: list[str]) -> None:
-        """Write the file anew with more columns; the new file gets its name once it is whole."""
+        """Write the file again with more columns; replace the old one once the new one is whole."""
         lines = [line for _, _, line in placed_lines(self._path)]
         self._columns = columns = [*self._columns, *new]
         data = b"".join(
@@ -276,7 +278,8 @@ class _Csv(_JsonLines):
         path.replace(self._path)
         self._close()
         self._open()
-        self._columns = columns  # the file may have been empty
+        # The file may have been empty, without a header to read.
+        self._columns = columns
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
         text = io.StringIO()
@@ -288,7 +291,7 @@ class _Csv(_JsonLines):
 
 
 class _Events:
-    """The file of a run's events. Its processes add lines, one process at a time."""
+    """The file of a run's events. Processes of the run add lines to it, one process at a time."""
 
     def __init__(self, path: Path) -> None:
         stem = path.with_suffix("")
@@ -301,7 +304,7 @@ class _Events:
         self._file = os.open(events_file(path), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         finalize(self, os.close, self._file)
         size = os.fstat(self._file).st_size
-        # A line that was cut in its middle stays a line by itself, which readers skip.
+        # End an incomplete last line, so that it stays a separate line, which readers skip.
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
         self.plans: list[str] = []
@@ -361,7 +364,7 @@ def log_events(file: Path) -> list[dict[str, Any]]:
 
 
 def events_file(file: Path) -> Path:
-    """Return the file of the run's events, which a .csv and a .jsonl of one name share."""
+    """Return the file of the run's events, which a .csv and a .jsonl of the same name share."""
     return file.with_name(file.stem + EVENTS)
 
 
@@ -375,28 +378,28 @@ def _is_event(found: dict[str, Any]) -> bool:
 
 
 def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int, Line]]:
-    """Yield start, end and numbers of each line that has a step."""
+    """Yield start, end and numeric values of each line that has a step."""
     parse = _row_parser() if file.suffix == ".csv" else _object_of
     for start, end, found in _placed(file, parse, most):
         if _is_step(found.get("step")):
-            # JSON has null for a number that is not finite.
+            # JSON has null in place of a number that is not finite.
             values = {name: math.nan if each is None else each for name, each in found.items()}
             yield start, end, {name: value for name, value in values.items() if _is_number(value)}
 
 
 def whole_lines(file: Path) -> tuple[bytes, bool]:
-    """Return the lines of a log that can be read, and whether it has damaged ones."""
+    """Return the readable lines of a log, and whether it has damaged lines."""
     data = file.read_bytes()
     places = [(start, end) for start, end, _ in placed_lines(file)]
     if file.suffix == ".csv" and "step" in heading(file):
         places.insert(0, (0, data.index(b"\n") + 1))
     whole = b"".join(data[start:end] for start, end in places)
-    # The last line may have been cut in its middle by the end of its process.
+    # The end of a process may have cut the last line.
     return whole, whole != data[: data.rfind(b"\n") + 1]
 
 
 def heading(file: Path) -> list[str]:
-    """Return the names of the columns of a CSV; none if it has no whole line."""
+    """Return the column names of a CSV file; an empty list if it has no complete line."""
     return next((parsed for _, _, parsed in _placed(file, _row_of)), [])
 
 
@@ -412,7 +415,7 @@ def _is_number(value: Any) -> bool:
 def _placed(
     file: Path, parse: Callable[[str], T | None], most: int | None = None
 ) -> Iterator[tuple[int, int, T]]:
-    """Parse the lines of a file, which may be missing, be cut or have damaged bytes."""
+    """Parse the lines of a file, which may be missing, be cut off or have damaged bytes."""
     end = 0
     with suppress(FileNotFoundError), file.open("rb") as opened:
         for data in itertools.islice(opened, most):
@@ -430,13 +433,14 @@ def _object_of(line: str) -> dict[str, Any] | None:
 
 
 def _row_of(line: str) -> list[str] | None:
-    with suppress(csv.Error):  # a cell of a damaged file that is too long
+    # A damaged file may have a cell that is too long.
+    with suppress(csv.Error):
         return next(csv.reader([line]), None)
     return None
 
 
 def _row_parser() -> Callable[[str], dict[str, Any] | None]:
-    """Make a parser of rows that have as many cells as the first one; it leaves empty cells out."""
+    """Make a parser of rows with as many cells as the first row; it leaves out empty cells."""
     names: list[str] = []
 
     def parse(line: str) -> dict[str, Any] | None:
@@ -470,8 +474,8 @@ def as_writer(given: Any) -> Write:
 
 
 def check_writer(given: object) -> None:
-    """Refuse anything but a run of these libraries or a function."""
-    # A class is callable, too: SummaryWriter in place of SummaryWriter().
+    """Refuse a value that is neither a run of these libraries nor a function."""
+    # A class is callable too, such as SummaryWriter in place of SummaryWriter().
     if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
         rule = (
             "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "
@@ -491,7 +495,7 @@ def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> No
 
 
 def _tensorboard(writer: Any) -> Write:
-    # Its thread is a daemon: the last events would be lost with the process.
+    # Close the writer at exit: its thread is a daemon, so the last events would be lost.
     atexit.register(writer.close)
 
     def write(step: int, values: Mapping[str, float]) -> None:
@@ -504,7 +508,7 @@ def _tensorboard(writer: Any) -> Write:
 def _tensorboard_settings(writer: Any, settings: Mapping[str, object]) -> None:
     plan, *others = (f"{name}: {value}" for name, value in settings.items())
     lines = [*plan.removeprefix("plan: ").splitlines(), *others]
-    # The text is Markdown, in which indented lines stay as they are.
+    # The text is Markdown, which does not change indented lines.
     writer.add_text("accel_fn", "\n".join(f"    {line}" for line in lines), 0)
 
 
@@ -521,7 +525,7 @@ def _config_settings(run: Any, settings: Mapping[str, object]) -> None:
 
 
 def _mlflow(given: Any) -> Write:
-    # Looked up once: after the end of the active run, `mlflow` would start another one.
+    # Look up the run once: after the end of the active run, `mlflow` would start another one.
     run_id = _mlflow_run(given).info.run_id
     log_metrics = sys.modules["mlflow"].log_metrics
     return lambda step, values: log_metrics(dict(values), step=step, run_id=run_id)
@@ -529,7 +533,7 @@ def _mlflow(given: Any) -> Write:
 
 def _mlflow_settings(given: Any, settings: Mapping[str, object]) -> None:
     run, client = _mlflow_run(given), sys.modules["mlflow"].MlflowClient()
-    # As tags: a parameter of a run cannot change, and a resumed run may have another world size.
+    # Write tags: a parameter of a run cannot change, and a resumed run may have another world size.
     for name, value in settings.items():
         client.set_tag(run.info.run_id, f"accel_fn.{name}", str(value))
 
@@ -567,15 +571,16 @@ _KINDS: dict[str, _Kind] = {
     "trackio.Run": _CONFIGURED,
     "trackio": _CONFIGURED,
     "swanlab.Run": _CONFIGURED,
-    "swanlab.SwanLabRun": _CONFIGURED,  # before 0.8
+    # This is the name before version 0.8.
+    "swanlab.SwanLabRun": _CONFIGURED,
     "swanlab": _CONFIGURED,
     "aim.Run": (_aim, _aim_settings),
 }
-"""By library and class, or by a library whose module stands for the active run."""
+"""Kinds of runs by library and class, or by a module that stands for the active run."""
 
 
 def _kind_of(given: object) -> _Kind | None:
-    """Find the kind of a run, also of a user's subclass of its class, or of a module."""
+    """Find the kind of a run by its class or a base class, or of a module."""
     if isinstance(given, ModuleType):
         return _KINDS.get(given.__name__)
     names = (f"{each.__module__.split('.')[0]}.{each.__name__}" for each in type(given).__mro__)

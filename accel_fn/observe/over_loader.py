@@ -30,7 +30,7 @@ from accel_fn.observe.progress import loader_length, open_bar
 
 T = TypeVar("T")
 _ENDED, _READY, _FAILED = 0, 1, 2
-"""Signals of a rank before each batch, if all ranks must run the same number of batches."""
+"""The signals that ranks exchange before each batch, if all must run the same number of batches."""
 
 
 def check_step(function: str, step: Step, state: DistState) -> None:
@@ -59,10 +59,11 @@ def check_loader(function: str, loader: Iterable[Any], state: DistState) -> None
 def read_on_all_ranks(
     function: str, step: Step, state: DistState, read: Callable[[], tuple[T, Looks]]
 ) -> list[T]:
-    """Call `read` on all ranks, with the buffers of the main rank; return what each rank has read.
+    """Call `read` on all ranks, with the buffers of the main rank; return each rank's result.
 
-    On a mesh, these are the ranks along `dp`: ranks along other axes have read the same. `read`
-    also returns a description of its rank's first batch. Observers of the step get the time.
+    On a mesh, return those of the ranks along `dp`, since ranks along other axes have read the
+    same. `read` also returns a description of its rank's first batch. Observers of the step get the
+    time.
     """
     plan = step.plan
     with step.observers.evaluating(state), step.strategy.evaluating(plan, state, function):
@@ -82,13 +83,13 @@ def over_loader(
 ) -> Looks:
     """Call `use` on every batch of this rank, with the parts that `cut_up` made of it.
 
-    Afterwards the modes of modules and optimizers, and the global generators, are as they were.
-    Returns a description of the first batch, if the loader is not a sharded one.
+    At the end, modes of modules and optimizers, and the global generators, are restored. Return a
+    description of the first batch, unless the loader is a sharded one.
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
     looks = Looks([], []) if isinstance(loader, ShardedLoader | Epoch) else None
-    # Ranks along other axes than `dp` may meet in a forward.
+    # Ranks along axes other than `dp` may meet in a forward, so all must run the same number.
     together = state.data.world_size < state.world_size
     together = together or (step.strategy.pads and state.world_size > 1)
     with restored_random(state.device):
@@ -98,7 +99,8 @@ def over_loader(
         options |= {"is_main": state.is_main, "wanted": progress, "total": loader_length(loader)}
         bar = open_bar(**options)
         shown: Any = nullcontext() if bar is None else bar
-        module = step.strategy.module  # a loss_fn may be a module too
+        # A loss_fn may be a module too.
+        module = step.strategy.module
 
         def use_and_show(each: CutBatch) -> None:
             nonlocal looks
@@ -116,20 +118,22 @@ def over_loader(
                     for numbers, batch in batches:
                         use_and_show(CutBatch(numbers, batch, cut_up(batch)))
         except Exception:
-            # A peer may get its items only if this rank reads on. With shards, all stop together.
+            # Read on to the end, since a peer may depend on this rank for its items. With shards,
+            # all ranks stop together.
             if state.world_size > 1 and not together:
                 with suppress(Exception):
                     for _ in batches:
                         pass
             raise
         finally:
-            del batches  # workers end with it, even if the caller keeps the error
+            # Drop the iterator, so that workers end with it even if the caller keeps the error.
+            del batches
     return looks or Looks([], [])
 
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A batch of this rank, with the numbers of its samples, if they have any, and its parts."""
+    """A batch of this rank, with the numbers of its samples, if known, and its parts."""
 
     numbers: list[Any] | None
     batch: Any
@@ -145,8 +149,8 @@ def _use_in_step(
 ) -> None:
     """Call `use` equally often on every rank, with None if this rank has no more batches.
 
-    All ranks gather shards of parameters, so each must run as many forwards. If a rank has failed,
-    all stop before the next batch.
+    All ranks gather shards of parameters, so each must run the same number of forwards. If a rank
+    has failed, all stop before the next batch.
     """
     failure: Exception | None = None
     for number in itertools.count():
@@ -171,7 +175,8 @@ def _use_in_step(
         try:
             raise failure
         finally:
-            del failure  # the frame must not hold the error, whose traceback holds the frame
+            # Delete the reference: frame and error would keep each other alive.
+            del failure
 
 
 def parts_with_rows(plan: Plan, batch: Any) -> list[Any]:
@@ -198,7 +203,7 @@ def over_parts(
 
 @contextmanager
 def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
-    """Settle at the end, even after an error, so that this rank joins the gathers of its peers."""
+    """Call `settle` at the end, even after an error, so that this rank joins its peers' gathers."""
     try:
         yield
     except Exception:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "accel_fn."
-"""The prefix of the names of our ranges in a trace."""
+"""The prefix of accel_fn's ranges in a trace."""
 STEP, DATA, COLLECTIVES, REST = "step", "data", "collectives", "rest"
 PHASES = (DATA, "forward", "backward", COLLECTIVES, "update", "checks", REST)
 _OF_A_STEP = [each for each in PHASES if each not in (DATA, COLLECTIVES, REST)]
@@ -17,7 +17,7 @@ _HOST_COLLECTIVES, _DEVICE_COLLECTIVES, _DISPATCH = "gloo:", "nccl", "c10d::"
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _NOTABLE = 0.1
-"""The least share of a step for which the other ranks wait for a straggler."""
+"""The least wait for a straggler, as a share of a step, that the table reports."""
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class PhaseTimes:
 
     host: Mapping[str, float]
     device: Mapping[str, float]
-    """Empty without an accelerator."""
+    """The same for kernels on the device; empty without an accelerator."""
 
     @property
     def step(self) -> float:
@@ -63,7 +63,7 @@ def phase_times(trace: Mapping[str, Any]) -> PhaseTimes:
 
 
 def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
-    """Find the intervals of steps and of each phase; the rest of a step is a phase, too."""
+    """Find the intervals of steps and of each phase; the rest of a step counts as a phase."""
     found: dict[str, list[Interval]] = {name: [] for name in (STEP, *PHASES) if name != COLLECTIVES}
     for each in events:
         if each["cat"] == "user_annotation" and each["name"].startswith(PREFIX):
@@ -74,8 +74,8 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
-    """Cut ranges to the times in which a collective that the host may wait for is under way."""
-    # A sum that was started before the forward is awaited after it, in the rest of the step.
+    """Cut ranges to the times in which a collective runs that the host may wait for."""
+    # A sum that starts before the forward is awaited after it, in the rest of the step.
     return [
         (max(begin, start), min(end, stop))
         for start, stop in ranges
@@ -85,7 +85,7 @@ def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str)
 
 
 def _own_operations(events: Iterable[Event]) -> list[Interval]:
-    """Find when the host computes: in operations that call no others and are not collectives."""
+    """Find when the host computes: in operations that call no other operation or collective."""
     threads: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
     for each in events:
         if each["cat"] == "cpu_op":
@@ -134,7 +134,8 @@ def _interval(event: Event) -> Interval:
 
 
 def _seconds(times: Mapping[str, float]) -> dict[str, float]:
-    return {phase: each / 1e6 for phase, each in times.items()}  # traces are in microseconds
+    # Traces are in microseconds.
+    return {phase: each / 1e6 for phase, each in times.items()}
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -149,7 +150,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the first that are not in the second; both are unions."""
+    """Return the parts of `first` that are not in `second`; both are unions."""
     found, place = [], 0
     for begin, end in first:
         while place < len(second) and second[place][1] <= begin:
@@ -196,7 +197,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _verdict(ranks: Mapping[int, PhaseTimes]) -> str:
-    """Name the straggler, for which its peers wait, and the phase in which it is slower."""
+    """Name the straggler that the other ranks wait for, and the phase in which it is slower."""
     slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
     others = [each for rank, each in ranks.items() if rank != slowest]
     lost = sum(each.waiting for each in others) / len(others) - ranks[slowest].waiting

@@ -128,22 +128,25 @@ def predict(
                 f"predict: fn must return one form of tree on every rank, got {got}"
             )
     state = over(state)
-    if len(with_rows) < state.world_size:  # a rank without rows does not know their tree
+    # A rank without rows does not know the form of the tree.
+    if len(with_rows) < state.world_size:
         rows.take_form(broadcast([rows.without_rows()], state, source=first)[0])
     tree, numbers, batches = join_rows(rows.joined(), state, "predict", "fn's tree")
-    order = torch.argsort(batches, stable=True)  # the ranks' rows of one batch stay in rank order
+    # A stable sort keeps the ranks' rows of one batch in rank order.
+    order = torch.argsort(batches, stable=True)
     if all(every[rank][1] for rank in with_rows):
         order = order[torch.argsort(numbers[order], stable=True)]
         in_order = numbers[order]
         is_new = torch.ones(len(order), dtype=torch.bool)
         is_new[1:] = in_order[1:] != in_order[:-1]
-        order = order[is_new]  # one row of each sample, also if a sampler repeats it
+        # Keep one row for each sample, even if a sampler repeats it.
+        order = order[is_new]
     found: T = tree if torch.equal(order, torch.arange(len(batches))) else _picked(tree, order)
     return found
 
 
 def _window(plan: Plan, batch: Any) -> list[Any] | None:
-    """Return the batches of a window, which are its micro-batches; None for any other batch."""
+    """Return a window's batches, which are its micro-batches; None for any other batch."""
     if not plan.split or type(batch) is not list:
         return None
     parts = [*plan.split[0](batch)]
@@ -161,23 +164,25 @@ def _picked(tree: Any, order: Tensor) -> Any:
 
 
 class _Rows:
-    """Collects the rows of this rank: pieces of each leaf, one a micro-batch, and the source of each row."""
+    """Collects this rank's rows, a piece of each leaf per micro-batch, and each row's sample."""
 
     def __init__(self) -> None:
         self.structure: pytree.TreeSpec | None = None
         self.form = ""
-        """The tree, with dtype and trailing shape in place of each leaf; "" without rows."""
+        """The form of the tree, with dtype and trailing shape in place of each leaf; "" without
+        rows."""
         self.pieces: list[list[Any]] = []
-        """The pieces of each leaf, on the host."""
+        """The pieces of each leaf, in host memory."""
         self.count = 0
-        """The number of rows."""
+        """The number of rows collected so far."""
         none = torch.empty(0, dtype=torch.int64)
         self._numbers, self._batches = [none], [none]
-        """The sample of each row, 0 if unknown, and its batch; a window counts as several."""
+        """For each row, the number of its sample (0 if unknown) and of its batch; a window counts
+        as several batches."""
         self.are_numbered = True
         self._num_batches = 0
         self._parts: list[tuple[Any, int]] = []
-        """The micro-batches of the batch that is being read, and the number of rows of each."""
+        """The micro-batches of the current batch, and the number of rows of each."""
 
     def add(self, part: Any, tree: Any) -> None:
         """Add the tree that `fn` returned for a micro-batch."""
@@ -219,22 +224,23 @@ class _Rows:
         self._parts.clear()
 
     def without_rows(self) -> Any:
-        """Return the tree without its rows; None if this rank has no tree."""
+        """Return the tree without rows; None if this rank has no tree."""
         if self.structure is None:
             return None
         return pytree.tree_unflatten([column[0][:0] for column in self.pieces], self.structure)
 
     def take_form(self, tree: Any) -> None:
-        """Take the structure of another rank if this one has no rows."""
+        """Take the structure of another rank's tree if this rank has no rows."""
         if self.structure is None:
             leaves, self.structure = flat_rows(tree)
             self.pieces = [[_on_host(leaf)] for leaf in leaves]
 
     def joined(self) -> tuple[Any, Tensor, Tensor]:
-        """Return the tree of all rows of this rank, and the sample and the batch of each."""
+        """Return the tree of all rows of this rank, with the sample and the batch of each row."""
         assert self.structure is not None
         leaves: list[Any] = []
-        while self.pieces:  # a column is dropped once it is joined, so only one is held twice
+        # Drop each column once it is joined, so that only one column is held twice.
+        while self.pieces:
             column = self.pieces.pop(0)
             is_tensor = isinstance(column[0], Tensor)
             leaves.append(torch.cat(column) if is_tensor else _joined(column))
@@ -243,7 +249,7 @@ class _Rows:
 
 
 def _common_length(leaves: Sequence[Any]) -> int:
-    """Return the number of rows of a tree."""
+    """Return the number of rows that all leaves of a tree share."""
     for leaf in leaves:
         if not isinstance(leaf, list) and not (isinstance(leaf, Tensor) and leaf.ndim):
             got = "a 0-dim tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -264,7 +270,7 @@ def _check_count(num: int, wanted: int, repair: str) -> None:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Copy rows to the host: a view would keep its whole tensor in memory."""
+    """Copy rows to the host: a view would keep the memory of its whole tensor."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("cpu", copy=True)
     return type(leaf)(map_tensors(_on_host, item) for item in leaf)

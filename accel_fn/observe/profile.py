@@ -106,16 +106,16 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
 
 
 class ProfileSlot(SlotFunction):
-    """`Profile` with its settings."""
+    """The slot function that makes a `Profile`."""
 
     def claim(self, plan: Plan) -> Plan:
-        """Move it before the other observers, whose work is a part of the step."""
+        """Move the profile before the other observers, whose work is a part of the step."""
         others = [each for each in plan.observers if each is not self]
         return replace(plan, observers=(self, *others))
 
 
 class Profile(Observer):
-    """The profile of a few steps of one rank: it begins before the first and is written after the last."""
+    """The profile of a few steps of one rank: starts before the first, written after the last."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, state: DistState, *, folder: Path, steps: range
@@ -141,7 +141,7 @@ class Profile(Observer):
         ]
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Begin in the middle of the steps if a run resumes there; end if the run has left them."""
+        """Begin in the middle of the steps if a run resumes there; end if it has passed them."""
         if self._is_over:
             return
         trace, number = self._trace, state.step + 1
@@ -160,7 +160,7 @@ class Profile(Observer):
             trace.begin_step(number)
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """End a step: start before the first profiled step, and write after the last."""
+        """End a step: start the profiler before the first profiled step; write after the last."""
         if self._is_over or report.applied is None:
             return
         if self._trace.is_running and state.step >= self._steps[-1]:
@@ -177,7 +177,8 @@ class Profile(Observer):
 
     def _start(self, state: DistState) -> None:
         """Start the profiler on all ranks at once."""
-        process = socket.gethostname(), os.getpid(), id(profile)  # ranks of simulate share one
+        # Simulated ranks share one process.
+        process = socket.gethostname(), os.getpid(), id(profile)
         every = primitives.exchange(process, state, "profile")
         leads = every.index(process) == state.rank
         all_or_none(lambda: self._trace.start(self._phases() if leads else ()), state, "profile")
@@ -199,7 +200,7 @@ def _checks_of(strategy: Strategy) -> list[Observer]:
 
 
 class RankTrace:
-    """Torch's profiler of one rank, and the ranges of phases while it runs."""
+    """torch's profiler on one rank, and the ranges of phases while the profiler runs."""
 
     def __init__(self, state: DistState, folder: Path, steps: range) -> None:
         self.folder, self._steps = folder, steps
@@ -208,11 +209,11 @@ class RankTrace:
         self._profiler: torch.profiler.profile | None = None
         self._places: list[tuple[weakref.ref[Any], str]] = []
         self._open: tuple[str, AbstractContextManager[Any]] | None = None
-        """The range of the step, or of the time between two steps."""
+        """The open range: a step, or the time between two steps."""
         self._is_in_phase = False
         self.is_running = False
         self.first = self.last = 0
-        """The first step that is profiled, and the newest step that began."""
+        """The first profiled step, and the newest step that began."""
 
     def start(self, phases: Sequence[tuple[Any, str, str]]) -> None:
         """Start to profile, with these methods as phases; without any, another rank profiles."""
@@ -223,7 +224,8 @@ class RankTrace:
             )
         self.is_running = True
         if phases:
-            # torch 2.11 warns that a cycle clears the events of the one before; there is only one.
+            # torch 2.11 warns that a cycle clears the events of the cycle before; there is only one
+            # cycle.
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         for owner, name, phase in phases:
@@ -258,14 +260,15 @@ class RankTrace:
         self._enter(DATA)
 
     def _enter(self, name: str) -> None:
-        """Leave the open range and enter `name`, unless that is the open one."""
+        """Leave the open range and enter `name`, unless `name` is already open."""
         if self._profiler is None or (self._open and self._open[0] == name):
             return
         self._leave()
         entered: AbstractContextManager[Any] = record_function(f"{PREFIX}{name}")
         entered.__enter__()
         self._open = name, entered
-        self._is_in_phase = name == DATA  # an evaluation between steps is not a forward of a step
+        # An evaluation between steps is no forward of a step.
+        self._is_in_phase = name == DATA
 
     def _leave(self) -> None:
         if self._open is not None:
@@ -273,7 +276,7 @@ class RankTrace:
             self._open = None
 
     def stop(self) -> PhaseTimes | None:
-        """Stop, write the trace, and return the times of its phases; None if another rank profiles."""
+        """Stop, write the trace and return the phases' times; None if another rank profiles."""
         self.is_running = False
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -282,17 +285,18 @@ class RankTrace:
         for owner, name in self._places:
             if (there := owner()) is not None:
                 delattr(there, name)
-        profiler.stop()  # waits for the device
+        # This waits for the device.
+        profiler.stop()
         plain = self._path.with_suffix("")
         profiler.export_chrome_trace(str(plain))
         trace = plain.read_bytes()
-        # Torch's own compression takes most of the time of an export.
+        # torch's own compression takes most of the time of an export.
         self._path.write_bytes(gzip.compress(trace, _COMPRESSION))
         plain.unlink()
         return phase_times(json.loads(trace))
 
     def abandon(self) -> None:
-        """Write the trace so far of a profile whose run has ended."""
+        """Write the trace so far, because the run has ended."""
         if not self.last:
             return
         traces = "no trace is written"
@@ -307,7 +311,7 @@ class RankTrace:
 
 
 def _check_writable(folder: Path) -> None:
-    """Make the folder, or refuse it if no file can be made in it."""
+    """Make the folder; refuse it if no file can be made in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()

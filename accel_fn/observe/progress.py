@@ -21,13 +21,15 @@ from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentTypeError, message
 
 T = TypeVar("T", covariant=True)
-_DELAY_S = 1.0  # a shorter wait needs no bar
+# A shorter wait needs no bar.
+_DELAY_S = 1.0
 
 
 @overload
 def progress(loader: Epochs[Batch], state: DistState) -> Progress[ShownEpoch[Batch]]: ...
 @overload
-def progress(  # type: ignore[overload-overlap]  # the first that fits decides
+# The first matching overload decides.
+def progress(  # type: ignore[overload-overlap]
     loader: Epoch[Batch], state: DistState
 ) -> ShownEpoch[Batch]: ...
 @overload
@@ -77,7 +79,7 @@ def progress(
 
 
 class Shows:
-    """Has a bar, beside which a loop can show values."""
+    """A base class with a bar, beside which a loop can show values."""
 
     __slots__ = ()
     _bar: LoopBar
@@ -148,12 +150,13 @@ class ShownEpoch(Epoch[Batch], Shows):
         return cls(**{each.name: getattr(epoch, each.name) for each in fields(Epoch)}, _bar=bar)
 
     def _cut(self, batches: Iterator[T]) -> Iterator[T]:
-        cut = Epoch._cut(self, batches)  # slots make another class, which `super()` does not know
+        # Slots make another class, which `super()` does not know.
+        cut = Epoch._cut(self, batches)
         return sampled_with(cut, self._bar.over_epoch(cut, self))
 
 
 class LoopBar:
-    """The bar of one loop, in a terminal or a notebook, and the values beside it."""
+    """The bar of a loop, in a terminal or a notebook, and the values beside the bar."""
 
     def __init__(self, state: DistState) -> None:
         self._is_main = state.is_main
@@ -179,7 +182,7 @@ class LoopBar:
             yield from self._counted(items)
 
     def over_epoch(self, items: Iterator[T], epoch: Epoch[Any]) -> Iterator[T]:
-        """Yield the batches of an epoch, with a separate bar or in the bar of the whole run."""
+        """Yield the batches of an epoch, in a bar of the epoch or in the bar of the whole run."""
         text, first = f"epoch {epoch.index}", epoch.first_batch
         if self._bar is None:
             left = loader_length(epoch)
@@ -188,12 +191,13 @@ class LoopBar:
             return
         self._bar.set_description_str(text, refresh=False)
         per_epoch = loader_length(epoch.loader)
-        if per_epoch is not None:  # the epoch before may have been left early
+        if per_epoch is not None:
+            # The loop may have left the previous epoch early.
             self._bar.update(epoch.index * per_epoch + first - self._bar.n)
         yield from self._counted(items)
 
     def _counted(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items; each counts when the loop requests the next one."""
+        """Yield the items; an item counts when the loop requests the next one."""
         bar = self._bar
         if bar is None:
             yield from items
@@ -202,9 +206,11 @@ class LoopBar:
         try:
             for item in items:
                 yield item
-                del item  # this frame would keep it while the next one is read
+                # Delete the item: this frame would keep it while the next one is read.
+                del item
                 number += 1
-                if number >= bar.miniters:  # fewer do not fill the time between two lines
+                # With fewer items than `miniters`, tqdm would not redraw.
+                if number >= bar.miniters:
                     is_drawn, number = bar.update(number), 0
                     if is_drawn:
                         bar.set_postfix_str(self._read())
@@ -212,7 +218,7 @@ class LoopBar:
             bar.update(number)
 
     def _read(self, *, is_last: bool = False) -> str:
-        """Format the values that are known on the host; with `is_last`, wait for the newest."""
+        """Format the values that the host knows; with `is_last`, wait for the newest values."""
         texts = []
         for name, value in self.values.items():
             known: Any = value
@@ -227,7 +233,7 @@ class LoopBar:
 
 
 def open_bar(*, is_main: bool, wanted: bool | None = None, **options: Any) -> Any:
-    """Open tqdm's bar on the main rank, by default in a terminal or notebook; else return None."""
+    """Open tqdm's bar on the main rank, by default in a terminal or notebook; or return None."""
     looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not is_main or not (looked_at if wanted is None else wanted):
         return None
@@ -249,7 +255,7 @@ def bytes_bar(text: str, total: int, *, is_main: bool = True) -> Iterator[Callab
 
 
 def loader_length(loader: Iterable[Any]) -> int | None:
-    """Return the length of a loader, if it has one; an error in it must not end the loop."""
+    """Return a loader's length, or None; an error in its `__len__` must not end the loop."""
     try:
         return length_hint(loader) or None
     except Exception:
