@@ -26,7 +26,7 @@ from accel_fn.testing.operations import Operation, first_difference, recorded
 from accel_fn.testing.simulation import simulate
 
 _REPORTED = 1e-6
-"""Reports hold losses and norms in float32."""
+"""Reports hold losses and norms in float32, so they are compared with this tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def train(
 
 @torch.no_grad()
 def _move(model: torch.nn.Module, rank: int) -> None:
-    """Change parameters and buffers of all ranks but the first, whose values `build` must copy."""
+    """Change parameters and buffers on all ranks but rank 0, whose values `build` must copy."""
     for value in [*model.parameters(), *model.buffers()] if rank else []:
         if value.is_floating_point() and value.itemsize > 1:
             value += rank
@@ -159,17 +159,17 @@ def copied(plan: Plan) -> Plan:
     """Copy model, optimizer and frozen models of a plan together, with the hooks of parameters."""
     model, optimizer, frozen = copy.deepcopy((plan.model, plan.optimizer, plan.frozen))
     for old, new in zip(plan.model.parameters(), model.parameters(), strict=True):
-        # A deep copy of a parameter leaves out its hooks.
+        # A deep copy of a parameter does not copy its hooks.
         for hook in (old._backward_hooks or {}).values():
             new.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    # Logs and profiles are files of the user's run.
+    # Leave out observers: logs and profiles are files of the user's run.
     return replace(plan, model=model, optimizer=optimizer, frozen=frozen, observers=())
 
 
 def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:
-    """Refuse a training to which every plan would be equivalent."""
+    """Refuse a training in which all plans would be equivalent."""
     start, end = dict(plan.model.named_parameters()), trace[-1].values
     rule = ""
     if not any(weight for after in trace for weight in _weights(after.report).values()):
@@ -186,17 +186,18 @@ def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> N
 
 
 def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
-    """Return whether every batch, its halves and a batch of other numbers have the same loss."""
+    """Return whether every batch, its halves and a batch of other numbers give the same loss."""
     for batch in batches:
         halves = [take_part(batch, rank, 2) for rank in range(2)]
         other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)
         given = [_tensors(each) for each in (*halves, batch, other)]
         if torch.equal(given[0], given[1]) and torch.equal(given[2], given[3]):
-            return False  # no number of the batch differs, or can be changed
+            # The halves are equal, and no number of the batch can be changed.
+            return False
         try:
             losses = [_loss(copied(plan), each) for each in (*halves, batch, other)]
         except Exception:
-            # The loss may refuse a half, and then depends on the batch.
+            # A loss that refuses a half depends on the batch.
             return False
         if not all(torch.equal(losses[0], each) for each in losses):
             return False
@@ -204,7 +205,7 @@ def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
 
 
 def _weights(report: Report) -> dict[str, float]:
-    """Return the weight of the global batch, or that of each term, by name."""
+    """Return the weight of the global batch, or of each term, by name."""
     weight = report.weight
     if isinstance(weight, Mapping):
         return {f"weight of {name}": each for name, each in weight.items()}
@@ -220,7 +221,7 @@ def _loss(plan: Plan, batch: Any) -> Tensor:
 
 
 def _tensors(batch: Any) -> Tensor:
-    """Return all tensors of numbers in a batch."""
+    """Join all tensors of a batch as one tensor of float64."""
     tensors = [each.double().flatten() for each in tree_leaves(batch) if isinstance(each, Tensor)]
     return torch.cat(tensors)
 
@@ -243,7 +244,7 @@ def _compare(
     for name, value in expected.items():
         _check_numbers(name, {"plan_a": value, "plan_b": found[name]}, where)
         if not torch.allclose(found[name], value, rtol=rtol, atol=atol):
-            # Booleans have no difference.
+            # Booleans cannot be subtracted, so convert them to numbers.
             differences = (found[name] * 1.0 - value * 1.0).abs()
             largest = float(differences.nan_to_num(nan=0.0, posinf=math.inf).max())
             raise NotEquivalentError(
@@ -257,7 +258,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
         b = _reported(found).get(name)
         if a is None or b is None:
             continue
-        # Both plans refuse such a batch.
+        # Both plans may refuse such a batch, which then has a loss of nan.
         if math.isnan(float(a)) and math.isnan(float(b)):
             continue
         if not math.isclose(float(a), float(b), rel_tol=max(rtol, _REPORTED), abs_tol=_REPORTED):

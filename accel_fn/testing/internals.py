@@ -53,7 +53,8 @@ from accel_fn.testing import simulation
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
 
-__all__ = [  # names that tests use unchanged
+# The names that tests use unchanged.
+__all__ = [
     "Channel",
     "Entry",
     "FolderStore",
@@ -116,14 +117,15 @@ def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any
 
 HANG_EXIT_CODE = watchdog_file.EXIT_CODE
 
-# For `monkeypatch.setattr(*NAME, seconds)`: how long rank 0 waits until the other ranks have read
-# its error, and how long a watchdog waits for the entry of a rank that has left.
+# For `monkeypatch.setattr(*NAME, seconds)`: the time for which rank 0 waits until the other ranks
+# have read its error, and the time for which a watchdog waits for the entry of a rank that has
+# left.
 LINGER_S = (rendezvous, "_LINGER_S")
 SLACK_S = (watchdog_file, "_SLACK_S")
 
 
 def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
-    """Let a watchdog check its waits at time `now`; return why it would end the process."""
+    """Let a watchdog check its waits at the time `now`; return why it would end the process."""
     reasons: list[str] = []
     with mock.patch.object(watchdog, "_end", side_effect=lambda *given: reasons.append(given[0])):
         watchdog._check(now)
@@ -131,12 +133,12 @@ def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
 
 
 def last_wait(watchdog: StoreWatchdog) -> str:
-    """Return the collective that a watchdog has recorded last."""
+    """Return the collective that a watchdog recorded last."""
     return str(watchdog._last)
 
 
 def is_timed(state: DistState) -> bool:
-    """Return whether the watchdog of a state times a step at this moment."""
+    """Return whether the watchdog of a state is timing a step."""
     assert isinstance(state.watchdog, StoreWatchdog)
     return state.watchdog._step_began is not None
 
@@ -151,7 +153,7 @@ def count_report_and_wait(watchdog: StoreWatchdog, num_ranks: int) -> None:
 
 @contextmanager
 def forged_messages(data: bytes) -> Iterator[None]:
-    """Let ranks receive these bytes in place of the pickles of their peers."""
+    """Let ranks receive these bytes in place of their peers' pickles."""
     with (
         mock.patch.object(primitives, "signed", return_value=data),
         mock.patch.object(messages, "signed", return_value=data),
@@ -160,12 +162,12 @@ def forged_messages(data: bytes) -> Iterator[None]:
 
 
 def use_device_backend(backend_of: Callable[[Any], Any]) -> None:
-    """Let a world use this as the backend of its device, in place of one such as NCCL."""
+    """Replace the backend of a world's device, such as NCCL."""
     vars(rendezvous).update(nccl_of=backend_of, device_backend=backend_of)
 
 
 exclusive_random = rng.exclusive_random
-"""Lets one simulated rank alone use the random generators, and restores them."""
+"""Lets one simulated rank at a time use the random generators, and restores them."""
 
 derive_random = rng.derive_random
 """Seeds the random generators of a rank that the saved run did not have."""
@@ -198,7 +200,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 
 def overlook_stopped_workers() -> None:
-    """Make this process take stopped workers for running ones, until it ends."""
+    """Make this process treat stopped workers as running ones, until the process ends."""
 
     def is_stopped(pid: int) -> bool:
         return pid < 0
@@ -207,7 +209,7 @@ def overlook_stopped_workers() -> None:
 
 
 def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | None]]:
-    """Yield the batches of epoch 0, and the number of samples of which each was made."""
+    """Yield the batches of epoch 0, with the number of samples from which each was made."""
     for batch in loader._source.batches(0, 0):
         yield batch, samples_of(batch)
 
@@ -215,7 +217,7 @@ def counted_batches(loader: ShardedLoader[Any]) -> Iterator[tuple[Any, int | Non
 # ---- transforms
 
 average_over_ranks = average_ranks.average
-"""Replaces tensors by their weighted mean over the ranks, as `local_sgd` does."""
+"""Replaces tensors by their weighted mean over ranks, as `local_sgd` does."""
 
 check_fits_in_graph = keeps_tensors
 
@@ -240,7 +242,7 @@ _LIMITS: dict[str, list[tuple[Any, str]]] = {
 
 
 def set_limit(name: str, value: float) -> float:
-    """Set a limit of this process, such as a time or a size; return the value before."""
+    """Set a limit of this process, such as a time or a size; return the earlier value."""
     before: float
     for module, attribute in _LIMITS[name]:
         before = getattr(module, attribute)
@@ -250,7 +252,7 @@ def set_limit(name: str, value: float) -> float:
 
 @contextmanager
 def limited(name: str, value: float) -> Iterator[None]:
-    """Set a limit as long as the context lasts."""
+    """Set a limit inside the context."""
     before = set_limit(name, value)
     try:
         yield
@@ -265,7 +267,7 @@ def hashes_of_frozen() -> tuple[Any, str]:
 
 @contextmanager
 def failing(step: str, error: Exception, *, in_thread: str) -> Iterator[None]:
-    """Raise the error at the first `copy` for a save in the background, or `start` of its thread."""
+    """Raise an error at the first background `copy`, or the first `start` of its thread."""
     owner, name = {"copy": (background, "_copied"), "start": (Writing, "start")}[step]
     function, left = getattr(owner, name), [in_thread]
 
@@ -283,13 +285,13 @@ def failing(step: str, error: Exception, *, in_thread: str) -> Iterator[None]:
 
 
 def finish_saving(state: DistState, step: Step) -> None:
-    """Wait for the save in the background; if it failed on one rank, all raise."""
+    """Wait for the background save; if it failed on one rank, all ranks raise."""
     background.finish_writing(step.notes, state, "save")
 
 
 @contextmanager
 def saves_killed_after(num_files: int) -> Iterator[None]:
-    """Kill each save after some files: half of the next one is written, and nothing is cleaned up."""
+    """Kill each save after `num_files` files: the next is half written, and nothing is removed."""
     write_file, left = files.write_file, itertools.count(num_files, -1)
 
     def writing(path: Path, *arguments: Any) -> Any:
@@ -309,10 +311,11 @@ def saves_killed_after(num_files: int) -> Iterator[None]:
 # ---- observe
 
 LOGGED_NAMES = frozenset(_NAMES)
-"""The names of values in a line of a log that are the step's own."""
+"""The names in a line of a log that the step's own values have."""
 
 LOCK_TRIES = (file_lock, "_TRIES")
-"""For `monkeypatch.setattr(*LOCK_TRIES, number)`: how often a second run tries to lock a log."""
+"""For `monkeypatch.setattr(*LOCK_TRIES, number)`: the number of times that a second run tries to
+lock a log."""
 
 
 def recorders(step: Step) -> list[Any]:

@@ -16,7 +16,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
 
 _VIEWS = {"aten.detach.default", "aten.t.default", "aten.view.default"}
-"""Operations that are left out, since their output is their input."""
+"""Operations that are not compared, since their output is their input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Operation:
 
 @contextmanager
 def recorded() -> Iterator[list[Operation]]:
-    """Record the operations of this thread, with those of its backwards; the list is filled at the end."""
+    """Record this thread's operations, also in backwards; the list is filled at the end."""
     operations: list[Operation] = []
     with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn="norm"):
         yield operations

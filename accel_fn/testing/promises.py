@@ -45,12 +45,12 @@ from accel_fn.transforms.skip import skip_nonfinite
 
 _MAX_NORM, _IGNORED, _SCALE = 0.5, -100, 1024.0
 _SIZES = (7, 6, 5, 9, 2)
-"""Sizes of global batches: odd ones, and a last one without a sample for a third rank."""
+"""The sizes of global batches: odd sizes, and a last one without a sample for a third rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A promise, the largest difference that rounding explains, and the function that measures it."""
+    """A promise, the largest difference that rounding explains, and a function to measure it."""
 
     words: str
     bound: float
@@ -67,14 +67,14 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within the bound; not-a-number is not."""
+        """Whether the difference is within the bound; nan is not."""
         return self.largest <= self.bound
 
 
 def check_promises(
     state: DistState, show: Callable[[Verdict], None] = lambda _: None
 ) -> list[Verdict]:
-    """Check one promise after another, on every rank of a world; show each verdict as it is known."""
+    """Check one promise after another, on every rank of a world; show each verdict at once."""
     verdicts = []
     for promise in promises(state):
         try:
@@ -84,7 +84,7 @@ def check_promises(
                 f"test: the check that {promise.words} failed on rank {state.rank}\n"
                 + "".join(traceback.format_exception(error))
             ) from None
-        # Not Python's max, which may drop a nan.
+        # Use torch's max: Python's may drop a nan.
         largest = float(torch.tensor(exchange(found, state, "test"), dtype=torch.float64).max())
         verdicts.append(Verdict(promise.words, promise.bound, largest))
         show(verdicts[-1])
@@ -92,7 +92,7 @@ def check_promises(
 
 
 def _exact_dtype(state: DistState) -> torch.dtype:
-    """Return double precision, if the device has it."""
+    """Return double precision, or single if the device does not support it."""
     return torch.float32 if state.device.type == "mps" else torch.float64
 
 
@@ -102,7 +102,7 @@ def _largest(found: Tensor, expected: Tensor) -> float:
 
 
 def _drawn(*shape: int, seed: int, state: DistState, dtype: torch.dtype | None = None) -> Tensor:
-    """Draw the same numbers on every rank, whatever its device."""
+    """Draw the same numbers on every rank, on any device."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return drawn.to(dtype or _exact_dtype(state)).to(state.device)
@@ -136,7 +136,7 @@ def _pairs_and_an_overflow(state: DistState, dtype: torch.dtype | None = None) -
 
 
 def _tokens(state: DistState, dtype: torch.dtype | None = None) -> list[Any]:
-    """Make batches whose parts have different numbers of labels, down to none."""
+    """Make batches whose parts have different numbers of labels; some have no label."""
     batches = []
     for size in _SIZES:
         labels = torch.arange(size * 4).reshape(size, 4) % 5
@@ -156,12 +156,12 @@ def _by_tokens(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _flat(model: nn.Module) -> Tensor:
-    """Join all parameters; if they are in shards, every rank must call it."""
+    """Join all parameters; if they are sharded, every rank must call this."""
     return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
 
 
 def _sgd(model: nn.Module) -> Optimizer:
-    """Make SGD, since Adam hides gradients that are wrong by a factor."""
+    """Make SGD: Adam would hide gradients that are wrong by a factor."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -189,7 +189,7 @@ def _train_by_hand(
     autocast: torch.autocast | None = None,
     rate: Callable[[int], float] = _constant,
 ) -> Tensor:
-    """Train by the loop that everybody writes, over global batches; return the last parameters."""
+    """Train by the usual loop over global batches; return the last parameters."""
     optimizer = _sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for batch in batches:
@@ -216,17 +216,16 @@ def _training(
     dtype: torch.dtype | None = None,
     **by_hand: Any,
 ) -> float:
-    """Compare the training by the library on all ranks with that by hand on one.
+    """Compare the library's training on all ranks with the loop on one rank.
 
-    Returns infinity if replicas differ, and not-a-number if a report is not that of the global
-    batch.
+    Return infinity if replicas differ, and nan if a report is not that of the global batch.
     """
     batches, model = draw(state, dtype), _small_model(state, num_outputs, dtype)
     by_one = copy.deepcopy(model)
     loss = float(loss_fn(by_one, batches[0]).detach())
     expected = _train_by_hand(by_one, loss_fn, batches, **by_hand)
     optimizer = _sgd(model)
-    # Ranks start from different parameters: `build` must copy those of rank 0.
+    # Ranks start from different parameters, since `build` must copy those of rank 0.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(state.rank)
@@ -237,7 +236,7 @@ def _training(
     for batch in batches:
         state, report = step(state, take_part(batch, state.rank, state.world_size))
         reports.append(report)
-    # Reports are in single precision.
+    # Reports are in single precision, which sets the bound.
     bound = 1e-5 if dtype is None else 2e-2
     is_right = abs(float(reports[0].loss) - loss) <= bound * (1 + abs(loss)) and all(
         report.weight == sum(weigh(plan.weight_fn, [batch])[0])
@@ -251,7 +250,7 @@ def _training(
 
 def _microbatches(state: DistState) -> float:
     found = [_training(state, accumulate(k)) for k in (1, 3, 50)]
-    # Not Python's max, which may drop a nan.
+    # Use torch's max: Python's may drop a nan.
     return float(torch.tensor(found).max())
 
 
@@ -293,7 +292,7 @@ def _one_rank(state: DistState) -> DistState:
 
 
 def _shards(state: DistState) -> float:
-    """Count batches of two epochs that are not their ranks' parts, and epochs that are not the data set."""
+    """Count wrong batches of two epochs, and epochs that do not cover the data set."""
     loader, wrong = _loader(state), 0
     sharded, unsharded = shard_loader(loader, state), shard_loader(loader, _one_rank(state))
     for epoch, one in zip(sharded.epochs(2), unsharded.epochs(2), strict=True):
@@ -312,7 +311,7 @@ def _num_unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
 
 
 def _resuming(state: DistState) -> float:
-    """Count batches after a stop in the middle that differ from those of a run without one."""
+    """Count batches that a run with a stop in the middle gets wrong."""
     sharded = shard_loader(_loader(state), state)
     every = [batch[0] for epoch in sharded.epochs(2) for batch in epoch]
     stopped = replace(state, step=2)
@@ -338,7 +337,7 @@ def _loading(state: DistState) -> float:
 
 
 def _gather(state: DistState) -> float:
-    """Gather rows of ranks that hold different numbers of them, one none; count differences."""
+    """Gather different numbers of rows from the ranks, none from one; count differences."""
     rows = torch.arange(
         state.rank * (state.rank + 1) // 2, (state.rank + 1) * (state.rank + 2) // 2
     )
@@ -351,7 +350,7 @@ def _gather(state: DistState) -> float:
 
 
 def _reduce(state: DistState) -> float:
-    """Reduce integers, a tensor and a mean without rank 0, and broadcast from the last rank; count errors."""
+    """Reduce integers, a tensor and a mean, and broadcast from the last rank; count errors."""
     ranks, last = range(state.world_size), state.world_size - 1
     number = reduce_sum(2**40 + state.rank, state)
     off = float(abs(number - sum(2**40 + rank for rank in ranks)))
@@ -368,7 +367,7 @@ def _ones(state: DistState) -> Tensor:
 
 
 def _devices(state: DistState) -> float:
-    """Count ranks that share an accelerator; add the error of a sum over the device's own backend."""
+    """Count ranks that share an accelerator; add the error of a sum by the device's own backend."""
     device = state.device
     places = exchange((socket.gethostname(), device.type, device.index), state, "check")
     shared = 0 if device.type == "cpu" else len(places) - len(set(places))
@@ -390,7 +389,7 @@ def promises(state: DistState) -> tuple[Promise, ...]:
         Promise(
             "shards train as one",
             rounding,
-            # Three micro-batches: ranks then have unequal numbers of them.
+            # With three micro-batches, ranks have unequal numbers of them.
             _trains(accumulate(3), clip(_MAX_NORM), wrapping=wrap_fsdp(), max_norm=_MAX_NORM),
         ),
         Promise(

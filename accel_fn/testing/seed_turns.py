@@ -16,16 +16,16 @@ _POLL_S, _LONGEST_TURN_S = 0.0005, 2.0
 
 
 class _Turn:
-    """The turn of a rank at the generator: from its seed to its next collective, or its end."""
+    """A rank's turn at the generator: from its seed to its next collective, or to its end."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._count = _num_collectives(group)
-        # A rank may wait for a peer by other means than a collective: its turn ends with time, too.
+        # A rank may wait for a peer without a collective, so its turn also ends after some time.
         self._until = time.monotonic() + _LONGEST_TURN_S
 
     def lasts(self) -> bool:
-        """Return whether the rank still draws without having waited for another one."""
+        """Return whether the rank may still draw: it has not met another rank since its seed."""
         return time.monotonic() < self._until and _num_collectives(self._group) == self._count
 
 
@@ -33,11 +33,13 @@ class _Rank(threading.local):
     """The simulated rank of this thread, and the current turn, of this or another rank."""
 
     process: int | None = None
-    """The rank's process: in one that it forks, such as a loader's worker, no thread is a rank."""
+    """The process of the rank. In a forked process, such as a loader's worker, no thread is a
+    rank."""
     group: ProcessGroup | None = None
     turn: _Turn | None = None
     lock = threading.Lock()
-    turns: ClassVar[list[_Turn]] = []  # at most one, shared by all threads
+    # The list has at most one turn, and all threads share it.
+    turns: ClassVar[list[_Turn]] = []
 
 
 _rank = _Rank()
@@ -49,7 +51,7 @@ def _num_collectives(group: ProcessGroup) -> int:
 
 
 def _seed_in_turn(seed: Any) -> torch.Generator:
-    """Seed as torch does; in a simulated rank, once the turn of another rank is over."""
+    """Seed as torch does; in a simulated rank, wait until the turn of another rank is over."""
     if _rank.group is not None and _rank.process == os.getpid():
         end_turn()
         while True:
@@ -63,7 +65,7 @@ def _seed_in_turn(seed: Any) -> torch.Generator:
 
 
 def end_turn() -> None:
-    """Let other ranks seed; does nothing if this thread has no turn."""
+    """Let other ranks seed; do nothing if this thread has no turn."""
     if _rank.turn is not None:
         with _rank.lock:
             if _rank.turn in _rank.turns:
@@ -73,10 +75,10 @@ def end_turn() -> None:
 
 @contextmanager
 def rank_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Make this thread a rank inside the context, which draws its own numbers after a seed."""
+    """Make this thread a rank inside the context: after a seed, it draws its own numbers."""
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
-    # Torch (2.13) sets `torch.compiler.is_compiling()` for the whole process while one thread compiles;
-    # an optimizer that updates in another thread would then count its steps in float32.
+    # torch 2.13 sets `torch.compiler.is_compiling()` for the whole process while one thread
+    # compiles; an optimizer that updates in another thread would then count its steps in float32.
     if hasattr(torch.compiler, "_compile_session_context"):
         torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
     _rank.group, _rank.process = group, os.getpid()

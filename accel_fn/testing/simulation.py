@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 _POLL_S, _GRACE_S, _SETTLE_S, _END_WITHIN_S = 0.05, 1.0, 0.1, 5.0
 _RELEASE_S = 0.1
-"""How long a thread of Gloo may take to release a tensor after its collective."""
+"""The longest time that a thread of Gloo may take to release a tensor after its collective."""
 _MAX_LOST_SOCKETS = 256
-"""Most sockets of failed worlds that may stay open: the limit of files is often 1024."""
+"""The most sockets of failed worlds that may stay open: the limit of open files is often 1024."""
 _MAX_IDLE_SOCKETS, _UNUSED_S = 384, 1.0
-"""Most sockets of worlds that wait for the next simulation, and how long a world must have been
-unused before it is released: a busy machine may stop a thread of Gloo for a while."""
+"""The most sockets of worlds that wait for the next simulation, and the time for which a world must
+have been unused before its release: a busy machine may stop a thread of Gloo for a while."""
 
 
 _Key = tuple[int, float, tuple[tuple[str, int], ...]]
@@ -49,14 +49,14 @@ _Key = tuple[int, float, tuple[tuple[str, int], ...]]
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """The groups of a world, one object for each rank: of all ranks, and along each mesh axis."""
+    """The groups of a world, with one object per rank: for all ranks, and for each mesh axis."""
 
     key: _Key
     groups: list[ProcessGroup | None]
     axes: list[tuple[Axis, ...]]
 
     def called_equally_many(self) -> bool:
-        """Return whether all ranks of each group have called equally many collectives."""
+        """Return whether, in each group, all ranks have called the same number of collectives."""
         every: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         for rank, group in enumerate(self.groups):
             every.setdefault(("", ()), set()).add(_num_collectives(group))
@@ -69,7 +69,7 @@ class _World:
         return sum(num_connections(group) for group in self.groups if group is not None)
 
     def release(self) -> None:
-        """Release the groups of all ranks, in which no collective may be under way."""
+        """Release the groups of all ranks; no collective may be running in them."""
         self.axes.clear()
         while self.groups:
             if (group := self.groups.pop()) is not None:
@@ -81,11 +81,12 @@ def _num_collectives(group: ProcessGroup | None) -> int:
 
 
 class _IdleWorlds:
-    """Worlds that wait for the next simulation: making one costs more than using it."""
+    """Worlds that wait for the next simulation, since making a world costs more than using it."""
 
     def __init__(self) -> None:
         self._worlds: list[tuple[float, _World]] = []
-        """The worlds, each after the monotonic time at which its last simulation ended, sorted."""
+        """The worlds, each with the monotonic time at which its last simulation ended, oldest
+        first."""
         self._lock = threading.Lock()
         self._newest_s = -math.inf
 
@@ -104,11 +105,11 @@ class _IdleWorlds:
             self._worlds.append((self._newest_s, world))
 
     def rest(self) -> None:
-        """Wait until threads of Gloo hold no tensor: one released after Python's end aborts the process."""
+        """Wait until Gloo's threads hold no tensor: a release after Python's end would abort."""
         _sleep_until(self._newest_s + _RELEASE_S)
 
     def _release_oldest(self) -> None:
-        """Release worlds until the others hold few sockets: a world gets more with each mesh made in it."""
+        """Release worlds until the rest hold few sockets; each mesh made in a world adds some."""
         num_sockets = sum(world.num_sockets() for _, world in self._worlds)
         while num_sockets > _MAX_IDLE_SOCKETS:
             ended_s, world = self._worlds.pop(0)
@@ -118,7 +119,7 @@ class _IdleWorlds:
 
 
 class _LostThreads:
-    """Threads of failed simulations: of their ranks, and one that recovers or releases the world."""
+    """The threads of failed simulations: one per rank, and one to recover or release the world."""
 
     def __init__(self) -> None:
         self._ranks: list[list[threading.Thread]] = []
@@ -129,9 +130,10 @@ class _LostThreads:
             self._ranks.append(threads)
 
     def join_oldest(self, num_sockets: int = 0) -> None:
-        """Join the oldest threads until the others hold at most `num_sockets`.
+        """Join the oldest threads until the rest hold at most `num_sockets`.
 
-        At exit all are joined: a thread that returns after Python's end aborts the process.
+        At exit, all threads are joined: a thread that returns after Python's end aborts the
+        process.
         """
         with self._lock:
             waiting = [each for each in self._ranks if any(map(threading.Thread.is_alive, each))]
@@ -145,7 +147,8 @@ class _LostThreads:
 
 _exiting = threading.Event()
 _lost = _LostThreads()
-# The last registered is called first: threads that recover see the end, and wait for nothing more.
+# The handler that is registered last runs first: recovering threads see `_exiting`, and stop
+# waiting.
 atexit.register(_lost.join_oldest)
 atexit.register(_exiting.set)
 _idle = _IdleWorlds()
@@ -266,7 +269,8 @@ def simulate(
     try:
         results = _results(endings, world_size)
     except BaseException:
-        # Most errors are raised on all ranks, which then end at once: their world can be used again.
+        # Most errors are raised on all ranks, which then end at once, so that their world can be
+        # used again.
         _join(threads, _POLL_S)
         if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, start):
             _recover_later(threads, world, start)
@@ -279,19 +283,19 @@ def simulate(
 
 
 def _num_ranks(mesh: Mapping[str, int] | None) -> int:
-    """Return the number of ranks of a mesh whose sizes are all given."""
+    """Return the number of ranks of a mesh, all of whose sizes are given."""
     sizes = mesh.values() if isinstance(mesh, Mapping) else ()
     if not mesh or -1 in sizes:
         rule = "be given, unless mesh has the sizes of all its axes"
         raise ArgumentError(message("simulate", "world_size", rule, None))
-    # Sizes that are not counts are refused later, as a part of the mesh.
+    # Sizes that are not counts are refused later, with the mesh.
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def _given_back(world: _World, start: float) -> bool:
-    """Keep a world whose ranks have ended for the next simulation, if nothing in it can be under way."""
+    """Keep a world whose ranks have ended, unless a collective may still be running in it."""
     _forget_modules()
-    # `fn` may have caught a time-out, and left a collective that not all ranks called.
+    # `fn` may have caught a time-out, after a collective that not all ranks called.
     fits = time.monotonic() - start < world.key[1] and world.called_equally_many()
     if fits:
         _idle.give(world)
@@ -301,14 +305,14 @@ def _given_back(world: _World, start: float) -> bool:
 def _forget_modules() -> None:
     """Clear the module that DDP holds for the compiler while a forward runs.
 
-    At the end of a forward, DDP restores the module that it found at the start. If the forwards of two
-    ranks overlap, that is the other rank's, which DDP would keep alive for ever.
+    At the end of a forward, DDP restores the module that it found at the start. If the forwards of
+    two ranks overlap, that module is the other rank's, and DDP would keep it alive for ever.
     """
     DistributedDataParallel._active_ddp_module = None
 
 
 def _recover_later(threads: list[threading.Thread], world: _World, start: float) -> None:
-    """Keep a world whose ranks end by themselves; else close its connections, and release its threads."""
+    """Keep a world whose ranks end by themselves; otherwise close it and release its threads."""
 
     def recover() -> None:
         _join(threads, _GRACE_S)
@@ -341,7 +345,7 @@ def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
 
 
 def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
-    """Join threads, unless the current one, a rank that simulates, is among them."""
+    """Join threads, unless the current thread is among them: a rank may itself simulate."""
     deadline = time.monotonic() + within_s
     for thread in threads if threading.current_thread() not in threads else ():
         thread.join(max(deadline - time.monotonic(), 0.0))
