@@ -36,7 +36,7 @@ __all__ = [
 
 
 _LONGEST = 300
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 
 
 class AccelError(Exception):
@@ -139,7 +139,7 @@ def message(function: str, parameter: str, rule: str, value: object, repair: str
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)`, or its start if it is long. Aliases can make a short file a huge value."""
+    """Return `repr(value)`, or its start: aliases can make a short file's value huge."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -167,7 +167,8 @@ def _pieces(value: object) -> Iterator[str]:
     else:
         try:
             yield repr(value)
-        except Exception:  # an integer of many digits, or an object of the user's
+        except Exception:
+            # The value may be an integer of many digits, or an object of the user's.
             yield f"<{type(value).__name__}>"
 
 
@@ -202,13 +203,13 @@ def check_folder(function: str, folder: object) -> Path:
 
 
 def check_flag(function: str, parameter: str, value: object) -> None:
-    """Refuse all but True and False."""
+    """Refuse values other than True and False."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(message(function, parameter, "be True or False", value))
 
 
 def check_only(function: str, only: object) -> None:
-    """Refuse all but None and "trained"."""
+    """Refuse values other than None and "trained"."""
     if only not in (None, "trained"):
         raise ArgumentError(message(function, "only", 'be "trained" or None', only))
 
@@ -224,9 +225,9 @@ def check_equal(
 
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, ends of lines, and halves of characters, which UTF-8 does not have."""
+"""Control characters, line ends, and halves of surrogate pairs, which UTF-8 cannot encode."""
 
 
 def printable(text: str) -> str:
-    """Escape what changes a terminal's state or cannot be printed."""
+    """Escape characters that change a terminal's state or cannot be printed."""
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""For those who write transforms, strategies and plug-ins: what a plan is made of, and how to fill it."""
+"""Names for authors of transforms, strategies and plug-ins: parts of a plan, and ways to fill it."""
 
 from accel_fn.names import lazy_names
 

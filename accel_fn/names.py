@@ -1,6 +1,6 @@
 """Public names: they load on first use, and an old one is refused with the new one.
 
-The two tables of what changed before anything was released go with version 1.0.
+The two tables help with changes made before the first release; version 1.0 drops them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-TYPE_CHECKING = False  # typing's own would take most of the time of `import accel_fn`
+# Importing `typing.TYPE_CHECKING` would take most of the time of `import accel_fn`.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
@@ -24,7 +25,7 @@ CALLS = {
     "resume": "resume(step, state, folder)",
     "save": "save(step, state, folder)",
 }
-"""The subject comes first, then the state, then the rest."""
+"""Calls for error messages: the subject comes first, then the state, then the other arguments."""
 
 NAMES = {
     "Checkpoint": "accel_fn.checkpoint.Checkpoint",
@@ -61,9 +62,9 @@ _PLUG_INS = "accel_fn.contrib."
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Make `__getattr__`, `__dir__` and `__all__` of a package, whose modules have these names.
+    """Make `__getattr__`, `__dir__` and `__all__` of a package whose modules have these names.
 
-    An old name is refused with the new one.
+    An old name raises an error with the new name.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
     own = vars(sys.modules[package])
@@ -85,7 +86,7 @@ def lazy_names(
 
 
 def _loaded(module: str, name: str) -> ModuleType:
-    """Import the module that has a name; without its plug-in, the error names the extra."""
+    """Import the module that has a name; if its plug-in is missing, the error names the extra."""
     if module.startswith(_PLUG_INS):
         plug_ins = importlib.import_module("accel_fn.plug_ins")
         found: ModuleType = plug_ins.plug_in(module.removeprefix(_PLUG_INS), name)

@@ -7,7 +7,7 @@ from accel_fn.errors import ExtraError
 
 
 def plug_in(module: str, name: str) -> ModuleType:
-    """Import a module of `accel_fn.contrib`, such as `runs.report`, which has what `name` names.
+    """Import a module of `accel_fn.contrib`, such as `runs.report`, which has the object `name`.
 
     The plug-in, or a library that it imports, may not be installed.
     """
