@@ -1,6 +1,6 @@
 """What one training step is: a loop over micro-batches around one exact mean.
 
-`build(plan, state, observers=())` makes a step that only these observers watch, and those of the plan;
+`build(plan, state, observers=())` makes a step that these observers and those of the plan watch;
 `accel_fn.build` adds the checks.
 """
 

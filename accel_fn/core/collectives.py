@@ -1,4 +1,4 @@
-"""Collectives on trees of values: broadcast, barrier, any_rank; and failures of one rank, on all."""
+"""Collectives on trees of values: broadcast, barrier, any_rank; errors of one rank raise on all."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
 def agreed(
     make: Callable[[], T], state: DistState, function: str, leaves: Sequence[Any] = ()
 ) -> list[T]:
-    """Exchange what `make` returns on each rank, in rank order; if it raises on one rank, all raise.
+    """Exchange the results of `make`, in rank order; if it raises on one rank, all ranks raise.
 
     Args:
         make: returns a picklable value, or raises.

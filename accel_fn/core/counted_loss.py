@@ -1,4 +1,4 @@
-"""The loss that is a sum and its count, `(sum, count)`: seeds of its backwards, and where it is refused."""
+"""The loss that is a sum and its count, `(sum, count)`: seeds of its backwards, and refusals."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from accel_fn.core.weights import Weight
 class CountedLoss:
     """Compute the seeds of the backwards of a loss that is `(sum, count)`.
 
-    With one sum, the gradient of the sum is computed, and divided by the count at the end of the step (an
-    open factor of `Grads`). Several sums have several counts, and in float16 a sum may overflow: then the
-    counts must be known before the first backward. For that, the other micro-batches run once more after
-    the first forward, without gradients, and the counts are summed over the ranks.
+    With one sum, the gradient of the sum is computed, and divided by the count at the end of the
+    step (an open factor of `Grads`). Several sums have several counts, and in float16 a sum may
+    overflow: then the counts must be known before the first backward. So the other micro-batches
+    run once more after the first forward, without gradients, and the counts are summed over the
+    ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads values of a device, and counts updates, one step late, so that the host does not wait for them."""
+"""Read values of a device, and count updates, one step late, so that the host does not wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DelayedRead:
         return known
 
     def last(self, timeout_s: float | None = None) -> Tensor | None:
-        """Wait for the last value and return it; None if it was returned already, or after a time-out."""
+        """Wait for the last value and return it; None after a time-out, or if it was returned."""
         if self._pending is None:
             return None
         value, event = self._pending

@@ -137,7 +137,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def place_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the index of this rank's shard along each axis that cuts a tensor; () for a whole one."""
+    """Return the index of this rank's shard along each axis that cuts a tensor; () if whole."""
     return tuple(each.rank() for each in _groups_of(tensor)) if is_sharded(tensor) else ()
 
 
@@ -180,7 +180,7 @@ def note_shards(error: Exception, name: str, repair: str) -> None:
 
 
 def place_of_error(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost module of a model whose forward an error left, as `<name>, a <class>`."""
+    """Return the innermost module whose forward an error left, as `<name>, a <class>`."""
     names = {each: name for name, each in model.named_modules()}
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

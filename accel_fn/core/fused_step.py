@@ -42,8 +42,9 @@ def run_fused(
 ) -> bool:
     """Do what `optimizer.step()` does with `factor * gradients`, or nothing and return False.
 
-    It returns False where torch would run anything but the kernel: for an optimizer of another class, with
-    hooks or under a profiler, in the first step, which makes the state, or with tensors of several kinds.
+    It returns False where torch would run other code than the kernel: for an optimizer of another
+    class, with hooks or under a profiler, in the first step, which makes the state, or with tensors
+    of several kinds.
 
     Args:
         optimizer: its groups, their settings and its state are read anew in each step.

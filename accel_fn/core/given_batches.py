@@ -1,4 +1,4 @@
-"""What is known of batches that a loader has given: their place, their number of samples, their origin."""
+"""Facts about batches that a loader made: their place, number of samples and origin."""
 
 from __future__ import annotations
 

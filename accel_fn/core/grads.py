@@ -209,7 +209,7 @@ class WideBackward:
         self._sums: list[Tensor | None] = [None] * len(halves)
 
     def __call__(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Add the gradients of `seed * loss` to those of the micro-batches before."""
+        """Add the gradients of `seed * loss` to the sums of the earlier micro-batches."""
         # Take the previous micro-batch's gradients only now: after its backward, the loop zeroes
         # them if its weight is 0.
         self._take()

@@ -68,13 +68,15 @@ class Strategy:
     """Whether the backward leaves gradients in `.grad`. An engine, such as DeepSpeed's, does
     not."""
     counts_first: bool = False
-    """Whether the backward of a loss `(sum, count)` needs the count, because float16 cannot hold the sum."""
+    """Whether the backward of a loss `(sum, count)` needs the count first, because float16 cannot
+    hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
-    """The mean of a batch: its `share` decides what part of the gradients a micro-batch contributes."""
+    """The class of a batch's mean: its `share` decides what part of the gradients a micro-batch
+    contributes."""
 
     def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
         self.module = module
-        """Maps a batch to `(loss, metrics)`, as training runs it."""
+        """The module that training runs; it maps a batch to `(loss, metrics)`."""
         self.loss_module = module
         """The module to call for a forward without gradients."""
         self.model = loss_module_of(module).model
@@ -89,7 +91,8 @@ class Strategy:
         self.reachable = [each for each in self.in_graph if id(each) not in left_out]
         """The parameters in `in_graph` whose gradients a backward computes."""
         self.halves = half_of(self.reachable)
-        """The parameters in half precision. Their gradients are added up over micro-batches in float32."""
+        """The parameters in half precision, whose gradients are added up over micro-batches in
+        float32."""
         self._is_split = any(map(is_sharded, self.reachable))
         """Whether this rank computes with shards of parameters."""
         self._optimizers = [(each, trained_by(each)) for each in plan.optimizers.values()]
@@ -127,7 +130,7 @@ class Strategy:
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Compute the gradient of the exact mean over the global batch, and the report of its loss."""
+        """Compute the gradient of the exact mean over the global batch, and its report."""
         try:
             with self.sharing(state):
                 mean, parts, weights = self._begin(plan, state, batch)
@@ -183,7 +186,7 @@ class Strategy:
     def run(
         self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
     ) -> None:
-        """Run forward and backward of each micro-batch; the last backward averages over the ranks."""
+        """Run all forwards and backwards; the last backward averages over the ranks."""
         every = [*zip(parts, weights, strict=True)]
         # If a rank may run out of memory, gradients stay on the ranks until all have voted.
         num_local = len(every) if self.retries else len(every) - 1
@@ -207,7 +210,8 @@ class Strategy:
             with self.no_sync():
                 for part, weight in every[:num_local]:
                     run_one(part, weight)
-                    # Micro-batches of weight 0 come first, so that all gradients they leave can be zeroed.
+                    # Micro-batches of weight 0 come first, so that all their gradients can be
+                    # zeroed.
                     has_items = has_items or bool(weight)
                     if not has_items:
                         self.zero_gradients()
@@ -245,7 +249,7 @@ class Strategy:
             raise PeerOutOfMemoryError(failures)
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Return loss and metrics of one micro-batch. Without gradients, no rank waits for another."""
+        """Return loss and metrics of a micro-batch. Without gradients, ranks do not wait."""
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
         outcome: Outcome
@@ -267,7 +271,7 @@ class Strategy:
         return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
-        """Return a context around the forwards and backwards of a batch, with gradients or without."""
+        """Return a context around a batch's forwards and backwards, with gradients or without."""
         return _NOTHING
 
     def pad(
@@ -277,10 +281,10 @@ class Strategy:
         return parts, weights
 
     def settle(self, state: DistState) -> None:
-        """Compare what the ranks have run since `pad`; raise on all ranks if it differs."""
+        """Compare the work of the ranks since `pad`; raise on all ranks if it differs."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context for all micro-batches but the last: a backward leaves gradients on this rank."""
+        """Return a context for all but the last micro-batch: gradients stay on this rank."""
         return _NOTHING
 
     @contextmanager
@@ -311,7 +315,7 @@ class Strategy:
             place_gradients(self.reachable)
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the global L2 norm of gradients; an element that several ranks hold counts once."""
+        """Return the global L2 norm of gradients; count an element on several ranks once."""
         return global_norm(tensors)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
@@ -400,7 +404,8 @@ class PaddingStrategy(Strategy):
         self.ranks = over(state)
         """The ranks that run the same number of micro-batches."""
         self.begin_pass: Callable[[bool, int], None] = _nothing
-        """Called with whether gradients are wanted, and the number of micro-batches that every rank runs."""
+        """Called with whether gradients are wanted, and with the number of micro-batches of every
+        rank."""
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
@@ -441,7 +446,7 @@ class PaddingStrategy(Strategy):
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Return `most` micro-batches: those of this rank, then the spare one, of weight 0."""
+        """Return `most` micro-batches: this rank's, then the spare one repeated, of weight 0."""
         if not any(weights):
             # The loss of a micro-batch of weight 0 may be 0 / 0, and the last backward sends its
             # gradients. Drop one of these, so that the spare micro-batch comes last.
@@ -457,7 +462,7 @@ def _nothing(with_gradients: bool, num_microbatches: int) -> None:
 def microbatches(
     plan: Plan, batch: Any, *, with_weightless: bool = False
 ) -> tuple[Parts, Weights, int]:
-    """Return the micro-batches of positive weight, their weights, and the number of rows of the batch.
+    """Return the micro-batches of positive weight, their weights, and the batch's number of rows.
 
     With `with_weightless`, micro-batches of weight 0 that have samples come first.
     """
@@ -540,7 +545,7 @@ def _not_retried(failure: Exception) -> Exception:
 
 
 def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
-    """Return the dtype in which losses and metrics are added up: float64 if a trained parameter is."""
+    """Return the dtype of sums of losses and metrics: float64 if a trained parameter has it."""
     wide = any(each.dtype in (torch.float64, torch.complex128) for each in trained)
     return torch.float64 if wide else torch.float32
 

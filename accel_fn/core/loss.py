@@ -203,7 +203,7 @@ def check_frozen(state: DistState, plan: Plan) -> None:
 
 
 def freeze_models(state: DistState, plan: Plan) -> None:
-    """Place the frozen models, and keep them from being trained. This may fail on one rank alone."""
+    """Place the frozen models, and stop their training. This may fail on one rank alone."""
     for model in plan.frozen.values():
         for place in plan.place_frozen:
             if place(state, model) is not model:

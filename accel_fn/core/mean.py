@@ -1,4 +1,4 @@
-"""The mean over the global batch: sums of weights, losses and metrics, and shares of micro-batches."""
+"""The mean over the global batch: sums of weights, losses and metrics; shares of micro-batches."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _mean(value: Tensor) -> Tensor:
 
 
 class MetricSums:
-    """Sums of the metrics of micro-batches: of a mean times its factor, or of a sum and its count."""
+    """Sums of micro-batches' metrics: of a mean times its factor, or of a sum and its count."""
 
     wrong: str = ""
     """Why these metrics cannot be added up; empty if they can."""
@@ -288,7 +288,7 @@ _PACK = 1 << 21
 
 
 def packed(place: int, num_microbatches: int, *, stop: bool) -> float:
-    """Return three facts of a rank in one number, since a message's head has room for three numbers."""
+    """Pack three facts of a rank into one number, since a message's head holds three numbers."""
     return float(_PACK * place + 2 * num_microbatches + stop)
 
 
@@ -311,7 +311,8 @@ class GlobalMean:
 
     # `differentiable.Running` declares these three; collectives in the loss read them.
     is_exact_over_ranks = True
-    """Whether gradients are averaged over all ranks, so that one may go through a collective in the loss."""
+    """Whether gradients are averaged over all ranks, so that they may go through a collective in
+    the loss."""
     is_evenly_split = False
     calls_collectives = False
 

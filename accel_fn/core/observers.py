@@ -38,7 +38,7 @@ class Observer:
     """
 
     def wants(self, state: DistState) -> bool:
-        """Return whether the step that begins with this state is to be watched; called in each step.
+        """Return whether to watch the step that begins with this state; called in each step.
 
         It must return the same on all ranks if `before` or `after` calls collectives.
         """
@@ -56,8 +56,8 @@ class Observer:
     def on_update(self, state: DistState, grads: Any, report: Report) -> None:
         """Look at the gradients that the optimizer gets, before anything is written.
 
-        The report's loss and weight are those of the global batch, so all ranks may raise by them. A step
-        that `compiled(scope="step")` runs as one graph does not call it.
+        The report's loss and weight are those of the global batch, so all ranks may raise because
+        of them. A step that `compiled(scope="step")` runs as one graph does not call this method.
         """
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
@@ -67,7 +67,7 @@ class Observer:
         """
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """Note that a step that began with this state has raised. Called if it was watched or not."""
+        """Note that a step that began with this state raised; called for unwatched steps too."""
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
         """Note a checkpoint, for which the loop has waited so long."""
@@ -91,7 +91,7 @@ class FailedBatch:
 
 
 class Observers:
-    """The observers of a step, and those among them that watch the current one."""
+    """The observers of a step, and which of them watch the current step."""
 
     def __init__(self, every: Sequence[Observer]) -> None:
         self.every = tuple(every)

@@ -145,7 +145,7 @@ def replaced(name: str) -> PlanError:
 
 
 def shares_gradients(state: DistState, plan: Plan) -> bool:
-    """Return whether a backward of a step may give another gradient than that of the global batch."""
+    """Return whether a single backward may give another gradient than the global batch has."""
     averages = state.world_size > 1 and not plan.having("local_gradients")
     return averages or bool(plan.split or plan.having("virtual_ranks"))
 

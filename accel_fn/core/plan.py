@@ -228,7 +228,7 @@ class Plan(Generic[Batch]):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """The optimizers by name: what reads a plan loops over this, so that several are no special case."""
+        """The optimizers by name. Code that reads a plan loops over them, be it one or several."""
         given = self.optimizer
         return given if isinstance(given, Mapping) else {"optimizer": given}
 
@@ -280,7 +280,7 @@ class Plan(Generic[Batch]):
         return [each for each in self.entries() if trait in getattr(each, "traits", ())]
 
     def left_out(self) -> list[nn.Parameter]:
-        """The parameters that no update of this plan changes, so that no gradient of them is computed."""
+        """Return the parameters that no update changes, whose gradients are not computed."""
         having = [each for each in self.entries() if hasattr(each, "left_out")]
         return [parameter for each in having for parameter in each.left_out(self)]
 
@@ -349,7 +349,7 @@ class SlotFunction(partial[Any]):
         """
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
-        """Take over what another slot holds: `build` continues with the plan that this returns."""
+        """Take over the content of another slot: `build` continues with the returned plan."""
         return plan
 
     def allows(self, size: int) -> bool:

@@ -31,7 +31,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def unpickled(data: bytes, device: torch.device) -> Any:
-    """Restore a value whose tensors on an accelerator go to `device`, and all others to the host."""
+    """Restore a value; its accelerator tensors go to `device`, all other tensors to the host."""
     return _Unpickler(data, device).load()
 
 
@@ -87,7 +87,7 @@ def has_backend(device: torch.device) -> bool:
 
 
 def device_backend(group: ProcessGroup) -> Any:
-    """Return the backend whose collectives an accelerator queues; None where Gloo runs all of them."""
+    """Return the backend whose collectives an accelerator queues; None if Gloo runs them all."""
     devices = [each for each in group._device_types if each.type != "cpu"]
     backends = [group._get_backend(each) for each in devices]
     own = next((each for each in backends if each.name() != dist.Backend.GLOO), None)
@@ -159,7 +159,7 @@ def check_joined(state: DistState, function: str) -> None:
 def waiting(
     state: DistState, function: str, leaves: Sequence[Any] = (), *, counts: bool = True
 ) -> AbstractContextManager[None]:
-    """Record in the state's watchdog, if any, that a collective begins; enter the result to wait for it."""
+    """Record the start of a collective in the watchdog, if any; enter the result to wait."""
     _calls.number += counts
     watchdog = state.watchdog
     if watchdog is None:
@@ -293,7 +293,7 @@ def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, state: DistState, function: str) -> Tensor:
-    """Cut every rank's `tensor` into one equal part a rank; return this rank's parts, in rank order.
+    """Cut each rank's `tensor` into equal parts, one per rank; return this rank's, in rank order.
 
     Ranks must have agreed on its shape and dtype.
     """

@@ -1,4 +1,4 @@
-"""What a forward changes beside gradients, put back afterwards: generators, buffers, modes, forwards."""
+"""Restore the side effects of a forward: generators, buffers, modes and replaced forwards."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def spare_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules these forwards inside the context; hooks and everything else stay."""
+    """Replace the forwards of modules inside the context; hooks and attributes stay."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
@@ -227,7 +227,7 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
-    """Select the optimizers that have modes, by methods `train` and `eval`, and are in train mode."""
+    """Select the optimizers that are in train mode, out of those with `train` and `eval`."""
     return [
         each
         for each in optimizers
@@ -270,7 +270,7 @@ def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[
 
 
 def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None:
-    """Overwrite buffers by those of rank 0."""
+    """Overwrite buffers with those of rank 0."""
     sent: list[Tensor] = []
 
     def described() -> list[str]:

@@ -24,7 +24,7 @@ def signed(data: bytes, about: str = "") -> bytes:
 
 
 def verified(data: bytes, function: str, about: str = "") -> bytes:
-    """Return the data without their signature; raise a WorldError if no rank of this run has signed them."""
+    """Return the data without signature; raise a WorldError if no rank of this run signed them."""
     token = run_token()
     if not token:
         return data

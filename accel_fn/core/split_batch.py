@@ -1,4 +1,4 @@
-"""The cut of a batch along its leading dimension: what is cut, what goes to every part, what is refused."""
+"""Cut a batch along its leading dimension; refuse values that may or may not hold rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from accel_fn.core.batch import ATOMS, Samples, count_samples, node_of, tensors_
 from accel_fn.errors import BatchError
 
 _DEPTH = 3
-"""Depth to which objects are searched for tensors; an object without any goes whole to every part."""
+"""The depth to which objects are searched for tensors; an object without any goes to every part
+whole."""
 _SPLIT = "give accumulate a split"
 
 
 def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Return sizes of `num_parts` consecutive parts of `num_rows`, as even as possible, larger ones first."""
+    """Return sizes of consecutive parts of `num_rows`, even to one row, larger ones first."""
     size, extra = divmod(num_rows, num_parts)
     return [size + 1] * extra + [size] * (num_parts - extra)
 
@@ -43,7 +44,7 @@ def _is_plain(field: object) -> bool:
 
 
 def split_rows(tree: Any, sizes: list[int], function: str = "step") -> Sequence[Any]:
-    """Cut `tree` into consecutive parts of these sizes; errors are raised in the name of `function`."""
+    """Cut `tree` into consecutive parts of these sizes; errors name `function`."""
     if len(sizes) == 1:
         return [tree]
     # Most batches are tuples of plain tensors: this path is faster.
@@ -154,7 +155,7 @@ def length_of(leaf: Any) -> int | None:
 
 
 def held_rows(leaf: Any) -> list[Tensor]:
-    """Find the tensors with rows in the attributes and items of an object that pytree takes for a leaf."""
+    """Find tensors with rows in the attributes and items of an object that is a leaf to pytree."""
     return [each for each in _held_tensors(leaf, _DEPTH) if each.ndim]
 
 
@@ -208,7 +209,7 @@ def take_part(batch: Any, index: int, num_parts: int) -> Any:
 
 
 def interleaved_parts(batch: Any, num_parts: int) -> Sequence[Any]:
-    """Cut a batch into `num_parts` parts, each of every `num_parts`-th sample. Errors as `split_batch`."""
+    """Cut a batch into parts, each of every `num_parts`-th sample. Errors as `split_batch`."""
     return _InterleavedSplit(part_sizes(count_samples(batch), num_parts), "step").parts_of(batch)
 
 

@@ -144,7 +144,7 @@ class LossScale:
 
 
 class Axis(NamedTuple):
-    """One axis of the device mesh, as this rank sees it: the ranks that differ in this axis alone."""
+    """One axis of the device mesh for this rank: the ranks that differ in this axis alone."""
 
     name: str
     rank: int
@@ -155,7 +155,7 @@ class Axis(NamedTuple):
 
 
 class Watchdog(Protocol):
-    """The watchdog of `parallel.watchdog`, as a state needs it: it prints a report if ranks hang."""
+    """The interface of `parallel.watchdog` for a state: it prints a report if ranks hang."""
 
     @property
     def has_lost_rank(self) -> bool:
@@ -245,7 +245,7 @@ class DistState:
             self._check()
 
     def _check(self) -> None:
-        """Check every rule, with its message. Each step makes a state, so `__post_init__` is faster."""
+        """Check each rule, with its message; `__post_init__`, which each step runs, is faster."""
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)
         if self.rank >= self.world_size:
@@ -308,7 +308,7 @@ class DistState:
     def advanced(
         self, scaler: LossScale | None, samples: int, weight: float | Mapping[str, float]
     ) -> DistState:
-        """Return the state after one more batch, with this loss scale; fields are not checked again.
+        """Return the state after one more batch, with this loss scale; do not check fields again.
 
         `samples` counts the rows of the batch over all ranks; `weight` is the batch's weight.
         """
@@ -392,7 +392,7 @@ def data_places(state: DistState) -> slice:
 
 
 def step_name(step: int, call: int) -> str:
-    """Name a step in messages, collectives and seeds: 3, or 3.1 for the second one on the same batch."""
+    """Name a step in messages, collectives and seeds: 3, or 3.1 for a second one on its batch."""
     return f"{step}.{call}" if call else str(step)
 
 

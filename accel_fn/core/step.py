@@ -45,7 +45,7 @@ from accel_fn.errors import (
 class Stages:
     """The stages of a step, one after the other. A `compile_step` function may replace the call.
 
-    An error in the first two leaves parameters, optimizers and stateful slot functions as they were.
+    An error in the first two stages leaves parameters, optimizers and stateful functions unchanged.
     """
 
     def __init__(self, plan: Plan, strategy: Strategy) -> None:
@@ -93,7 +93,8 @@ class Step(Generic[Batch]):
     """The `before_step` methods of `after_update` functions, which track the position of the
     run."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Facts of this run: of saves and loads, and "newest", the state that the last step began with."""
+    """Facts of this run: of saves and loads, and as "newest", the state that the last step began
+    with."""
 
     def __call__(
         self, state: DistState, batch: Batch, *, advance: bool = True

@@ -159,7 +159,8 @@ def options_of(mode: str) -> dict[str, Any]:
 def moving_guards(guards: Sequence[Any]) -> list[bool]:
     """Keep all guards but those on names in accel_fn's and torch's own modules.
 
-    Guards are evaluated before every run, a large part of a small step. Those on the user's names stay.
+    Guards are evaluated before every run, which takes a large part of a small step. Guards on the
+    user's names stay.
     """
     return [
         each.guard_type not in _NAMES or not _OURS.match(each.orig_guard.name) for each in guards
@@ -181,8 +182,8 @@ def compile_in_place(
 ) -> None:
     """Compile modules of one kind in place; they share their graphs with no other.
 
-    torch keeps graphs by code object, which all modules of a process would share, and stops
-    compiling at a small number of them.
+    torch stores graphs per code object, which all modules of a process would share, and stops
+    compiling after a small number of graphs.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

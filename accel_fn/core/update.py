@@ -22,7 +22,7 @@ from accel_fn.errors import ArgumentTypeError, message
 _TRANSFORM_REPAIR = "compute with shards alone, or with full_tensor() of each, or use wrap_ddp"
 _OPTIMIZER_REPAIR = "use wrap_ddp, or an optimizer of torch.optim, such as AdamW"
 Trained = tuple[Optimizer, Sequence[nn.Parameter]]
-"""An optimizer and those of its parameters that require a gradient."""
+"""An optimizer, and its parameters that require a gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Prepared:
 
 
 def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-    """Accept or refuse the gradients, then transform them. Changes no parameter and no optimizer."""
+    """Accept or refuse the gradients, then transform them, without a change of parameters."""
     # Only this check adjusts the loss scale: a spike that `accept` refuses is no overflow of
     # float16.
     finite = None if state.scaler is None else torch.isfinite(grads.norm())
@@ -170,7 +170,7 @@ def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool
 
 
 def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:
-    """Move a value to the host if a fused kernel reads it there, for parameters that are offloaded."""
+    """Move a value to the host if a fused kernel of offloaded parameters reads it there."""
     # torch copies the value without waiting, so its kernel on the host could read memory before the
     # value has arrived.
     if value is None or value.is_cpu or not any(each.is_cpu for each in parameters):
@@ -179,7 +179,7 @@ def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | 
 
 
 def takes_factor(optimizer: Optimizer) -> bool:
-    """Return whether every kernel takes `grad_scale` and `found_inf`, and no hook reads gradients."""
+    """Return whether all kernels take `grad_scale` and `found_inf`, and no hook reads gradients."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused", True) for group in optimizer.param_groups)

@@ -27,7 +27,7 @@ def remember_source(moved: Tensor, source: Tensor) -> None:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return the same values on the host, if they are known there; else the tensor itself."""
+    """Return the tensor's values on the host if they are known there, or the tensor itself."""
     if tensor.is_cpu:
         return tensor
     # `accumulate` cuts a batch into views: look up their base.
@@ -215,7 +215,7 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
 
 
 def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:
-    """Return the checked weight of each batch: finite ints or floats >= 0, from any kind of number."""
+    """Return each batch's checked weight: finite ints or floats >= 0, from any kind of number."""
     if callable(weight_fn):
         found: list[Any] = [*map(weight_fn, batches)]
         if {*map(type, found)} == {int} and min(found) >= 0 and max(found) <= _EXACT:
