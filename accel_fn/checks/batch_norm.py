@@ -1,4 +1,4 @@
-"""Checks of BatchNorm: its statistics are those of the rows that it gets, so they depend on the cut."""
+"""Checks of BatchNorm, whose statistics depend on how a batch is cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BatchNormCheck:
     """Warns once of BatchNorm layers that use the statistics of a part of the batch."""
 
     def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
-        # Ranks of local_sgd train separately, and reproducible takes statistics of slices on purpose.
+        # Ranks of local_sgd train separately, and reproducible uses statistics of slices on
+        # purpose.
         is_shared = state.data.world_size > 1 and not plan.having("local_gradients")
         self._over_ranks = is_shared and not isinstance(strategy, SyncedStrategy)
         self._over_parts = bool(splits_of(plan))

@@ -47,7 +47,7 @@ _OF_LOOKS = (
 
 
 class Comparison:
-    """Compares a few rows of some batches with their parts: losses, metrics, gradients and writes."""
+    """Compares rows of some batches with their parts: losses, metrics, gradients and writes."""
 
     def __init__(
         self, state: DistState, plan: Plan, strategy: Strategy, *, check_loss: bool
@@ -109,8 +109,8 @@ class Comparison:
             return "micro-batches that a loader has collated are not cut"
         try:
             rows = few_rows(self._plan, self._strategy, state, batch, leaves_out=leaves_out)
-        # All ranks raise the same error.
         except AccelError as error:
+            # All ranks raise the same error.
             return f"its rows cannot be joined: {error}"
         return _TOO_FEW if rows is None else self._compared(state, rows)
 

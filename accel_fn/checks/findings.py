@@ -1,4 +1,4 @@
-"""What ranks find when they compare a few rows with their parts: plain numbers, which they exchange."""
+"""The findings of a rank that compares a few rows with their parts: plain numbers to exchange."""
 
 from __future__ import annotations
 

@@ -453,8 +453,8 @@ def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
     other = 0 if weight_fn.keywords.get("shift") else 1
     try:
         return weigh(partial(labels_at, **{**weight_fn.keywords, "shift": other}), parts)
-    # There is one label a sample, so shift does not apply.
     except BatchError:
+        # There is one label a sample, so shift does not apply.
         return None
 
 
@@ -470,8 +470,8 @@ def metrics_of(
         if len(value) == 2:
             sums = [sum(each) for each in zip(*of_parts, strict=True)]
             pair = _divided(*value), _divided(*sums)
-        # A mean has one weight, since there is only one term.
         else:
+            # A mean has one weight, since there is only one term.
             total = sum(weight for (weight,) in weights)
             parts = zip(of_parts, weights, strict=True)
             pair = value[0], sum(each * weight for (each,), (weight,) in parts) / total

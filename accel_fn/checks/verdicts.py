@@ -428,7 +428,7 @@ def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
 
 
 def _cuts_rows(split: Any) -> bool:
-    """Return whether a function of `split` cuts rows, or takes micro-batches whose rows can be cut."""
+    """Return whether a `split` function cuts rows, or takes micro-batches with rows to cut."""
     is_window = "takes_windows" in getattr(split, "traits", ())
     return is_window or hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
 
