@@ -27,7 +27,7 @@ Place = tuple[int, ...]
 
 
 class Collate:
-    """Calls a collate_fn, and refuses lists of samples in which a step would cut the samples' rows."""
+    """Calls a collate_fn; refuses lists of samples in which a step would cut the samples' rows."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
@@ -35,7 +35,7 @@ class Collate:
         """Places of lists whose items are fields, which are not checked in later batches."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
-        """Return the batch of a part; `count` is the number of samples, if it is not their length."""
+        """Return the batch of a part; `count` is its number of samples, by default the length."""
         if isinstance(samples, EmptyPart):
             return self.empty([*samples], twice(samples))
         batch = self._collate_fn(samples)
@@ -57,8 +57,8 @@ class Collate:
             with Generators(0):
                 return self._collate_fn(samples)
         except Exception:
-            # For example, a collate_fn that removes fields from its samples fails for repeated
-            # ones.
+            # For example, a collate_fn that removes fields from its samples fails if a sample is
+            # repeated.
             return None
 
     def _check(self, batch: Any, samples: Any, count: int) -> None:

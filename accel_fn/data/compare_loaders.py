@@ -27,7 +27,7 @@ Options = TypeVar("Options")
 def same_on_all_ranks(
     read: Callable[[], Options], loader: DataLoader[Any], state: DistState
 ) -> Options:
-    """Read the options of a loader; if a rank fails or if options or samples differ, all ranks raise."""
+    """Read a loader's options; all ranks raise if one fails or if options or samples differ."""
     if state.group is None:
         return read()
     options = all_or_none(read, state, "shard_loader")

@@ -344,7 +344,7 @@ class Fetcher(Dataset[Any]):
             return self._empty(part.numbers) if is_empty else self.fetch(part.numbers)
 
     def own(self, part: Part) -> Any:
-        """Return this rank's samples of those in a part, or the key of a whole ready batch."""
+        """Return this rank's samples in a part, or the key of a whole ready batch."""
         if isinstance(part.numbers, EmptyPart):
             return []
         if self._whole is None or not part.is_split:
@@ -415,7 +415,7 @@ class Fetcher(Dataset[Any]):
 
 
 class ReadyFetcher(Fetcher):
-    """Reads batches that the data set has ready: one by its key, or the rows of a list of indices."""
+    """Reads batches that a data set has ready: one by its key, or the rows of several indices."""
 
     def __init__(
         self,
@@ -432,7 +432,7 @@ class ReadyFetcher(Fetcher):
         return without_rows(self.fetch([*numbers]), self.fetch([*numbers] * 2))
 
     def made(self, part: Part) -> Made:
-        """Return the number of rows: a data set that has batches ready has no samples to read again."""
+        """Return the number of rows; a data set with ready batches has no samples to read again."""
         return Made(len(self.own(part)))
 
     def fetch(self, numbers: Any) -> Any:

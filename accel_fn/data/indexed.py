@@ -146,7 +146,7 @@ def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBat
 
 
 def _check(loader: Any) -> None:
-    """Refuse other types than DataLoader, and loaders that are unordered, unsized or sharded already."""
+    """Refuse other types than DataLoader, and unordered, unsized or already sharded loaders."""
     if not isinstance(loader, DataLoader):
         repair = "give it the loader that was sharded" if isinstance(loader, ShardedLoader) else ""
         name = type(loader).__name__
@@ -170,7 +170,7 @@ def _check(loader: Any) -> None:
 
 
 def _outermost(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that gives batches; without a batch_sampler it gives keys of ready ones."""
+    """Return the sampler of batches; without a batch_sampler, it gives keys of ready batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -374,7 +374,7 @@ class SamplerBatches:
 
 
 def nested_samplers(sampler: Any) -> list[Any]:
-    """List a sampler and those inside it, the outermost first."""
+    """List a sampler and its inner samplers, the outermost first."""
     found: list[Any] = []
     while sampler is not None and not any(sampler is each for each in found):
         found.append(sampler)
@@ -514,7 +514,7 @@ class SamplerSource:
             place = (0, 1) if is_whole else (self._rank, self._world_size)
             yield from (_part(batch, *place) for batch in batches)
             return
-        # Ranks along `dp` share a batch; those along other axes take the same part of it.
+        # Ranks along `dp` share a batch; ranks along other axes take the same part of the batch.
         shape, world_size = mesh_of(channel.state), channel.state.world_size
         along = [ranks_along(shape, "dp", rank) for rank in range(world_size)]
         places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]

@@ -32,7 +32,7 @@ Numbered: TypeAlias = tuple[list[Any] | None, Batch]
 
 
 class Source(Protocol[Batch]):
-    """A way to split a loader's batches over ranks. All ranks read the same epochs and batches of it."""
+    """A way to split a loader's batches over ranks, which all read the same epochs and batches."""
 
     def num_batches(self) -> int:
         """Return the batches of an epoch, the same on every rank; ArgumentTypeError if unknown."""

@@ -103,7 +103,7 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Pure rules that split samples into global batches, and those into ranks' parts.
+    """Pure rules that split samples into global batches, and batches into ranks' parts.
 
     Batches do not depend on the world size. If a batch has fewer samples than there are ranks, the
     last ranks get an empty part.

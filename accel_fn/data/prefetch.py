@@ -99,7 +99,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Depth and device of the prefetch, and whether all ranks must read the same number of batches."""
+    """Depth and device of the prefetch, and whether all ranks must read equally many batches."""
 
     depth: int
     device: torch.device
@@ -155,7 +155,7 @@ class _End:
 
 
 class _Handover:
-    """Passes batches from the reading thread to the loop; the thread reads a batch for each permit."""
+    """Passes batches from the reading thread to the loop, one for each permit."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -168,7 +168,7 @@ class _Handover:
 
 
 class Reader(threading.Thread):
-    """Reads one pass. It has no reference to the loop's iterator, so dropping that ends the thread."""
+    """Reads one pass. It has no reference to the loop's iterator: dropping that ends the thread."""
 
     def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(

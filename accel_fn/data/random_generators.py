@@ -17,8 +17,8 @@ from accel_fn.data.order import mix
 
 # Threads take turns: all of them share the global generators, and simulated ranks are threads.
 _LOCK = threading.RLock()
-# Hold the lock while a worker is forked: forked while another thread has changed the states, it
-# would keep these.
+# Hold the lock while a worker is forked: otherwise the worker would keep states that another thread
+# has set for a while.
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )

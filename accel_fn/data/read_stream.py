@@ -258,7 +258,7 @@ class Noted:
 
 @dataclass(eq=False)
 class PartStream(IterableDataset[Any]):
-    """The data set of a loader's workers: this rank's batches of the user's stream `data`, for one pass.
+    """The data set of a loader's workers: this rank's batches of the user's stream, for one pass.
 
     Without a `split`, worker w of n collates this rank's part of every n-th batch from the w-th on,
     and yields an `End` after the last. Each worker reads the whole stream, and `get_worker_info`

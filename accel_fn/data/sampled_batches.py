@@ -79,8 +79,8 @@ class SampledBatches(Iterator[Batch]):
         except StopIteration:
             raise
         except Exception as error:
-            # Under `prefetch`, this is the reading thread; the loop's thread sends the error when
-            # it raises it.
+            # Under `prefetch`, this is the reading thread. The loop's thread then raises the error
+            # and sends it.
             if not self.parts.by_loop:
                 self.parts.send_error(error)
             raise

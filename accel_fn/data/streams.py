@@ -1,4 +1,4 @@
-"""Streams over ranks: each rank reads the whole stream and keeps its parts, or reads its own shards."""
+"""Streams over ranks: each rank reads the whole stream and keeps its parts, or reads its shards."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def until_all_end(
     first_batch: int,
     collate_fn: Callable[[list[Any]], Any],
 ) -> Iterator[Any]:
-    """Yield the batches of a rank's shards, then empty ones until the shards of all ranks have ended.
+    """Yield the batches of a rank's shards, then empty ones until the shards of all ranks end.
 
     Ranks exchange before each batch whether they have one.
     """

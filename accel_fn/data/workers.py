@@ -87,8 +87,8 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
             raise worker_error(str(error).strip()) from error
         raise
     if getattr(running, "_worker_pids_set", False):
-        # If it does not know the workers' ids, torch's handler of SIGCHLD raises nothing in the
-        # middle of a step.
+        # Without the workers' ids, torch's handler of SIGCHLD raises nothing in the middle of a
+        # step.
         signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
         running._worker_pids_set = False
         wait = _Wait(running._workers, where)
@@ -288,7 +288,7 @@ def lost_workers(
 
 
 def worker_error(lost: str, meanwhile: str = "") -> WorkerError:
-    """Make the error for what `lost_workers` returned; `meanwhile` names what the loop waited for."""
+    """Make the error for a result of `lost_workers`; `meanwhile` names what the loop waited for."""
     hint = next((hint for name, hint in _HINTS.items() if name in lost), None)
     return WorkerError(
         f"shard_loader: workers must live until the loop ends, got {lost}{meanwhile}; "
