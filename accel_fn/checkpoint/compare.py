@@ -1,4 +1,4 @@
-"""Differences between a checkpoint and the running program, found before anything is overwritten."""
+"""Differences between a checkpoint and the program, found before any value is overwritten."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def unfinished_folder(folder: Path, step: int) -> Path:
 def rename(path: Path, target: Path) -> None:
     """Rename a file or a folder.
 
-    If NFS loses a reply, it repeats the request and reports an error for a rename that has succeeded.
+    If NFS loses a reply, it repeats the request, and reports an error although the rename
+    succeeded.
     """
     before = path.stat()
     try:
