@@ -282,8 +282,8 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
         if isinstance(value, tuple):
             sums[name.removeprefix(COUNTED)] = value
         else:
+            # This is the weight of the only term: beside several terms, all metrics are pairs.
             sums[name] = _sum_of(value, weight[0])
-    # This is the weight of the only term: beside several terms, all metrics are pairs.
     return sums
 
 
@@ -367,7 +367,7 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
 
 
 def widest(value: Any) -> Tensor | None:
-    """Convert integers, also in tensors, to int64, real numbers to float64, and the rest to None."""
+    """Convert integers and their tensors to int64, real numbers to float64, the rest to None."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():

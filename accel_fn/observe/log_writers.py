@@ -216,8 +216,8 @@ class _JsonLines:
         try:
             while data:
                 data = data[os.write(self._file, data) :]
-        # The disk may be full: half a line would spoil the next line.
         except OSError:
+            # The disk may be full: half a line would spoil the next line.
             os.ftruncate(self._file, start)
             raise
 
@@ -485,7 +485,7 @@ def check_writer(given: object) -> None:
 
 
 def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> None:
-    """Write the text of a plan and the settings of its launch to a run; a function has no place for them.
+    """Write a plan's text and launch settings to a run; a function has no place for them.
 
     Call it before the first values, with which trackio stores them. A resumed run overwrites them.
     """

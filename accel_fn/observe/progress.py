@@ -1,4 +1,4 @@
-"""progress: tqdm's bar for the loop of a run, with the values that the loop shows, and for long waits."""
+"""progress: tqdm's bar for the loop of a run, with values of the loop, and for long waits."""
 
 from __future__ import annotations
 
