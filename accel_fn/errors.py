@@ -1,4 +1,4 @@
-"""Errors: each is accel_fn's and a builtin's, and names function, parameter, rule, value and repair."""
+"""Errors: each is accel_fn's and a builtin's; messages name function, parameter, rule and value."""
 
 from __future__ import annotations
 
