@@ -34,8 +34,8 @@ from accel_fn.parallel.same_on_all_ranks import check_same_gradients, fingerprin
 from accel_fn.parallel.synced_batch_norm import SyncedStrategy
 
 _LOOKS = (1, 2, 10, 100)
-"""Some faults show only later: two tensors that share memory from the second graph on, or a loss
-whose halves agree at first."""
+"""Some faults show only later: a leaf that the second graph shares with the first, or a loss whose
+halves agree at first."""
 
 _MOST_NONE = 10
 """The number of first batches that may be None, because their samples could not be read."""

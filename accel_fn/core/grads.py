@@ -50,7 +50,7 @@ class Grads:
     owners: Sequence[tuple[str, Tensor]] | None = field(default=None, repr=False)
 
     def present(self) -> list[Tensor]:
-        """Return the tensors, without the parameters that have no gradient."""
+        """Return the gradients that are not None."""
         return [tensor for tensor in self.tensors if tensor is not None]
 
     def norm(self) -> Tensor:

@@ -51,7 +51,7 @@ def kind_of(value: object) -> str:
 
 
 COUNTED = "(sum, count) of "
-"""Prefix of the metric that holds a `(sum, count)` term; no metric of the user's may have it."""
+"""The prefix of the metric that holds a `(sum, count)` term; users do not name metrics so."""
 
 
 def is_pair(value: object) -> bool:

@@ -392,7 +392,7 @@ def data_places(state: DistState) -> slice:
 
 
 def step_name(step: int, call: int) -> str:
-    """Name a step in messages, collectives and seeds: 3, or 3.1 for a second one on its batch."""
+    """Name a step in messages, collectives and seeds: 3, or 3.1 for a second step on a batch."""
     return f"{step}.{call}" if call else str(step)
 
 
