@@ -185,8 +185,8 @@ MUTANTS = [
     Mutant(
         "a resumed run forgets how many updates it skipped",
         "transforms/skip.py",
-        'self._in_a_row = saved["in_a_row"].to(self._in_a_row.device)',
-        "self._in_a_row = torch.zeros_like(self._in_a_row)",
+        'setattr(self, f"_{name}", saved[name])',
+        'setattr(self, f"_{name}", torch.zeros_like(saved[name]))',
         f"{LAWS}07_skipping.py tests/transforms/test_skip.py",
     ),
     Mutant(
