@@ -334,8 +334,8 @@ MUTANTS = [
     Mutant(
         "a list of images is counted by their channels",
         "core/batch.py",
-        "return _leaves(tree, (Tensor, Samples))",
-        "return _leaves(tree, (Tensor,))",
+        "_COLUMNS = (Tensor, Samples)",
+        "_COLUMNS = (Tensor,)",
         f"{LAWS}03_samples.py",
         kind="data.lists_of_images",
     ),
