@@ -26,7 +26,7 @@ def batch_norms(model: nn.Module) -> dict[str, Any]:
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Return whether this BatchNorm has another forward than torch's."""
+    """Return whether this BatchNorm has a forward that is not torch's."""
     return "forward" in vars(layer) or type(layer).forward not in _FORWARDS
 
 
@@ -43,17 +43,17 @@ class SyncedBatchNorm:
         self._ranks = ranks
         layers = batch_norms(model)
         self._names = [*layers]
-        # All packets have one size: two sizes that meet would abort the process.
+        # All packets have one size: a collective of two sizes would abort the process.
         self._width = max([0, *(each.num_features for each in layers.values())])
-        # The same objects in every step, otherwise a compiler would compile again.
+        # Make the forwards once: for new objects in a step, torch.compile would compile again.
         call = torch.compiler.disable(_forward) if is_compiled else _forward  # type: ignore[no-untyped-call]
         self.forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]] = {
             each: partial(call, self, number, each) for number, each in enumerate(layers.values())
         }
         self.counts = True
-        """Whether the rows of the micro-batch under way count."""
+        """Whether the rows of the current micro-batch enter the statistics."""
         self.nodes: list[Node | None] = []
-        """The nodes of the layers in the graph of the micro-batch under way."""
+        """The autograd nodes of the layers, in the graph of the current micro-batch."""
 
     def exchange(self, code: int, numbers: Tensor) -> Tensor:
         """Return all ranks' numbers, [ranks, num_numbers]; raise on all ranks if calls differ."""
@@ -61,7 +61,7 @@ class SyncedBatchNorm:
         packet[0] = code
         packet[1 : 1 + len(numbers)] = numbers
         every = torch.stack(primitives.all_gather(packet, self._ranks, "step"))
-        # On an accelerator the host would have to wait for the codes.
+        # Compare codes on a CPU only: on an accelerator, the host would have to wait for them.
         if every.is_cpu and (every[:, 0] != code).any():
             check_equal(
                 [self._described(int(each)) for each in every[:, 0]],
@@ -96,7 +96,7 @@ class _Call:
         self._exchange = layers.exchange
         self._number = number
         self.counts = layers.counts and inputs.numel() > 0
-        # Half precision cannot hold a sum over many rows.
+        # Compute in float32 at least: half precision cannot hold a sum over many rows.
         self.dtype = torch.promote_types(inputs.dtype, torch.float32)
         self._dims = [0, *range(2, inputs.ndim)]
         self._shape = [1, -1] + [1] * (inputs.ndim - 2)
@@ -109,11 +109,12 @@ class _Call:
         counts, means, variances = torch.split(every, [1, num_features, num_features], dim=1)
         self.count = counts.sum()
         if self.count.is_cpu and self.count == 1:
-            # Torch raises this for one process. The count is the same on all ranks, so all raise.
+            # Raise torch's error for one process. All ranks have the same count, so all raise.
             raise BatchError(
                 "Expected more than 1 value per channel when training, got 1 on all ranks"
             )
-        # One rank's mean is subtracted first: squares of means far from 0 would cancel each other.
+        # Add up differences from one rank's mean: sums of squares would cancel each other where the
+        # mean is far from 0.
         shares = counts / self.count
         start = means.index_select(0, counts.argmax().reshape(1))
         self.mean = (start + (shares * (means - start)).sum(0))[0]
@@ -121,7 +122,7 @@ class _Call:
         self.factor = (self.variance + eps).rsqrt()
 
     def update(self, layer: Any) -> None:
-        """Move the running statistics of a layer towards these."""
+        """Move a layer's running statistics towards the statistics of this call."""
         layer.num_batches_tracked.add_(1)
         part = layer.momentum
         if part is None:
@@ -135,20 +136,23 @@ class _Call:
         return (inputs.to(self.dtype) - self.along(self.mean)) * self.along(self.factor)
 
     def along(self, features: Tensor) -> Tensor:
-        """Reshape one number for each feature, so that it broadcasts with inputs."""
+        """Reshape a tensor of one number per feature so that it broadcasts with the inputs."""
         return features.to(self.dtype).view(self._shape)
 
     def sums(self, numbers: Tensor) -> Tensor:
-        """Add up inputs, feature by feature."""
+        """Add up a tensor of the inputs' shape, feature by feature."""
         return numbers.sum(self._dims)
 
     def totals(self, sums: Tensor) -> Tensor:
-        """Add up sums over the ranks, in the backward."""
+        """Add up every rank's sums, in the backward."""
         return self._exchange(-1 - self._number, sums.flatten()).sum(0).view_as(sums)
 
 
 class _Normalized(torch.autograd.Function):
-    """Source: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3."""
+    """Batch normalization by the statistics of a `_Call`.
+
+    Source: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3.
+    """
 
     @staticmethod
     def forward(
@@ -169,7 +173,7 @@ class _Normalized(torch.autograd.Function):
         call: _Call = ctx.call
         inputs, weight = ctx.saved_tensors
         normalized, wide = call.normalized(inputs), gradient.to(call.dtype)
-        # Weight and bias get the gradients of this rank's rows; the strategy averages these too.
+        # Weight and bias get the gradients of this rank's rows, which the strategy averages later.
         own = torch.stack([call.sums(wide), call.sums(wide * normalized)])
         of_bias, of_weight = own.unbind()
         if weight is not None:

@@ -33,12 +33,12 @@ def check_blocks(function: str, blocks: Any, parameter: str = "blocks") -> None:
 
 
 def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn.Module]:
-    """Return the blocks by name, in the order of the model; none is without parameters.
+    """Return the blocks that have parameters, by name, in the order of the model.
 
     Args:
         model: not a block itself.
         blocks: classes, names of modules (the name of a list stands for its items), or None
-            for the repeated ones, see `repeated`.
+            for the repeated blocks, see `repeated`.
         function: the name of the public function, for errors.
 
     Returns:
@@ -89,7 +89,7 @@ def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> se
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
     """Return the most frequent modules of each outermost `ModuleList` or `Sequential`.
 
-    Of two equally frequent classes, the one with more parameters counts. A module whose class a
+    Of two equally frequent classes, the class with more parameters counts. A module whose class a
     list holds once is included if another list repeats that class.
     """
     held: dict[str, list[nn.Module]] = {}
@@ -109,7 +109,7 @@ def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
 
 
 def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the items with parameters of lists and sequences, after the names of list and item."""
+    """Yield each item of a list or sequence that has parameters: list name, item name, item."""
     lists = nn.Sequential | nn.ModuleList
     is_list = isinstance(module, lists)
     for name, child in module.named_children():

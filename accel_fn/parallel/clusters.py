@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from accel_fn.errors import WorldError, message
 
-_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below the ports that kernels hand out by themselves
+# Stay below the ports that kernels assign to connections by themselves.
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The variables of an environment, with the names for errors: the public function and the cluster."""
+    """Environment variables, and the names of the public function and the cluster for errors."""
 
     function: str
     cluster: str
@@ -34,7 +35,7 @@ class Variables:
         return any(map(self.values.get, names))
 
     def text(self, *names: str) -> str:
-        """Return the first of these variables that is not empty; raise a WorldError if none is."""
+        """Return the first of these variables that is not empty; raise a WorldError if all are."""
         for name in names:
             if self.values.get(name):
                 return self.values[name]
@@ -43,7 +44,7 @@ class Variables:
     def number(
         self, *names: str, least: int = 0, most: int | None = None, text: str | None = None
     ) -> int:
-        """Return the number in `text`, else in the first of these variables that is not empty."""
+        """Return the number in `text`; without it, in the first variable that is not empty."""
         found = self.text(*names) if text is None else text
         number = int(found) if found.isdecimal() else -1
         if number < least or (most is not None and number > most):
@@ -84,7 +85,7 @@ class Task:
     machine_rank: int
     num_machines: int
     host: str | None
-    """The machine of rank 0; None if the cluster does not set it."""
+    """The host name of rank 0's machine; None if the cluster does not set it."""
 
     @property
     def port(self) -> int:
@@ -93,7 +94,7 @@ class Task:
 
 
 class _Mpi(NamedTuple):
-    """The variables of an `mpirun`; where it lists several, the first that is set counts."""
+    """The names of an `mpirun`'s variables; of several, the first that is set counts."""
 
     rank: str
     world_size: str
@@ -101,13 +102,13 @@ class _Mpi(NamedTuple):
     local_world_size: tuple[str, ...]
 
 
-# An MPI comes before Slurm: its daemons may themselves be a step of Slurm.
+# Read MPI's variables before Slurm's: Slurm may have started only MPI's daemons, as a step.
 _MPIS = {
     "LSF": _Mpi(
         "JSM_NAMESPACE_RANK",
         "JSM_NAMESPACE_SIZE",
         ("JSM_NAMESPACE_LOCAL_RANK",),
-        # Spectrum MPI, which jsrun starts, is an Open MPI.
+        # jsrun starts Spectrum MPI, which is an Open MPI and sets its variables.
         ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     "Open MPI": _Mpi(
@@ -116,7 +117,7 @@ _MPIS = {
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # Hydra, of MPICH and Intel MPI; PALS of Cray has other names for the local variables.
+    # Of the local names, Hydra (of MPICH and Intel MPI) sets the first, Cray's PALS the second.
     "MPICH": _Mpi(
         "PMI_RANK",
         "PMI_SIZE",
@@ -134,7 +135,7 @@ def read_task(environment: Mapping[str, str], *, function: str = "init") -> Task
     read.append(_read_slurm(Variables(function, "Slurm", environment)))
     found = [task for task in read if task is not None]
     for other in found[1:]:
-        # With one task per machine, the tasks of Slurm may be the daemons of MPI.
+        # With one task per machine, Slurm's tasks may be MPI's daemons, whose ranks differ.
         is_daemon = other.cluster == "Slurm" and other.local_world_size == 1
         places = {(task.rank, task.world_size) for task in (found[0], other)}
         if not is_daemon and len(places) > 1:
@@ -150,7 +151,8 @@ def _read_mpi(variables: Variables) -> Task | None:
     names, values = _MPIS[variables.cluster], variables.values
     if not {names.rank, names.world_size} & values.keys():
         return None
-    # srun --mpi=pmi2 sets the rank and the size of an MPI for its tasks, and for a shell.
+    # srun --mpi=pmi2 sets MPI's rank and size, but no local rank, for its tasks and for a shell.
+    # Slurm's own variables describe these processes.
     if "SLURM_PROCID" in values and not variables.any_of(*names.local_rank):
         return None
     rank = variables.number(names.rank)
@@ -183,7 +185,7 @@ def _rank_0_host(variables: Variables, num_machines: int) -> str | None:
     if values.get("AZ_BATCH_MASTER_NODE"):
         return values["AZ_BATCH_MASTER_NODE"].partition(":")[0]
     lsf = values.get("LSB_MCPU_HOSTS", "").split()[::2]
-    # jsrun starts no task on the first machine of LSF, its launch node; other starters do.
+    # LSF's first machine is the launch node: jsrun starts no task there, other launchers do.
     firsts = {len(hosts): hosts[0] for hosts in (_pbs_hosts(values), lsf, lsf[1:]) if hosts}
     nodes = values.get("SLURM_JOB_NODELIST")
     if nodes and values.get("SLURM_JOB_NUM_NODES"):
@@ -192,8 +194,8 @@ def _rank_0_host(variables: Variables, num_machines: int) -> str | None:
 
 
 def _read_slurm(variables: Variables) -> Task | None:
-    # A batch script, and a shell of salloc or `srun --pty`, have SLURM_PROCID too, but stand alone:
-    # only a step without a terminal is one of many.
+    # A batch script and a shell of salloc or `srun --pty` run alone, although SLURM_PROCID is set.
+    # Only a step without a terminal may be one of many processes.
     values = variables.values
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= values.keys() or "SLURM_PTY_PORT" in values:
         return None
@@ -249,11 +251,11 @@ class Node:
 
     cluster: str
     variables: tuple[str, ...]
-    """The variables that identify the cluster. Unset, they let `init` train on one machine."""
+    """The variables that identify the cluster. If you unset them, `init` trains on one machine."""
     num_machines: int
     machine_rank: int = 0
     host: str | None = None
-    """The first machine; None if another variable must hold it."""
+    """The host name of the first machine; None if the cluster does not set it."""
     port: int | None = None
     num_local: int | None = None
     """The number of processes on this machine, if the cluster sets it."""
@@ -282,7 +284,7 @@ def check_agree(function: str, node: Node, other: Node) -> None:
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
-    """Refuse, for `init`, to train alone on each of several machines."""
+    """Refuse `init` if a cluster gives several machines but no world: each would train alone."""
     node = read_node(environment, function="init")
     if node is not None and node.num_machines > 1:
         raise WorldError(
@@ -300,7 +302,7 @@ def _by_names(
     machine_rank: str,
     host: tuple[str, ...],
 ) -> Node | None:
-    """Read a cluster that sets each fact in a variable; on one machine, the count is enough."""
+    """Read a cluster that sets each fact in a variable; one machine needs only the count."""
     if not variables.any_of(*known_by):
         return None
     count = variables.number(num_machines, least=1)
@@ -353,9 +355,10 @@ def _sagemaker(variables: Variables) -> Node | None:
 
 
 def _vertex(variables: Variables) -> Node | None:
-    """Read Vertex AI's spec: the first two pools of workers train; the others serve and evaluate."""
+    """Read Vertex AI's spec: the first two worker pools train, other pools serve and evaluate."""
     text = variables.values.get("CLUSTER_SPEC", "")
-    if "workerpool0" not in text:  # other programs have variables of this name
+    # Other programs also use a variable of this name.
+    if "workerpool0" not in text:
         return None
     spec = _json(text)
     try:
@@ -372,7 +375,7 @@ def _vertex(variables: Variables) -> Node | None:
 
 
 def _pbs(variables: Variables) -> Node | None:
-    # Processes that an MPI starts inherit the variables of its machine, and may use fewer of them.
+    # Processes that an MPI starts inherit PBS's variables, but may use only some of its machines.
     if read_task(variables.values, function=variables.function) is not None:
         return None
     hosts, job = _pbs_hosts(variables.values), variables.values.get("PBS_JOBID")
@@ -393,16 +396,17 @@ def _pbs(variables: Variables) -> Node | None:
 
 
 def _pbs_hosts(values: Mapping[str, str]) -> list[str]:
-    """Return the machines of a PBS job, each once; none if its file cannot be read."""
+    """Return the machines of a PBS job, each once; an empty list if its file cannot be read."""
     path = values.get("PBS_NODEFILE")
     try:
         return list(dict.fromkeys(Path(path).read_text().split())) if path else []
-    except OSError:  # as in a container that does not mount the folder of PBS
+    except OSError:
+        # A container may not mount PBS's folder.
         return []
 
 
 def azure_local_world_size(environment: Mapping[str, str], world_size: str) -> dict[str, str]:
-    """Return LOCAL_WORLD_SIZE, which Azure ML's PyTorch distribution leaves out; none elsewhere."""
+    """Return LOCAL_WORLD_SIZE, which Azure ML's PyTorch distribution leaves out; {} elsewhere."""
     count = environment.get("AZUREML_NODE_COUNT", "")
     if not count.isdecimal() or not world_size.isdecimal() or not int(count):
         return {}

@@ -154,7 +154,7 @@ def make_ddp(
     sync_batchnorm: bool = False,
     **options: Any,
 ) -> Strategy:
-    """Make DDP, or replicas over `dp` of a split model; one rank in a world of one."""
+    """Make DDP, or replicas of a split model over `dp`; on one rank, a plain `Strategy`."""
     is_split = any(map(is_sharded, plan.model.parameters()))
     if state.world_size == 1 or (is_split and state.data.world_size == 1):
         return Strategy(state, module, plan)
@@ -170,7 +170,7 @@ class SplitReplicas(Strategy):
     def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
         super().__init__(state, module, plan)
         self._replicas = over(state)
-        """The ranks that hold the same parts."""
+        """The ranks that hold the same parts of the model as this rank."""
         self.finds_unused = False
 
     def average(self, state: DistState) -> None:
@@ -189,14 +189,17 @@ class SplitReplicas(Strategy):
 
 
 class _Turn:
-    """The strategy, of those over the same parameters, that has run the last backward."""
+    """Which strategy ran the last backward, for all strategies over one parameter."""
 
     last = 0
     """The id of the strategy; 0 before the first backward."""
 
 
 _TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
-"""Turns by the id of a parameter, which its strategies keep alive: plans may share a model."""
+"""The turn of each parameter, by its id, since plans may share a model.
+
+The strategies of a parameter keep the parameter and its turn alive.
+"""
 
 
 class DDP(Strategy):
@@ -221,7 +224,7 @@ class DDP(Strategy):
         self._options = {"process_group": state.group, **options}
         self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
         self._is_unfinished = False
-        """Whether to make DDP anew: it refuses a forward after a backward that did not finish."""
+        """Whether to make DDP anew: DDP refuses a forward after a backward that did not finish."""
         turn = _Turn()
         self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
         self._left_out = plan.left_out()
@@ -231,13 +234,13 @@ class DDP(Strategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enclose a batch; with retries, DDP's collectives come before the first forward."""
+        """Enclose a batch; with retries, broadcast DDP's buffers before the first forward."""
         if not torch.is_grad_enabled():
             yield
             return
         for turn in self._turns:
             if turn.last != id(self):
-                # DDP counts parameters that another plan's backward has reached as used.
+                # DDP counts a parameter as used if another plan's backward has reached it.
                 self._is_unfinished |= self.finds_unused and turn.last != 0
                 turn.last = id(self)
         if self._is_unfinished:
@@ -246,8 +249,9 @@ class DDP(Strategy):
             self.ddp = self.module = self._wrapped(self.loss_module, **options)
             self._is_unfinished = False
         if self.retries:
-            # Broadcast buffers now: a rank out of memory would not join later. DDP skips this after
-            # a forward under no_sync, but a failed attempt restores the rank's own buffers.
+            # Broadcast buffers now: a rank out of memory would not join later. DDP skips the
+            # broadcast after a forward under no_sync, so request it: a failed attempt has restored
+            # the rank's own buffers.
             self.ddp.require_forward_param_sync = True
             with self.no_sync():
                 self.ddp(None)
@@ -255,12 +259,14 @@ class DDP(Strategy):
             with super().sharing(state):
                 yield
         except BaseException:
-            self._is_unfinished = not self.retries  # with retries, backwards run under no_sync
+            # With retries, backwards run under no_sync, where DDP waits for no gradient.
+            self._is_unfinished = not self.retries
             raise
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap the loss in DDP and lay out its buckets."""
-        with _requiring_none(self._left_out):  # DDP takes and averages no gradients of these
+        # DDP must not wait for gradients of the parameters that the plan does not update.
+        with _requiring_none(self._left_out):
             ddp = DistributedDataParallel(module, **options)
         _fix_buckets(ddp)
         if self._comm_hook:
@@ -277,13 +283,14 @@ class DDP(Strategy):
         """Enclose forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # If DDP looks for unused parameters, it records those that any backward reaches.
+        # DDP records the parameters that any backward reaches, if it looks for unused ones or takes
+        # the graph as static.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
-        """Average by a backward of zeros, if every micro-batch's was under `no_sync`."""
+        """With retries, average by a backward of zeros; else check that DDP has averaged."""
         # A rank out of memory in the middle of a backward cannot notify peers that wait for its
-        # gradients, so they stay on their ranks until all have voted.
+        # gradients. So with retries, gradients stay on their ranks until all ranks have voted.
         if self.retries:
             loss, _ = self.ddp(None)
             self.backward(loss, loss.new_zeros(()))
@@ -313,21 +320,22 @@ class SyncedDDP(SyncedStrategy, DDP):
 
 
 def _fix_buckets(ddp: DistributedDataParallel) -> None:
-    """Let DDP lay out its gradient buckets for good, by a first backward of zeros.
+    """Run a first backward of zeros, after which DDP lays out its gradient buckets for good.
 
-    DDP does so after its first backward, and the layout decides the last bit of a sum over three
-    ranks or more. Otherwise a resumed run would differ from one that was not interrupted, and a
-    repeated first step from the first one.
+    The layout decides the last bit of a sum over three ranks or more. Without this backward, a
+    resumed run would differ from an uninterrupted run, and a repeated first step from the first
+    attempt.
     """
     if ddp.static_graph or ddp.find_unused_parameters:
-        return  # laid out once, and the first backward of a static graph must be a real one
+        # DDP keeps its first layout here. A static graph's first backward must be a real one.
+        return
     loss, _ = ddp(None)
     loss.backward(torch.zeros_like(loss))
     ddp.zero_grad(set_to_none=True)
 
 
 def _comm_hook(name: str, group: Any) -> tuple[Any, Any]:
-    """Return the state of one of torch's communication hooks, and the hook, by its short name."""
+    """Return the state and the function of torch's communication hook with this short name."""
     if name == "powersgd":
         return powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook
     compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[

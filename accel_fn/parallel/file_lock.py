@@ -28,16 +28,17 @@ class FileLock:
         try:
             self._file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            # Without O_CREAT, which Linux refuses for another user's file in a sticky folder.
+            # Leave out O_CREAT: Linux refuses it for another user's file in a sticky folder.
             self._file = os.open(path, flags)
         self._close = finalize(self, os.close, self._file)
-        # Every user who may save here may lock the file. Another user's file has its mode already.
+        # Let every user who may save in the folder lock the file. If the file is another user's,
+        # changing the mode fails, but that user's run has set it.
         with suppress(OSError):
             os.fchmod(self._file, path.parent.stat().st_mode & 0o666)
-        # A forked worker that outlives a killed run would keep the lock.
+        # Close the file in forked workers: one that outlives a killed run would keep the lock.
         register_after_fork(self, FileLock.close)
         self.owner = None if self._acquire() else self._read_owner()
-        """The other run that holds the lock; None if this one does."""
+        """The name of the other run that holds the lock; None if this run does."""
 
     def holds(self) -> bool:
         """Return whether the locked file is still at its path: its folder may have been removed."""
@@ -62,7 +63,7 @@ class FileLock:
                 if left:
                     time.sleep(_WAIT_S)
             except OSError:
-                # The file system has no locks.
+                # The file system has no locks, so the run goes on without one.
                 return True
             else:
                 os.truncate(self._file, 0)

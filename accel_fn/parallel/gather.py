@@ -214,7 +214,7 @@ def _all_bytes(
     state: DistState,
     function: str,
 ) -> list[list[Tensor]]:
-    """Gather all ranks' tensors as bytes: those on hosts in one all-gather, the others in another."""
+    """Gather all ranks' tensors as bytes, in one all-gather for each kind of device."""
     specs = [[spec for leaf in leaves for spec in leaf.specs] for leaves in every]
     found: list[dict[int, Tensor]] = [{} for _ in specs]
     for on_host in (True, False):
@@ -242,7 +242,7 @@ def _exchange_bytes(
     device: torch.device,
     function: str,
 ) -> Iterator[list[Tensor]]:
-    """All-gather the pieces of every rank, padded to the longest rank's, and split them again."""
+    """All-gather the pieces of every rank, padded to one size, and split them again."""
     longest = max(map(sum, sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     if pieces:
@@ -257,7 +257,7 @@ def _exchange_bytes(
 def _join(
     leaf: Any, leaves: Sequence[_Leaf], parts: Sequence[Iterator[Tensor]], state: DistState
 ) -> Any:
-    """Join one leaf of all ranks; takes the bytes of its tensors from their parts."""
+    """Join one leaf of all ranks; `parts` yield the bytes of each rank's tensors in order."""
     if isinstance(leaf, Tensor):
         device = leaf.device if leaf.device.type == "cpu" else state.device
         whole = torch.cat([next(part).to(device) for part in parts]).view(leaf.dtype)
@@ -266,7 +266,8 @@ def _join(
     items = type(leaf)()
     for each, part in zip(leaves, parts, strict=True):
         tensors = [
-            next(part).clone().view(spec.dtype).view(spec.shape)  # copies only these bytes
+            # `clone` copies only this tensor's bytes, so an item does not keep all bytes of a rank.
+            next(part).clone().view(spec.dtype).view(spec.shape)
             for spec in each.specs
         ]
         items += _unpack(each.items, tensors)
@@ -301,7 +302,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        if hasattr(value, "__tensor_flatten__"):  # a wrapper of other tensors
+        # A tensor with this method wraps other tensors.
+        if hasattr(value, "__tensor_flatten__"):
             raise pickle.PicklingError(f"a {type(value).__name__} is no plain tensor")
         return _typed, (value.detach().as_subclass(Tensor), type(value), vars(value))
 
@@ -316,7 +318,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _typed(tensor: Tensor, kind: type[Tensor], attributes: dict[str, Any]) -> Tensor:
-    """Return a plain tensor as the subclass that it was."""
+    """Return a plain tensor as a subclass, with these attributes."""
     if kind is Tensor or kind is nn.Parameter:
         return tensor
     found = tensor.as_subclass(kind)

@@ -28,11 +28,16 @@ from accel_fn.core.primitives import group_of, nccl_of
 from accel_fn.core.state import Axis, DistState
 
 MakeGroup = Callable[[DistState, str, range], ProcessGroup | None]
-"""Called for each set of ranks along each axis, in one order on all ranks; returns this rank's end."""
-_NEVER_SENT = 1 << 30  # a tag
-_numbers = itertools.count()  # for names: threads share torch's table of groups
+"""Makes a group for a set of ranks along an axis; returns this rank's end.
+
+All ranks call it for every set of ranks along every axis, in the same order.
+"""
+# The tag of a message that no rank sends.
+_NEVER_SENT = 1 << 30
+# Numbers for the names of groups, since threads share torch's table of groups.
+_numbers = itertools.count()
 _groups: dict[str, list[ProcessGroup]] = {}
-"""Open groups by name, each followed by its parts."""
+"""Lists of open groups by name: a group, followed by its parts."""
 
 
 def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
@@ -53,7 +58,7 @@ def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tu
 def make_subgroup(
     state: DistState, name: str, ranks: range, *, backend: str, timeout_s: float
 ) -> ProcessGroup | None:
-    """Make a group of some ranks of a world; every rank must call this, also one outside of it."""
+    """Make a group of some ranks; every rank of the world must call this, members or not."""
     timeout = timedelta(seconds=timeout_s)
     group: ProcessGroup = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, group_desc=name
@@ -62,7 +67,8 @@ def make_subgroup(
         return None
     nccl = nccl_of(group_of(state, "init"))
     if nccl is not None:
-        # Longer than other time-outs: the watchdog must report before NCCL ends the process.
+        # NCCL's time-out is longer than others: the watchdog must report before NCCL ends the
+        # process.
         nccl_of(group)._set_default_timeout(nccl.options._timeout)
     return group
 
@@ -98,8 +104,8 @@ def make_group(
     # A mesh finds a group by its name.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
-    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's releases a tensor:
-    # an extra reference keeps the group to the end, or until `release_group`.
+    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's releases a tensor.
+    # So an extra reference keeps the group until the process ends, or until `release_group`.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.setdefault((part_of or group).group_name, []).append(group)
     return group
@@ -113,7 +119,7 @@ def num_connections(group: ProcessGroup) -> int:
 def close_group(group: ProcessGroup) -> None:
     """Close the connections of a group and its parts: calls that wait fail at once, on all ranks.
 
-    Gloo closes connections only after a time-out, so one is provoked.
+    Gloo closes connections only after a time-out, so provoke a time-out.
     """
     for each in list(_groups[group.group_name]):
         if each.size() > 1:
@@ -123,7 +129,7 @@ def close_group(group: ProcessGroup) -> None:
 
 
 def release_group(group: ProcessGroup) -> None:
-    """Drop the extra reference to an idle group and its parts; the last one ends their threads."""
+    """Drop the extra reference to an idle group and its parts, so that their threads can end."""
     for each in _groups.pop(group.group_name):
         _unregister_process_group(each.group_name)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

@@ -22,7 +22,7 @@ _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.py")
 """Files of torch that are on the stack while it compiles."""
 
-# Found on the stack, so that a step records nothing between its phases.
+# A report finds the phase on the stack, so a step need not record its phases.
 _PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_update": "update"}
 
 
@@ -53,7 +53,7 @@ class CodeLine(NamedTuple):
 
 
 def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> CodeLine | None:
-    """Return the innermost line outside of these folders, which is the user's."""
+    """Return the user's innermost line, which is the first one outside of these folders."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(libraries):
             return CodeLine(frame.f_code, frame.f_lineno)
@@ -68,7 +68,7 @@ class Collective(NamedTuple):
     """Equal on all ranks that take part; 0 for a message between two ranks."""
     function: str
     axis: str
-    """The axis of the mesh over which it runs; empty for all ranks."""
+    """The mesh axis that the collective runs over; empty for all ranks."""
     shapes: tuple[Any, ...]
     place: CodeLine | None
 
@@ -83,7 +83,7 @@ class Collective(NamedTuple):
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Return dtypes and shapes of the first tensors."""
-    # Not the tensors themselves: the record of a collective must not keep their memory.
+    # Do not return the tensors: the record of a collective must not keep their memory.
     return tuple(
         [
             (leaf.dtype, leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
@@ -107,7 +107,7 @@ class Stack:
 
     @classmethod
     def of_thread(cls, frame: FrameType | None) -> Stack:
-        """Return the stack of a running thread, by its innermost frame."""
+        """Return the stack of a running thread, given its innermost frame."""
         return cls(() if frame is None else tuple(traceback.walk_stack(frame))[::-1])
 
     @classmethod
@@ -119,20 +119,20 @@ class Stack:
         return cls((*outer.calls, *inner))
 
     def place(self, libraries: tuple[str, ...]) -> CodeLine | None:
-        """Return the user's innermost line, also if it waits in the standard library."""
+        """Return the user's innermost line, even if a call in it waits in the standard library."""
         places = [CodeLine(frame.f_code, line) for frame, line in reversed(self.calls)]
         users = (each for each in places if not each.is_in(libraries))
         return next((each for each in users if not is_in_python(each.code.co_filename)), None)
 
     def under(self, libraries: tuple[str, ...]) -> Stack:
-        """Leave out the outermost calls, by which a library started the user's code."""
+        """Leave out the outermost calls, with which a library started the user's code."""
         for index, (frame, line) in enumerate(self.calls):
             if not CodeLine(frame.f_code, line).is_in(libraries):
                 return Stack(self.calls[index:])
         return self
 
     def phase(self) -> str:
-        """Return the phase of the step that this is in; empty outside of a step."""
+        """Return the phase of the step that the stack is in; empty outside of a step."""
         names = [_PHASES.get(frame.f_code.co_qualname, "") for frame, _ in reversed(self.calls)]
         return next(filter(None, names), "")
 
@@ -184,7 +184,7 @@ class Ranks:
         return f"{shown} ({', '.join(shared)})" if shared else shown
 
     def list_work(self, entries: Mapping[int, Entry], shown: Sequence[int]) -> str:
-        """Return a line for all ranks with the same work, and one for those without an entry."""
+        """Return a line for all ranks with the same work, and one for ranks without an entry."""
         by_text: dict[str, list[int]] = {}
         for rank in shown:
             by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)

@@ -113,7 +113,7 @@ _DEFAULTS = {"mixed_precision": "no autocast", "num_microbatches": "1 micro-batc
 
 
 def source_of(option: str) -> str:
-    """Describe, for `explain`, the launch's value of an option that the script leaves to it."""
+    """Describe, for `explain`, the launch's value of an option that the script does not set."""
     given = getattr(launch_options(), option)
     if given is not None:
         return f"{given} from the launch"

@@ -125,7 +125,7 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # A collective inside has met the wait of the other ranks, which have raised an error.
+            # If a collective ran inside, the waiting ranks have met it and raised an error already.
             if num_calls() == before:
                 send_failure(error, state, "main_first")
             raise
@@ -166,7 +166,7 @@ def print_on_main(
 
 
 def _beside_bars(file: IO[str] | None) -> AbstractContextManager[None]:
-    """Take tqdm's bars off the screen while printing; without tqdm imported, there are none."""
+    """Take tqdm's bars off the screen while printing; none exist if tqdm is not imported."""
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file)
 
@@ -199,7 +199,8 @@ def main_logger(logger: logging.Logger, state: DistState) -> logging.Logger:
         rule, got = "be a logging.Logger", type(logger).__name__
         raise ArgumentTypeError(message("main_logger", "logger", rule, got))
     if not state.is_main:
-        logger.addFilter(_is_for_all_ranks)  # a filter that is there is not added again
+        # `addFilter` ignores a filter that the logger has already.
+        logger.addFilter(_is_for_all_ranks)
     return logger
 
 

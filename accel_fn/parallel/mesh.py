@@ -26,7 +26,8 @@ from accel_fn.errors import StateError
 from accel_fn.parallel.groups import make_group
 
 _TIMEOUT_S = 30.0
-_numbers = itertools.count()  # each mesh that is cut from a group has a separate store
+# Numbers for meshes that are cut from a group: each has a separate store.
+_numbers = itertools.count()
 
 
 def device_mesh(state: DistState) -> DeviceMesh:
@@ -77,14 +78,14 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     mesh = init_device_mesh(state.device.type, tuple(ranks.shape), mesh_dim_names=tuple(names))
     nccl = nccl_of(group)
     for part in mesh.get_all_groups() if nccl is not None else ():
-        # torch gives new groups its own default.
+        # torch gives new groups its own default time-out.
         nccl_of(part)._set_default_timeout(nccl.options._timeout)
     return mesh
 
 
 @cache
 def _alone() -> ProcessGroup:
-    """Return a group of one rank; all states of one rank in this process share it, as none waits in it."""
+    """Return a group of one rank, which all states of one rank share: no collective of it waits."""
     return make_group(HashStore(), 0, 1, _TIMEOUT_S)
 
 
@@ -97,7 +98,7 @@ def _group_along(axis: Axis) -> ProcessGroup:
 
 
 def _mesh_of(state: DistState, ranks: Tensor, groups: Mapping[str, ProcessGroup]) -> DeviceMesh:
-    """Make a mesh of these groups, one for each axis: torch's, or by hand where torch knows none of them."""
+    """Make a mesh of these groups, one for each axis; by hand, if torch does not know them."""
     kind, names = state.device.type, tuple(groups)
     if not all(map(_is_known, groups.values())):
         return _MeshByHand(kind, state.rank, ranks, groups)
@@ -115,18 +116,19 @@ def _is_known(group: ProcessGroup) -> bool:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of simulated ranks, where torch would take the rank of the process."""
+    """A mesh of simulated ranks: it has the thread's rank, where torch uses the process's."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
     ) -> None:
         self._rank = rank
         super().__init__(kind, ranks, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
-        # Torch caches facts about a rank by mesh, for all threads of a process; the key has the id.
+        # torch caches facts about a mesh's rank for all threads of a process. The cache key
+        # includes the thread's id, so simulated ranks do not share entries.
         self._thread_id = rank
         self._dim_group_names = [group.group_name for group in groups.values()]
         self._pg_registry = {group.group_name: group for group in groups.values()}
-        # torch calls it by this name
+        # `fully_shard` joins axes by this method.
         DeviceMesh._concatenate = staticmethod(_concatenate)  # type: ignore[assignment, method-assign]
 
     def __getitem__(self, names: Any) -> DeviceMesh:
@@ -186,7 +188,8 @@ def _groups_by_hand(
         return {"shard": group}
     row, column = divmod(state.rank, ranks.size(1))
     number, store = torch.tensor(next(_numbers)), group.get_group_store()
-    broadcast(number, state, 0, "build")  # rank 0's number, which no other mesh has
+    # All ranks take rank 0's number, which no other mesh has.
+    broadcast(number, state, 0, "build")
 
     def made(where: str, place: int, size: int) -> ProcessGroup:
         own = PrefixStore(f"{int(number)} {where}", store)

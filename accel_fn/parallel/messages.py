@@ -17,12 +17,13 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import AccelError, PeerError
 
 _TAGS = 1 << 30
-_HEAD = 256  # bytes of a first message: 8 for the length of a value, and its start, or all of it
+# Bytes of a first message: 8 for the length of a value, then its start, or the whole value.
+_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Sent in place of a value by a rank that failed: the error that its peers raise."""
+    """The error that peers raise; a rank that failed sends it in place of a value."""
 
     kind: type[AccelError]
     text: str
@@ -31,9 +32,9 @@ class _Failure:
 class Channel:
     """Messages between all ranks for one exchange, such as a pass over the data. Made by `open_channel`.
 
-    Messages of a channel arrive in the order in which they were sent, from any thread.
-    Those of other channels and collectives do not mix with them. One thread of a rank uses a
-    channel at a time.
+    Messages of a channel arrive in the order in which they were sent, from any thread. They do not
+    mix with messages of other channels, or with collectives. One thread of a rank uses a channel
+    at a time.
     """
 
     def __init__(self, state: DistState, tag: int) -> None:
@@ -92,8 +93,8 @@ class Channel:
 
         Does nothing if the exchange is over already.
         """
-        # It does not wait for the rest of the exchange: in a training loop, its peers may be in a step
-        # in which they wait for this rank.
+        # Do not wait for the rest of the exchange: in a training loop, peers may be in a step and
+        # wait for this rank there.
         if not self._is_over:
             self._is_over = True
             self._keep(
@@ -111,7 +112,7 @@ class Channel:
             raise
 
     def send(self, value: Any, rank: int) -> list[primitives.Work]:
-        """Start to send a picklable value to `rank`; keep the result, and wait for it in the end."""
+        """Start to send a picklable value; the caller keeps the result and waits for it."""
         return self._post(pickle.dumps(value), rank)
 
     def receive(self, source: int) -> Any:
@@ -134,7 +135,7 @@ class Channel:
         return _Failure(PeerError, f"shard_loader: failed on rank {self.state.rank}: {error!r}")
 
     def _verdict(self, error: Exception) -> _Failure:
-        """Return rank 0's failure for all: every rank raises an AccelError as its own."""
+        """Return rank 0's failure; every rank raises an AccelError with its own class and text."""
         if isinstance(error, AccelError):
             return _Failure(type(error), str(error))
         return self._failure(error)
@@ -143,7 +144,7 @@ class Channel:
         return [work for rank in ranks for work in self.send(failure, rank)]
 
     def _keep(self, works: list[primitives.Work]) -> None:
-        """Keep messages as long as the group lives: one that is released before it is received is lost."""
+        """Keep messages as long as the group lives: one that is released too early is lost."""
         if self.state.group is not None:
             finalize(self.state.group, works.clear).atexit = False
 
@@ -162,7 +163,8 @@ class Channel:
 
 def open_channel(state: DistState) -> Channel:
     """Open a channel, on all ranks. Cost: one small collective."""
-    tag = random.SystemRandom().randrange(1, _TAGS)  # from no generator that a user may have seeded
+    # Draw from the system, since a user may have seeded other generators.
+    tag = random.SystemRandom().randrange(1, _TAGS)
     return Channel(state, primitives.exchange(tag, state, "shard_loader")[0])
 
 

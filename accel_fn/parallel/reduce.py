@@ -41,7 +41,7 @@ _SUMMED_AS = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""The dtype to sum in, for dtypes that backends refuse, or sum as if they were another."""
+"""The dtype to sum in, for dtypes that backends refuse or take for another dtype."""
 _SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
@@ -209,7 +209,7 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     if not isinstance(name, str):
         raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
     ranks = over(state)
-    # The value must be that of all rows, also without a graph.
+    # Refuse a loss that sees a part of the rows even without a graph: the value would be wrong.
     leaves = [x if torch.is_grad_enabled() else x.detach()]
     problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
     agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
@@ -217,7 +217,7 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
         if not len(x):
             raise BatchError("batch_mean: x must have a row on some rank, got none")
         return x.mean(0)
-    # A dict by name: if a rank sums another statistic, the structures differ, and all ranks raise.
+    # The name is a key: if a rank sums another statistic, structures differ, and all ranks raise.
     found = reduce_sum({name: (x.sum(0), len(x))}, state)
     total, num_rows = found[name]
     if not num_rows:
@@ -260,7 +260,7 @@ def _extreme(
 
 
 def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight: Any = 1) -> T:
-    """Sum each leaf over the ranks; for a mean, times the share of its rank in the sum of weights."""
+    """Sum each leaf over the ranks; for a mean, times its rank's share of the weights."""
     check_state(function, state)
     state = over(state, axis)
     if state.world_size == 1:
@@ -303,11 +303,15 @@ def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight:
 
 
 def _share_of(tensor: Tensor, share: float) -> Tensor:
-    """Copy to memory in the order of the elements: ranks may differ in strides; backends sum by address."""
+    """Copy a tensor, times a share, into contiguous memory.
+
+    Backends sum by address, and ranks may differ in strides.
+    """
     plain = tensor.detach().resolve_conj().resolve_neg()
     wide = plain.to(_SUMMED_AS.get(plain.dtype, plain.dtype))
     if not share:
-        wide = torch.zeros_like(wide)  # 0 even if the value is not finite
+        # A product with 0 would be NaN if a value is not finite.
+        wide = torch.zeros_like(wide)
     elif share != 1:
         wide = wide * share
     order = torch.contiguous_format if wide.layout is torch.strided else None
@@ -315,17 +319,18 @@ def _share_of(tensor: Tensor, share: float) -> Tensor:
 
 
 def _kind_of(leaf: Any, function: str) -> str:
-    """Return the properties of a leaf that ranks must agree on; refuse one that cannot be reduced."""
+    """Return a leaf's properties, for ranks to compare; refuse a leaf that cannot be reduced."""
     is_mean, is_extreme = function == "reduce_mean", function in ("reduce_max", "reduce_min")
     if isinstance(leaf, int | float):
         kind = "float" if isinstance(leaf, float) else "int"
         return "number" if is_mean else kind
-    # A tensor with memory, not a wrapper of other tensors.
+    # Refuse wrappers of other tensors, which have no memory to reduce.
     fits, rule = isinstance(leaf, Tensor) and not hasattr(leaf, "__tensor_flatten__"), "tensors"
     if is_mean:
         fits, rule = fits and leaf.is_floating_point(), "floating-point tensors"
     elif is_extreme:
-        # Sums of uint64 wrap around in int64 as they should; its order is different there.
+        # A sum of uint64 is right in int64, where it wraps around; an extreme is not, since int64
+        # orders the same bits differently.
         is_real = fits and not leaf.is_complex() and leaf.dtype != torch.uint64
         fits = is_real and leaf.layout is torch.strided
         rule = "dense tensors of real numbers, none of uint64"

@@ -57,9 +57,9 @@ class Launch:
     host: str
     port: int
     serves: bool
-    """Whether this process serves the store at that address, not rank 0 or torchrun's agent."""
+    """Whether this process serves the store; if not, rank 0 or torchrun's agent does."""
     store_file: str | None = None
-    """The store of a launch on this machine; None where ranks meet at the address."""
+    """The file of the store of a launch on this machine; None if ranks meet at the address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class JoiningRank:
     deadline: float
     """The time to give up, on the monotonic clock."""
     task: str
-    """The task of all ranks, for errors."""
+    """The words for what all ranks must do, for errors."""
 
 
 def join_world(
@@ -107,14 +107,16 @@ def join_world(
         num_groups = dist.distributed_c10d._world.group_count
         group, watchdog = meet(store, me, num_groups, partial(_make_group, backend, me, mesh))
     except BaseException as error:
-        # A server ends with the last reference to its store, also if the caller keeps the error.
+        # A server ends with the last reference to its store. Frames of the error hold references,
+        # and the caller may keep the error.
         store = None
         chain: BaseException | None = error
         while chain is not None:
             traceback.clear_frames(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
         raise
-    atexit.register(_keep, store)  # peers may still use it: it ends with this process
+    # Keep the store until this process ends, since peers may still use it.
+    atexit.register(_keep, store)
     watchdog.start()
     return group, watchdog
 
@@ -141,7 +143,7 @@ def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, 
         with suppress(dist.DistError):
             store.set(tried[me.rank], "")
             with suppress(dist.DistStoreError):
-                # Ranks that are alive fail at about the same time.
+                # Wait briefly: the other ranks that are alive fail at about the same time.
                 store.wait(tried, timedelta(seconds=_LINGER_S))
             absent = [rank for rank, key in enumerate(tried) if not store.check([key])]
             if absent:
@@ -175,7 +177,7 @@ def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
     present = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
     absent = [rank for rank in range(me.world_size) if rank not in present]
     failure = _not_seen(me, absent or range(1, me.world_size))
-    # Peers that wait read the error before a store of this process ends with it.
+    # Let peers that wait read the error, since the store may end with this process.
     store.set(f"{world}/begin", json.dumps([str(failure), [*present.values()]]))
     with suppress(dist.DistError):
         read = [f"{world}/read/{rank}" for rank in present if rank]
@@ -184,7 +186,7 @@ def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 
 
 def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
-    """Leave a note in each try that rank 0 names, until one begins with it; return as `_lead`."""
+    """Leave a note in each try that rank 0 names, until a try begins with it; return as `_lead`."""
     world, pause_s = "", max(_POLL_S, me.world_size / _POLLS_PER_S)
     try:
         while time.monotonic() < me.deadline:
@@ -202,7 +204,7 @@ def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
             time.sleep(pause_s)
         raise _late_follower(store, me, note, world)
     except BaseException:
-        # The note is gone with the store, which rank 0 may end with its try.
+        # If rank 0 has ended the store, the note is gone with it.
         with suppress(dist.DistNetworkError):
             if world and store.get(f"{world}/note/{me.rank}").decode() == note:
                 store.delete_key(f"{world}/note/{me.rank}")
@@ -212,7 +214,8 @@ def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 def _late_follower(store: Store, me: JoiningRank, note: str, world: str) -> WorldTimeoutError:
     if world and store.get(f"{world}/note/{me.rank}").decode() != note:
         return _displaced(me)
-    if not world or store.check([f"{world}/begin"]):  # rank 0 names no new try
+    # Rank 0 has not come, or has begun a try without this rank and named no new one.
+    if not world or store.check([f"{world}/begin"]):
         return _not_seen(me, [0])
     ranks = range(me.world_size)
     absent = [rank for rank in ranks if not store.check([f"{world}/note/{rank}"])]
@@ -249,7 +252,7 @@ def _make_group(
     backend: str, me: JoiningRank, mesh: Mapping[str, int], store: Store, num_groups: int
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     timeout = timedelta(seconds=me.timeout_s)
-    # Torch names groups by this count, which a failed try leaves behind.
+    # Torch names groups by this count, which a failed try has increased on some ranks only.
     dist.distributed_c10d._world.group_count = num_groups
     if dist.is_initialized():
         group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
@@ -269,11 +272,12 @@ def _make_group(
 def _watchdog(group: ProcessGroup, me: JoiningRank, mesh: Mapping[str, int]) -> StoreWatchdog:
     nccl = nccl_of(group)
     if nccl is not None:
-        # NCCL ends a process without a report, so the watchdog must come first.
+        # NCCL ends a process without a report, so its time-out must be later than the watchdog's.
         nccl._set_default_timeout(timedelta(seconds=me.timeout_s + _NCCL_AFTER_WATCHDOG_S))
     store = _store_of(group)
     return StoreWatchdog(
-        StoreLog(cast("Any", store), address_of(store)),  # torch's stubs lack clone and append
+        # `Any`, since torch's stubs lack `clone` and `append`.
+        StoreLog(cast("Any", store), address_of(store)),
         rank=me.rank,
         world_size=me.world_size,
         timeout_s=me.timeout_s,
@@ -290,11 +294,11 @@ def _store_of(group: ProcessGroup) -> Store:
 
 
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
-    """Leave a group; leaving the first of a process leaves all. Does nothing the second time.
+    """Leave a group; leaving a process's first group leaves all. Does nothing the second time.
 
     Gloo's threads may still hold the tensors of the last collectives for an instant, and need the
-    interpreter to release them. A late thread aborts the process when Python is gone. Sleeping
-    gives the threads the time and the interpreter.
+    interpreter to release them. A thread that is late, when Python is gone, aborts the process.
+    So sleep: the threads get the interpreter meanwhile.
     """
     if watchdog is not None:
         watchdog.stop()
@@ -303,7 +307,7 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     ):
         fails = ending_error() is not None or (watchdog is not None and watchdog.has_lost_rank)
         if fails and device_backend(group) is not None:
-            # Destroying waits for kernels that are queued, whose peers may never come.
+            # Destroying a group waits for queued kernels, and their peers may never come.
             dist.distributed_c10d._abort_process_group(group)
         else:
             dist.destroy_process_group(group)
@@ -322,7 +326,7 @@ def _open_store(me: JoiningRank, path: str) -> Store:
 
 
 def _reach_store(me: JoiningRank, host: str, port: int, serves: bool) -> Store:
-    """Connect to the key-value store at `host:port`: served by rank 0, or by the launcher's agent."""
+    """Serve the key-value store at `host:port`, or connect to it if another process does."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -354,7 +358,7 @@ def _reach_store(me: JoiningRank, host: str, port: int, serves: bool) -> Store:
 
 
 def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) -> None:
-    """Return once connections are accepted: torch's own tries last seconds longer than the timeout."""
+    """Return once the server accepts connections: torch's own tries outlast the time-out."""
     while True:
         left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
         try:
@@ -367,7 +371,7 @@ def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) 
 
 
 def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
-    """Make the store in a thread, which is left behind if the server accepts and never answers."""
+    """Make the store in a thread, and leave the thread if the server accepts but never answers."""
     made: Future[Store] = Future()
 
     def run() -> None:
@@ -381,7 +385,8 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
     try:
         return made.result(max(deadline - time.monotonic(), _ANSWER_S))
     except TimeoutError as error:
-        atexit.register(thread.join, _ANSWER_S)  # giving up when Python is gone aborts the process
+        # A thread that gives up after Python is gone aborts the process: wait for it at exit.
+        atexit.register(thread.join, _ANSWER_S)
         raise WorldTimeoutError(
             str(error) or "connections are accepted, and no store answers"
         ) from error

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from accel_fn.core.loop import Strategy
 
 _PIECE, _PIECE_ON_HOST = 2**22, 2**16
-"""Numbers of words at a time: many, for few kernels; fewer on the host, for its cache."""
+"""Words to read at a time: many, for few kernels; fewer on the host, to fit its cache."""
 _MIXING = 6364136223846793005
-"""An odd number that looks like a random one: Knuth's for MMIX."""
+"""An odd number whose bits look random: the multiplier of Knuth's generator for MMIX."""
 
 
 def check_same_gradients(
@@ -44,8 +44,8 @@ def check_same_gradients(
             "the same random numbers on these ranks, as after seed_all"
         )
         check_same(strategy, state, losses, words)
-    # Once, in the first update: a gradient function that forgets to average, or random numbers
-    # drawn by rank, would otherwise let the replicas diverge silently.
+    # A gradient function that forgets to average, or random numbers that differ between ranks,
+    # would otherwise let the replicas diverge silently. The first update shows it.
     names = {id(p): name for name, p in plan.model.named_parameters()}
     tensors = {"the factor": grads.factor}
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
@@ -62,15 +62,16 @@ def check_same_gradients(
 def check_same(
     strategy: Strategy, state: DistState, tensors: Mapping[str, Tensor | None], words: str
 ) -> None:
-    """Raise an error with these words on every rank, for the first tensor that ranks differ in.
+    """Raise an error with these words on every rank, for the first tensor that differs.
 
-    The strategy names the ranks that are compared, and the part of a tensor that each holds. A tensor
-    that other ranks do not have is compared among those that have it.
+    The strategy names the ranks to compare, and the part of a tensor that each rank holds. Ranks
+    that lack a tensor are left out of its comparison.
 
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     compared = tuple(strategy.compared_ranks(state))
-    if len(compared) == 1:  # so on every rank
+    # Every rank has one rank to compare, so all of them return.
+    if len(compared) == 1:
         return
     prints = fingerprints(list(tensors.values()))
     places = strategy.placements(tensors)
@@ -84,7 +85,7 @@ def check_same(
             if name not in entries:
                 continue
             place, it = entries[name]
-            # A rank without the gradient of a shard has no place, so compare the numbers of axes.
+            # A rank without the gradient of a shard has an empty place, so compare numbers of axes.
             same_axes = num_axes.setdefault(peers, len(place)) == len(place)
             if not same_axes or firsts.setdefault((peers, place), it) != it:
                 wrong.append(rank)
@@ -94,11 +95,11 @@ def check_same(
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Fingerprint each tensor: 64 bits that follow from this rank's bits and their places.
+    """Fingerprint each tensor: 64 bits, computed from this rank's bits and their places.
 
     Equal tensors have equal fingerprints; tensors that differ almost never do.
     """
-    # Zeros are on the device of the gradients, else fingerprints would be copied one by one.
+    # Put zeros on the device of the gradients; otherwise fingerprints would be copied one by one.
     device = next((each.device for each in tensors if each is not None), None)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     factors: dict[torch.device, Tensor] = {}
@@ -110,7 +111,7 @@ def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
-    """Sum a tensor's words of bits, each times a factor of its place; in pieces, to save memory."""
+    """Sum a tensor's words of bits, times a factor for each place; in pieces, to save memory."""
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         values, places = (
@@ -118,12 +119,12 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
         )
         return values * _MIXING + places
     dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # Words have 32 bits at most: with 64, two swapped signs would add 2**64, which is 0.
+    # Use words of 32 bits at most: with 64 bits, two swapped signs would add 2**64, which is 0.
     bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
     words = dense.reshape(-1).view(bits)
     largest = _PIECE_ON_HOST if words.is_cpu else _PIECE
     of_places = factors.get(words.device)
-    # No more factors than needed, since a device may be nearly full.
+    # Make no more factors than needed, since a device may be nearly full.
     if of_places is None or len(of_places) < min(len(words), largest):
         of_places = factors[words.device] = _factors(min(len(words), largest), words.device)
     first, *others = (
@@ -133,6 +134,6 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
 
 
 def _factors(size: int, device: torch.device) -> Tensor:
-    """Return factors for the places in a piece: odd, and not linear, so that 0 + 3 is not 1 + 2."""
+    """Return factors for places: odd, and not linear, so that places 0 + 3 are not 1 + 2."""
     mixed = torch.arange(size, device=device) * _MIXING
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -1,4 +1,4 @@
-"""A check of optimizers over parameters of which a rank holds a shard."""
+"""A check of optimizers over sharded parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def check_updates_shards(optimizer: Optimizer, transform: str) -> None:
 
 
 def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
-    """Return rule, repair and shapes of state that cannot be sharded with its parameter."""
+    """Find state that differs in shape from its parameter; return rule, repair and shapes.
+
+    All three are empty if every shape fits.
+    """
     for parameter, held in optimizer.state.items():
         for name, value in held.items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

@@ -16,9 +16,9 @@ _POLL_S = 0.01
 
 
 class FolderStore(FileStore):
-    """Torch's store in a file, whose waits raise as those of its server do.
+    """Torch's store in a file, whose `wait` raises the same error as the store on a server.
 
-    It opens no port: the permissions of the folder decide who may read the store.
+    This store opens no port: the permissions of the folder decide who may read the store.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
@@ -55,8 +55,8 @@ class SignedStore(Store):
         return _value(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a value if it is the expected one; return the one that is there."""
-        # Equal values of one key have equal signatures.
+        """Set a value if the present value is the expected one; return the value afterwards."""
+        # The server can compare signed values: equal values of one key have equal signatures.
         before, after = _text(key, expected), _text(key, desired)
         return _value(key, self._store.compare_set(key, before, after))
 
@@ -93,7 +93,7 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> SignedStore:
-        # Torch keeps only the C++ part of the clone, which does nothing without its Python part.
+        # Keep a reference: torch keeps only the clone's C++ part, which needs the Python part.
         self._clones.append(SignedStore(self._store.clone()))
         return self._clones[-1]
 
@@ -104,7 +104,7 @@ class SignedStore(Store):
 
 
 def _text(key: str, value: Any) -> str:
-    """Return a signed value as text; an empty value stays empty, as a missing key is."""
+    """Return a signed value as text; an empty value, which means no key, stays empty."""
     data = value.encode() if isinstance(value, str) else bytes(value)
     return signed(data, key).hex() if data else ""
 
@@ -120,7 +120,7 @@ def _value(key: str, found: bytes) -> bytes:
 
 
 def address_of(store: Store) -> tuple[str, int] | None:
-    """Return where a store is served; None for a file."""
+    """Return the host and port of a store's server; None for a file."""
     served: Any = store
     while isinstance(served, PrefixStore):
         served = served.underlying_store

@@ -20,14 +20,14 @@ from accel_fn.parallel.batch_norm import SyncedBatchNorm, batch_norms, has_own_f
 
 
 class _Spare(tuple[float, ...]):
-    """A weight of 0, of a micro-batch whose rows are another rank's and count there."""
+    """The weight 0 of a spare micro-batch: its rows are another rank's, and count on that rank."""
 
 
 _SPARE: Final = _Spare()
 
 
 def check_synced(function: str, state: DistState, plan: Plan) -> None:
-    """Refuse a plan that statistics over ranks cannot be combined with."""
+    """Refuse a plan that cannot be combined with statistics over all ranks."""
     if state.world_size == 1:
         return
     argument = f"{function}(sync_batchnorm)"
@@ -58,11 +58,11 @@ def is_synced(state: DistState, plan: Plan) -> bool:
 
 
 class SyncedStrategy(PaddingStrategy):
-    """A base class before a strategy's: BatchNorm layers use the rows of all ranks in its steps."""
+    """A base class before a strategy's: its steps normalize by the rows of all ranks."""
 
-    # A rank without rows joins the collectives of every layer by a micro-batch of another rank, whose rows
-    # count nothing: without a forward it would not know which layers come, and its backward would
-    # reduce gradients in another order than that of its peers.
+    # A rank without rows joins the collectives of every layer by running another rank's
+    # micro-batch, whose rows count nothing. Without a forward, the rank would not know which layers
+    # come, and its backward would reduce gradients in another order than its peers.
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, *args: Any, **options: Any
@@ -74,17 +74,18 @@ class SyncedStrategy(PaddingStrategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enclose a batch with synced layers, in the backward too, where checkpoints call them."""
+        """Enclose a batch with synced layers, and its backward, where checkpoints call layers."""
         try:
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
         finally:
-            self._layers.nodes.clear()  # they hold the graph
+            # The nodes would keep the graph.
+            self._layers.nodes.clear()
 
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Return `most` micro-batches: this rank's, whose rows always count, and the spare one."""
+        """Add the spare micro-batch until there are `most`; this rank's own always count."""
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[_SPARE] * lacking]
 
@@ -95,10 +96,10 @@ class SyncedStrategy(PaddingStrategy):
         layers.nodes.clear()
         loss, metrics = super().outputs(plan, state, part, weight)
         if not weight and torch.is_grad_enabled():
-            # Its loss may be 0 / 0, which the layers would send to all ranks. Rows of weight 0 get a
-            # gradient all the same, through the statistics.
+            # A loss of weight 0 may be 0 / 0, which the layers would send to all ranks. Rows of
+            # weight 0 still get a gradient, through the statistics.
             leave_out([loss.grad_fn], layers.nodes)
         return loss, metrics
 
     def zero_gradients(self) -> None:
-        """Do nothing: at weight 0, gradients come only through the statistics, and these count."""
+        """Do nothing: at weight 0, gradients come only through the statistics, and must be kept."""

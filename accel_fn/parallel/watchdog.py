@@ -34,7 +34,7 @@ from accel_fn.parallel.hang_report import (
 T = TypeVar("T")
 
 EXIT_CODE = 124
-"""Exit code of a process whose world timed out, the same as that of `timeout` in coreutils."""
+"""The exit code of a process whose world timed out, the same as for `timeout` in coreutils."""
 
 _OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
 _ABORTED = "another rank has waited for too long"
@@ -50,11 +50,11 @@ _LOG, _ABORT, _REPORTS = "accel_fn/log", "accel_fn/abort", "accel_fn/reports"
 class StoreLog:
     """A log that every rank may add to, a request to abort, and a count of reports.
 
-    If the server is gone, calls return at once, and read or write nothing.
+    If the server is gone, calls return at once; they read and write nothing.
     """
 
     def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
-        # The original may be in use, by a rendezvous that waits.
+        # Clone the store: a rendezvous may be waiting in the original.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._address = address
@@ -87,7 +87,8 @@ class StoreLog:
 
     def is_served(self) -> bool:
         """Return whether the server accepts connections."""
-        # Torch's client would print pages of native frames where no server answers.
+        # Try a plain connection: if no server answers, torch's client prints pages of native
+        # frames.
         if self._address is None:
             return True
         try:
@@ -143,7 +144,8 @@ class StoreWatchdog:
         self._last: Collective | None = None
         self._step: tuple[str, CodeLine | None] | None = None
         self.waits: dict[int, tuple[float, Collective]] = {}
-        # The host does not wait for a device's collectives: there, a long step is the only sign.
+        # The host does not wait for a device's collectives, so only a long step shows that they
+        # hang.
         self._times_steps = times_steps
         self._step_began: float | None = None
         self._stopped = threading.Event()
@@ -155,7 +157,7 @@ class StoreWatchdog:
 
     def start(self) -> None:
         """Start the thread."""
-        # Backends end a process by abort(), of which Python prints nothing by itself.
+        # Backends end a process by abort(), for which Python prints no traceback by default.
         if not faulthandler.is_enabled():
             faulthandler.enable(_STDERR)
             self._shows_crashes = True
@@ -165,7 +167,8 @@ class StoreWatchdog:
         """End the thread and add a last entry for the peers. Does nothing the second time."""
         if not self._stopped.is_set():
             self._stopped.set()
-            # A peer that still waits for this rank reads here why its connection was closed.
+            # This entry explains to a peer that still waits for this rank why its connection
+            # closed.
             self._log.add(Entry(self._rank, f"has left{_reason()}{self._history()}", left=True))
             if self._shows_crashes:
                 faulthandler.disable()
@@ -174,13 +177,14 @@ class StoreWatchdog:
     def enter(
         self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
     ) -> Waiting:
-        """Record that a collective of these leaves begins; enter the result to wait for it."""
+        """Record that a collective of these leaves begins; wait for it within the result."""
         place = place_of(sys._getframe(1), self._libraries)
-        # Ranks send different numbers of messages: only the counts of collectives are equal on all.
+        # Do not count messages: only the number of collectives is equal on all ranks.
         if not counts:
             return Waiting(self, Collective(0, function, axis, shapes_of(leaves), place))
         self.progress_at = time.monotonic()
-        # Ranks along one axis need not have been in as many collectives along another.
+        # Count by axis: ranks along one axis may differ in their number of collectives along
+        # another.
         number = self._numbers.get(axis, 0) + 1
         self._numbers[axis] = number
         self._last = Collective(number, function, axis, shapes_of(leaves), place)
@@ -202,7 +206,8 @@ class StoreWatchdog:
         if _OF_GLOO not in text:
             return
         peers = self._ranks.along(axis, self._rank)
-        # Without the lock, the watchdog's thread could report this line in place of the error's.
+        # Without the lock, the watchdog's thread could report the line here instead of the line
+        # that failed.
         with self._diagnosing:
             if _TIMED_OUT in text:
                 self._request_abort(function, axis, error)
@@ -214,7 +219,8 @@ class StoreWatchdog:
                 ),
                 0,
             )
-            # Ranks that abort close their connections, which is an error here, too.
+            # Ranks that abort close their connections, so their abort may be the cause of this
+            # error.
             if self._log.is_abort_requested():
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
@@ -231,13 +237,14 @@ class StoreWatchdog:
                 self._check(time.monotonic())
 
     def _check(self, now: float) -> None:
-        # A period more than the timeout: Gloo's own error comes first, with the stack of its thread.
+        # Wait a period longer than the timeout, so that Gloo's own error, which has the thread's
+        # stack, comes first.
         longest = self._timeout_s + self._period_s
         for since, collective in list(self.waits.values()):
             if now - since > longest:
                 self._request_abort(collective.function, collective.axis)
         began = self._step_began
-        # A compiler may take longer than any collective.
+        # Allow a compiler more time: it may take longer than any collective.
         if began and now - began > longest and not is_compiling():
             self._request_abort("step")
         if now - self.progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
@@ -254,7 +261,7 @@ class StoreWatchdog:
         )
 
     def _end(self, reason: str, error: BaseException | None = None) -> NoReturn:
-        """Write a report to stderr, wait for those of the peers, and end this process."""
+        """Write a report to stderr, wait for the peers' reports, and end this process."""
         main, here = threading.main_thread(), threading.current_thread()
         stacks = {}
         if error is not None:
@@ -271,7 +278,7 @@ class StoreWatchdog:
             # A launcher stops all ranks when the first one ends, which would cut reports short.
             self._wait_for_reports(sum(not each.left for each in entries.values()))
         finally:
-            # Not an exception: the main thread may wait in native code, which none interrupts.
+            # Exit directly: the main thread may wait in native code, which no exception interrupts.
             os._exit(EXIT_CODE)
 
     def _wait_for_entries(
@@ -305,12 +312,12 @@ class StoreWatchdog:
         while num_reports < num_ranks and time.monotonic() < deadline and self._log.is_served():
             time.sleep(_POLL_S)
             num_reports = self._log.count_reports()
-        # Rank 0 may serve the store, from which its peers read that all have reported.
+        # Rank 0 may serve the store, where its peers still read that all ranks have reported.
         if self._rank == 0:
             time.sleep(_LINGER_S)
 
     def _entry(self, stack: Stack) -> Entry:
-        """Return an entry with the current work of this rank, by its stack."""
+        """Return an entry with the current work of this rank, found by its stack."""
         for _, collective in list(self.waits.values()):
             return Entry(self._rank, f"in {collective}{self._history(stack, last=False)}")
         place = stack.place(self._libraries)
@@ -329,7 +336,7 @@ class StoreWatchdog:
 
 
 class Waiting:
-    """A context: the time that a thread of this rank waits for a collective."""
+    """A context in which a thread of this rank waits for a collective."""
 
     __slots__ = ("_collective", "_watchdog")
 
@@ -357,21 +364,23 @@ class Waiting:
 
 
 def _write(report: str) -> None:
-    """Flush what was printed so far, if possible, and write the report at once."""
-    # In threads, since a thread that hangs may hold the lock of a stream.
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent closed it
+    """Flush stdout and stderr, if possible, and write the report at once."""
+    # Flush in threads, since a thread that hangs may hold the lock of a stream. A stream is None if
+    # the parent process has closed it.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         flushing = threading.Thread(target=stream.flush, daemon=True)
         flushing.start()
         flushing.join(_SLACK_S)
     data = report.encode(errors="backslashreplace")
-    with suppress(OSError):  # the parent may have closed it
+    # The parent process may have closed stderr.
+    with suppress(OSError):
         while data:
             data = data[os.write(_STDERR, data) :]
 
 
 def ending_error() -> BaseException | None:
     """Return the error that this process ends with, if any."""
-    # `last_value` is set by then, as exit handlers run after the traceback was printed.
+    # Exit handlers run after Python has printed the traceback and set `last_value`.
     return sys.exc_info()[1] or getattr(sys, "last_value", None)
 
 

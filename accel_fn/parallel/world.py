@@ -181,7 +181,7 @@ def _join(
 
 
 def _joined_world(environment: Mapping[str, str]) -> Launch | None:
-    """Return the world that the script joined by itself, as under `mp.spawn`, where no launcher has."""
+    """Return the world that the script joined by itself, as under `mp.spawn`, not a launcher's."""
     world = backends.current_world()
     if world is None or _is_launched(environment) or read_task(environment) is not None:
         return None
@@ -189,17 +189,17 @@ def _joined_world(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has set a place in the world: scripts may set an address only."""
+    """Return whether a launcher has set this process's place; a script may set an address alone."""
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return the launcher's variables, checked; None if there are none."""
+    """Return the launcher's variables, checked; None if no launcher has set any."""
     names = (*_NEEDED, *_LOCAL)
     given = {name: environment[name] for name in names if environment.get(name)}
     if "LOCAL_RANK" in given and "LOCAL_WORLD_SIZE" not in given:
         given |= azure_local_world_size(environment, given.get("WORLD_SIZE", ""))
-    # A launcher that sets the local variables has started this process inside of any cluster.
+    # If a launcher has set the local variables, it started this process, and not the cluster.
     if not any(name in given for name in _LOCAL):
         given = {**_from_cluster(environment, given), **given}
     if not given:
@@ -229,14 +229,14 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _store_file(environment: Mapping[str, str]) -> str | None:
-    """Return the store of the launch that started this process; None if another launcher has."""
-    # A rank may start a launcher of another kind, whose ranks inherit the variable, and have another port.
+    """Return the store's file of the launch that started this process; None for other launchers."""
+    # If a rank starts another launcher, its ranks inherit the variable, but have another port.
     path = environment.get("ACCEL_FN_STORE")
     return path if path and path.endswith(f"_{environment.get('MASTER_PORT')}") else None
 
 
 def _from_cluster(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return a cluster's variables in the form of a launcher's; none outside of a cluster."""
+    """Return a cluster's variables under the names of a launcher's; {} outside of a cluster."""
     task = read_task(environment)
     if not _is_launched(environment) and (task is None or task.num_machines == 1):
         check_alone(environment)
@@ -291,7 +291,7 @@ def ray_device(environment: Mapping[str, str]) -> str | None:
     ray, device = sys.modules.get("ray"), environment.get("ACCELERATE_TORCH_DEVICE")
     if device is None or ray is None or not ray.is_initialized():
         return None
-    # Ray hides no GPU from a worker that it gave none, and names the first in the variable.
+    # A worker without a GPU from Ray still sees all GPUs, and Ray names the first in the variable.
     given = ray.get_runtime_context().get_accelerator_ids()
     return device if any(given.values()) else "cpu"
 
@@ -302,9 +302,10 @@ def pick_device(
     local_world_size: int,
     world_size: int,
 ) -> torch.device:
-    """Return the device of a local rank; it becomes the current one of its kind.
+    """Return the device of a local rank, and make it torch's current device.
 
-    Without a local rank it is the current one: a script that joined its world by itself has set it.
+    Without a local rank, return the current device: a script that joined its world by itself has
+    set it.
     """
     device = device_of("init", device) if device is not None else _default_kind(world_size)
     if device.type in ("cpu", "meta"):
@@ -320,8 +321,8 @@ def pick_device(
     if index is None and local_rank is None:
         index = torch.accelerator.current_device_index()
     if index is None and count == 1:
-        # Clusters often show each process its own device alone (`srun --gpus-per-task=1`, Ray);
-        # where processes do share one, NCCL refuses it.
+        # Clusters often show each process only its own device (`srun --gpus-per-task=1`, Ray). If
+        # processes do share one device, NCCL refuses it.
         index = 0
     if index is None:
         if local_world_size > count:

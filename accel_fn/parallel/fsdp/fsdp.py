@@ -153,7 +153,7 @@ class FSDPSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: on one rank it may still convert or offload parameters."""
+        """Return the traits: on one rank, FSDP may still convert or offload parameters."""
         alone = self.keywords["param_dtype"] is not None or self.keywords["offload"]
         return frozenset({"shards", "acts_alone"} if alone else {"shards"})
 
@@ -207,7 +207,7 @@ def make_fsdp(
     sync_batchnorm: bool,
     **settings: Any,
 ) -> Strategy:
-    """Make FSDP over the state's group, or over `dp` of a split model; one rank if there is nothing to do."""
+    """Make FSDP over all ranks, or over `dp` for a split model; else a plain `Strategy`."""
     is_split = any(map(is_sharded, plan.model.parameters()))
     ranks = over(state) if is_split else state
     if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
@@ -222,8 +222,8 @@ def make_fsdp(
 class FSDP(PaddingStrategy):
     """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
 
-    # To gather the whole model, in place of a forward of a micro-batch of weight 0, would take the
-    # memory that sharding saves.
+    # A rank that lacks micro-batches runs forwards of weight 0. Gathering the whole model in their
+    # place would take the memory that sharding saves.
 
     def __init__(
         self,
@@ -247,14 +247,15 @@ class FSDP(PaddingStrategy):
         super().__init__(state, sharded, plan)
         left_out = {*map(id, sharded.unsharded_of(plan.left_out()))}
         self.reachable = [each for each in self.reachable if id(each) not in left_out]
-        self.ranks = ranks  # the ranks that share each parameter
+        # The ranks over which each parameter is sharded.
+        self.ranks = ranks
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
         self.begin_pass = self.order.begin
         sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
-        # In a forward the model holds unsharded parameters, else shards. Any other parameter was
-        # put in since.
+        # The model holds unsharded parameters in a forward, and shards otherwise. Any other
+        # parameter was put in after `build`.
         self.parameters.known = {*map(id, self.in_graph), *map(id, sharded.parameters())}
 
         self.__dict__["prepare"] = self._prepare_first
@@ -262,21 +263,21 @@ class FSDP(PaddingStrategy):
     def _prepare_first(
         self, plan: Plan, state: DistState, grads: Grads, report: Report
     ) -> Prepared:
-        """Refuse gradient transforms that read a number of shards; later updates are not watched."""
+        """In the first update, refuse gradient transforms that read a number from shards."""
         with WholeNumbers():  # type: ignore[no-untyped-call]
             prepared = super().prepare(plan, state, grads, report)
         del self.__dict__["prepare"]
         return prepared
 
     def zero_gradients(self) -> None:
-        """Set gradients of micro-batches of weight 0 to zero, FSDP's wider sums included."""
+        """Set gradients of micro-batches of weight 0 to zero, and FSDP's sums in a wider dtype."""
         super().zero_gradients()
         self.sharded.zero_sums()
 
     def trainable(self) -> Sequence[nn.Parameter]:
-        """Return every parameter, unsharded, and its shard."""
-        # FSDP's hooks take gradients from these objects, which are the same in every step. Given to
-        # the engine as inputs, they keep it from the `.grad` of other models in the loss.
+        """Return both forms of every parameter: unsharded, and its shard."""
+        # FSDP's hooks take gradients from these objects, which are the same in every step. With
+        # them as inputs, the engine does not write to the `.grad` of other models in the loss.
         return self.sharded.trainable()
 
     def settle(self, state: DistState) -> None:
@@ -333,12 +334,13 @@ def _shard(
     offload: bool,
     frozen: Mapping[str, nn.Module],
 ) -> None:
-    """Shard the model of a loss, unit by unit, from rank 0's parameters and buffers, and frozen models."""
+    """Shard a loss's model, from rank 0's parameters and buffers, and the frozen models."""
     model = loss_module_of(sharded).model
     units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
     tops = {name: top for name, top in tops_of(model, "") if name in units}
     for tensor in [*model.parameters(), *model.buffers()] if state.world_size > 1 else ():
-        if not is_sharded(tensor):  # split tensors have rank 0's values
+        # Split tensors are parts of rank 0's values already.
+        if not is_sharded(tensor):
             primitives.broadcast(tensor.detach(), state, 0, "build")
     pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
@@ -347,8 +349,9 @@ def _shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype, _adding(model, param_dtype, reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
-    # Inner units first, since a unit takes all parameters that no other one has. Parameters outside
-    # of blocks stay whole until the backward: the loss may call any method of the model.
+    # Shard inner units first, since a unit takes all parameters that no other unit has taken.
+    # Parameters outside of blocks stay whole until the backward: the loss may call any method of
+    # the model.
     for name in _innermost_first(units):
         reshard = reshard_after_forward and name not in tops
         shard = partial(fully_shard, reshard_after_forward=reshard, **options)
@@ -358,15 +361,17 @@ def _shard(
         sharded.add_top(top)
     refuse_copy = sharded.__deepcopy__
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)
-    sharded.__dict__["__deepcopy__"] = refuse_copy  # in place of the method of FSDP's class
+    # Keep our method: FSDP has given the module a class with another one.
+    sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():
-        sharded(None)  # FSDP makes the module that runs first the root
+        # FSDP makes the module that runs first the root.
+        sharded(None)
 
 
 def _adding(
     model: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Return the dtype in which gradients are added up; float64 and complex ones stay as they are."""
+    """Return the dtype for adding up gradients; None, their own dtype, for float64 and complex."""
     gradients = param_dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     return None if gradients == torch.float64 or gradients.is_complex else reduce_dtype

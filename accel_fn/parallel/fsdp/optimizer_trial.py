@@ -27,17 +27,17 @@ from accel_fn.errors import LossError, PlanError
 
 Group = dict[str, Any]
 LengthFn = Callable[[int], int]
-"""Maps the number of rows of a parameter to that of the small tensor in its place."""
+"""Maps a parameter's number of rows to the number of rows of the small tensor in its place."""
 NUM_UPDATES = 3
 _LENGTH = 3
-"""The most elements along the other dimensions of a small tensor."""
+"""The most elements along each dimension of a small tensor except the first."""
 _REPAIR = "use wrap_ddp, or an optimizer of torch.optim, such as AdamW"
 
 
 def try_optimizer(
     optimizer: Optimizer, state: DistState, ranks: DistState, mesh: DeviceMesh
 ) -> None:
-    """Refuse an optimizer, on all ranks, whose updates of shards are not those of whole parameters.
+    """Refuse, on all ranks, an optimizer that updates shards differently from whole parameters.
 
     An optimizer that cannot be copied, or whose copy fails on small whole tensors, is not refused.
 
@@ -46,7 +46,7 @@ def try_optimizer(
     """
     is_known = type(optimizer).__module__.startswith("torch.optim.")
     given = [each for group in optimizer.param_groups for each in group["params"]]
-    # torch 2.13 views unevenly cut complex vectors as the wrong real ones, without an error.
+    # torch 2.13 views unevenly cut complex vectors as wrong real vectors, without an error.
     if is_known and not any(each.is_complex() for each in given):
         return
     size, fault = mesh.size(mesh.ndim - 1), ""
@@ -77,8 +77,8 @@ def try_optimizer(
 
 
 def _length(size: int, first: int) -> int:
-    """Return a number of rows: some on each rank, and cut evenly where the parameter's are."""
-    # A rank without rows may fail alone, before a collective that its peers wait in.
+    """Return the rows of a small tensor, cut evenly over the ranks if the parameter's rows are."""
+    # Every rank gets rows. A rank without rows may fail alone, and its peers would wait in vain.
     return 3 * size - 1 if first % size else 2 * size
 
 
@@ -92,14 +92,15 @@ def _reason(error: Exception) -> str:
     if sentence:
         return f"{type(error).__name__} ({sentence})"
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    ours = Path(__file__).parents[2]  # frames of `WholeNumbers` are in between
+    # Leave out our own frames: those of `WholeNumbers` are among the frames of torch.
+    ours = Path(__file__).parents[2]
     others = [each for each in frames if not Path(each.filename).is_relative_to(ours)]
     lines = [each.line for each in others if "torch" not in Path(each.filename).parts]
     return f"{type(error).__name__} at {lines[0] if lines else 'a line of torch'}"
 
 
 def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
-    """Update parameters without rows, which a rank has if there are fewer rows than ranks."""
+    """Update parameters without rows, which some ranks hold if there are fewer rows than ranks."""
     groups = optimizer.param_groups
     if all(len(each) >= size for group in groups for each in group["params"] if each.ndim):
         return ""
@@ -114,14 +115,18 @@ def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
 def _updated_whole(
     optimizer: Optimizer, state: DistState, length_of: LengthFn
 ) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-    """Return parameters before and after updates, none on failure, and whether it draws."""
+    """Update whole tensors; return them before and after, and whether the optimizer draws numbers.
+
+    If the updates fail or draw random numbers, the list is empty.
+    """
     with exclusive_random(state.device):
         before = random_state(state.device)
         try:
             twin, parameters = _twin(optimizer, state, length_of, _whole)
             starts = [each.detach().clone() for each in parameters]
             _update(twin, parameters, _whole)
-        except Exception:  # an optimizer may read the model, or make its state in `__init__`
+        except Exception:
+            # A copy may fail: an optimizer may read the model, or make its state in `__init__`.
             return [], False
         if not is_same_random(before, random_state(state.device)):
             return [], True
@@ -135,7 +140,7 @@ def _fault_on_shards(
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
 
     def cut(whole: Tensor) -> Tensor:
-        # Without a source, every rank cuts its own copy, and none is sent.
+        # Without a source rank, every rank cuts its own copy, and torch sends nothing.
         found: Tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         return found
 
@@ -183,7 +188,7 @@ def _twin(
     length_of: LengthFn,
     place: Callable[[Tensor], Tensor],
 ) -> tuple[Any, list[nn.Parameter]]:
-    """Make an optimizer like this one over small parameters, one of each kind of shape in a group."""
+    """Copy an optimizer, with a small parameter for each kind in a group; return both."""
     twins = _Twins(state.device, length_of, place)
     twin = twins.copied(optimizer)
     kept: list[Group] = []
@@ -196,7 +201,7 @@ def _twin(
 
 
 def _is_alike(group: Group, other: Group) -> bool:
-    """Return whether groups differ in numbers alone, and have parameters of the same kinds."""
+    """Return whether two groups differ only in floats, and have parameters of the same kinds."""
 
     def kinds(settings: Group) -> dict[str, Any]:
         names = [name for name in settings if name != "params"]
@@ -258,7 +263,8 @@ class _Twins:
         if id(optimizer.state) not in self._made:
             self._made[id(optimizer.state)] = self._state(optimizer.state)
         for name, value in vars(optimizer).items():
-            # Hooks and a step that a scheduler has wrapped would run on the optimizer of the run.
+            # Leave out hooks, and a `step` that a scheduler has wrapped: they would run on the
+            # user's optimizer.
             if name.endswith("_hooks"):
                 vars(twin)[name] = OrderedDict()
             elif name != "step":
@@ -266,7 +272,7 @@ class _Twins:
         return twin
 
     def _small(self, parameter: Tensor, group: int) -> nn.Parameter:
-        """Return the small parameter that stands for all of its kind in a group."""
+        """Return the small parameter that stands for all parameters of this kind in a group."""
         first, *others = parameter.shape
         shape = (self._length_of(first), *(min(each, _LENGTH) for each in others))
         kind = group, shape, parameter.dtype, parameter.requires_grad
@@ -278,7 +284,7 @@ class _Twins:
         return self._kinds[kind]
 
     def _state(self, state: Mapping[Any, Any]) -> Any:
-        """Copy the state that `__init__` made; a tensor of a parameter's shape holds one value."""
+        """Copy the state that `__init__` made; tensors of a parameter's shape repeat one value."""
         made = defaultdict[Any, Any](dict)
         for parameter, held in state.items():
             twin = self._made.get(id(parameter), parameter)

@@ -33,7 +33,8 @@ _BLOCKS_ALONE = (
 class ShardedLoss(nn.Module):
     """A module that maps a batch to its loss, over parameters that are unsharded only while needed.
 
-    Every forward and backward gathers them, so all ranks must run as many: see `FSDP.pad`.
+    Every forward and backward gathers parameters, so all ranks must run the same number of them:
+    see `FSDP.pad`.
     """
 
     def __init__(self, module: nn.Module, *, keeps_whole: bool) -> None:
@@ -42,11 +43,11 @@ class ShardedLoss(nn.Module):
         self._keeps_whole = keeps_whole
         """Whether parameters stay whole between micro-batches."""
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
-        """Modules with shards, and the classes that FSDP made for them."""
+        """The class that FSDP made for each module that has shards."""
         self._is_in_loss = False
         """Whether a loss with gradients is being computed."""
         self._is_empty = True
-        """Whether the last loss was that of no batch."""
+        """Whether the last forward had no batch."""
         self._ends: list[Node] = []
         """The nodes where gradients of shards arrive; the references keep their hooks alive."""
         self._tops: list[nn.Module] = []
@@ -56,7 +57,7 @@ class ShardedLoss(nn.Module):
         self._is_running = False
         """Whether a loss is being computed, with gradients or without."""
         self._watches = True
-        """Whether the next loss is the first one, which must not read a number of shards."""
+        """Whether no loss has been computed yet: the first must not read a number from shards."""
         self._whole: set[nn.Module] = set()
         """Units whose parameters are all whole while a loss is computed."""
         self._held: dict[nn.Module, list[Any]] = {}
@@ -87,8 +88,8 @@ class ShardedLoss(nn.Module):
     def _leave_to_loss(self, unit: nn.Module) -> None:
         """Keep FSDP out of the calls of a part that the loss has gathered.
 
-        Its hooks on outputs would take an inner backward, such as that of `torch.func.grad`, for
-        that of the step.
+        FSDP's hooks on outputs would take an inner backward, such as that of `torch.func.grad`, for
+        the backward of the step.
         """
         [state] = self._call("_get_fsdp_state", [unit])
         state._pre_forward_hook_handle.remove()
@@ -107,7 +108,10 @@ class ShardedLoss(nn.Module):
         unit.register_forward_hook(after)
 
     def _refuse_others(self, unit: nn.Module, _inputs: object) -> None:
-        """Refuse parameters that the loss has put in, as by `functional_call`: FSDP would overwrite them."""
+        """Refuse parameters that the loss has put into a unit, which FSDP would overwrite.
+
+        `torch.func.functional_call` puts them in, for example.
+        """
         for each in self._held.get(unit, ()):
             where = each._module_info
             now = where.module._parameters[where.param_name]
@@ -119,7 +123,7 @@ class ShardedLoss(nn.Module):
                 )
 
     def add_top(self, top: nn.Module) -> None:
-        """Gather a part's parameters outside of blocks for a loss, or when it is called alone."""
+        """Gather a part's parameters outside of blocks, for a loss or for a call of the part."""
         self._tops.append(top)
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
@@ -149,10 +153,11 @@ class ShardedLoss(nn.Module):
         """Return the loss of a batch; for None, a zero that reaches every shard."""
         self._is_empty = batch is None
         if batch is None:
-            # A sum over no element is zero also where a parameter is NaN.
+            # A sum over no elements is zero even if a parameter is NaN.
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
-        self._call("unshard", self._tops)  # the loss may call any method of the model
+        # Gather before the loss, which may call any method of the model.
+        self._call("unshard", self._tops)
         self._is_in_loss, self._is_running = torch.is_grad_enabled(), True
         try:
             run = self._run_watched if self._watches else self.module
@@ -174,7 +179,7 @@ class ShardedLoss(nn.Module):
         return outcome
 
     def _explain(self, error: Exception) -> None:
-        """Raise the error of a loss that computes with shards, if torch has failed for that reason."""
+        """Raise an error with a repair, if torch has failed because a loss computes with shards."""
         is_missed = "appears to not have been used in the graph" in str(error) and self._held
         if isinstance(error, AccelError) or not (is_missed or is_of_shards(error)):
             return
@@ -185,7 +190,7 @@ class ShardedLoss(nn.Module):
         raise refused from error
 
     def __deepcopy__(self, _memo: object) -> Any:
-        # A copy of a unit copies its hooks, and so this module.
+        # Copying a unit copies its hooks, and with them this module.
         raise PlanError(
             "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
             "AveragedModel does; average by af.ema(decay), copy a frozen model before build, or write "
@@ -195,7 +200,8 @@ class ShardedLoss(nn.Module):
     def refuse_gradients_of_shards(self) -> None:
         """Refuse a loss that uses a shard itself, in place of the parameter that a block gathers.
 
-        The gradient of the shard would be that of one rank's loss: FSDP does not add up these.
+        FSDP does not add up gradients of shards over the ranks, so each rank would have the
+        gradient of its own loss.
         """
         for shard in self._shards():
             node = get_gradient_edge(shard).node
@@ -213,7 +219,8 @@ class ShardedLoss(nn.Module):
         """
         if isinstance(output, Tensor):
             return self._watch(output)
-        if type(output) is tuple:  # blocks of transformers return tuples; the branch saves a call
+        # Blocks of transformers return tuples; this branch saves a call.
+        if type(output) is tuple:
             return tuple([map_tensors(self._watch, each) for each in output])
         return map_tensors(self._watch, output)
 
@@ -225,7 +232,8 @@ class ShardedLoss(nn.Module):
         return output
 
     def _refuse_early(self, _gradient: Tensor) -> None:
-        # FSDP would take this backward for that of the step, and the gradients of the loss would be wrong.
+        # FSDP would take this backward for the step's, and the gradients of the loss would be
+        # wrong.
         if self._is_in_loss:
             raise LossError(
                 "step: wrap_fsdp must have a loss_fn without gradients of gradients, got one that runs a "
@@ -249,21 +257,22 @@ class ShardedLoss(nn.Module):
 
     def reset(self) -> None:
         """Reshard every unit, and forget collectives that did not finish."""
-        forget = getattr(self, "reset_iter_state", None)  # FSDP has this method since torch 2.13
+        # FSDP has this method since torch 2.13.
+        forget = getattr(self, "reset_iter_state", None)
         if forget is not None:
             forget()
         self._call("reshard", self._kinds)
-        # Else the next step would add to the gradients of the one that failed.
+        # Otherwise the next step would add to the gradients of the step that failed.
         self._forget_sums()
 
     def zero_sums(self) -> None:
-        """Fill sums that FSDP keeps in a wider dtype with zeros."""
+        """Fill the sums of gradients that FSDP keeps in a wider dtype with zeros."""
         for parameter in self._group_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad.zero_()
 
     def _forget_sums(self) -> None:
-        """Drop sums that FSDP keeps in a wider dtype and does not reset."""
+        """Drop the sums of gradients that FSDP keeps in a wider dtype and does not reset."""
         for parameter in self._group_parameters():
             parameter.unsharded_accumulated_grad = None
 
@@ -277,7 +286,8 @@ class ShardedLoss(nn.Module):
             names |= {each: f"{key} of {name}".strip() for key, each in model.named_modules()}
         for number, unit in enumerate(self._kinds):
             name = names[unit] or "the model outside of its blocks"
-            if not any(self._group_parameters([unit])):  # inner units hold all of its parameters
+            # A unit has no collectives if inner units hold all of its parameters.
+            if not any(self._group_parameters([unit])):
                 continue
             replicas = others[0] if others else None
             gather = OrderedGather(order, number, name)
@@ -311,7 +321,7 @@ class ShardedLoss(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of a micro-batch on this rank, whole."""
+        """Keep the whole gradients of a micro-batch on this rank, without a reduce-scatter."""
         self._sync(False)
         try:
             yield
@@ -339,11 +349,12 @@ class ShardedLoss(nn.Module):
 
 def _set_classes(kinds: Mapping[nn.Module, type[nn.Module]]) -> None:
     for module, kind in kinds.items():
-        # A module's own `__setattr__` takes far longer.
+        # Avoid the `__setattr__` of `nn.Module`, which takes far longer.
         object.__setattr__(module, "__class__", kind)
 
 
 def _groups_of(state: Any) -> list[Any]:
     """Return FSDP's groups of parameters of a unit."""
-    several = vars(state).get("_fsdp_param_groups")  # older torch holds one, or none
+    # Older torch has one group or None, not a list.
+    several = vars(state).get("_fsdp_param_groups")
     return [each for each in ([state._fsdp_param_group] if several is None else several) if each]

@@ -25,7 +25,7 @@ _REPAIR = (
 _END = -1
 
 Place = tuple[tuple[int, ...], int, tuple[int, ...]]
-"""The kind of pass, the number of events before, and the code of the last of them."""
+"""A place in a pass: the kind of pass, the number of events so far, and the last event's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Event:
     """Equal on ranks whose next collective is the same."""
     text: str = field(compare=False)
     stand_in: Callable[[], object] | None = field(compare=False)
-    """Joins the collective with zeros; None at the end, where the ranks always compare."""
+    """Joins the collective with zeros; None at the end of a pass, where ranks always compare."""
 
 
 class UnitOrder:
@@ -46,9 +46,10 @@ class UnitOrder:
     other place they compare their next events.
     """
 
-    # Collectives are matched by their order alone. A rank that skips an expert, or fails in an
-    # evaluation, would leave its peers in a gather until the time-out. So it joins the collectives
-    # that they expect, up to the next place where ranks compare. There all raise, or all go on.
+    # Backends match collectives by their order alone. A rank that skips an expert, or fails in an
+    # evaluation, would leave its peers in a gather until the time-out. So the rank joins the
+    # collectives that its peers expect, up to the next place where ranks compare. There all ranks
+    # raise, or all go on.
 
     def __init__(self, state: DistState, names: Sequence[str]) -> None:
         self.state = state
@@ -57,15 +58,16 @@ class UnitOrder:
         self._expected: dict[Place, Event | None] = {}
         """The event at each place; None where several events have come."""
         self._place: Place | None = None
-        """Where this pass is; None outside of one, where ranks compare every event."""
+        """The current place in the pass; None between passes, where ranks compare every event."""
 
     def begin(self, *kind: int) -> None:
         """Begin a pass of this kind, the same on every rank."""
         self._place = kind, 0, ()
 
     def end(self, unreached: Sequence[int]) -> None:
-        """End a pass: return once all ranks have, with gradients for all parameters but these."""
-        if self._place is not None:  # else all ranks have raised
+        """End a pass once all ranks do; raise if they lack gradients of different parameters."""
+        # Without a place, all ranks have raised already.
+        if self._place is not None:
             names = ", ".join([self._names[each] for each in unreached[:3]])
             more = ", ..." if len(unreached) > 3 else ""
             text = f"the end without gradients of {names}{more}" if names else "the end"
@@ -99,7 +101,7 @@ class UnitOrder:
     def _compare(self, event: Event, place: Place | None) -> None:
         codes = primitives.exchange_number(hash((place, event.code)), self.state, "wrap_fsdp")
         if min(codes) != max(codes):
-            # All raise, so what follows until the next pass has no place in the order.
+            # All ranks raise, so events until the next pass have no place in the order.
             self._place = None
             number = f" as number {place[1] + 1}" if place else ""
             texts = primitives.exchange(event.text + number, self.state, "wrap_fsdp")
@@ -111,7 +113,7 @@ def _next(place: Place, event: Event) -> Place:
 
 
 class OrderedGather:
-    """All-gather of the shards of a unit; FSDP calls it by the protocol of `AllGather`."""
+    """All-gather of the shards of a unit, with the interface of FSDP's `AllGather`."""
 
     def __init__(self, order: UnitOrder, unit: int, name: str) -> None:
         self._order, self._unit, self._name = order, unit, name
@@ -133,19 +135,20 @@ class OrderedGather:
 
 
 class OrderedReduce:
-    """Reduce-scatter of the gradients of a unit; FSDP calls it by the protocol of `ReduceScatter`."""
+    """Reduce-scatter of the gradients of a unit, with the interface of FSDP's `ReduceScatter`."""
 
     def __init__(
         self, order: UnitOrder, unit: int, name: str, replicas: ProcessGroup | None, num_shards: int
     ) -> None:
         self._order, self._unit, self._name = order, unit, name
         self._replicas = replicas
-        """The group that FSDP then averages the shards over, if there is one."""
+        """The group over which FSDP averages the shards afterwards, if there is one."""
         self._num_shards = num_shards
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # FSDP calls this for the input, then for the output. With one shard it scatters nothing.
+        # FSDP calls this for the input, then for the output. With one shard there is no
+        # reduce-scatter, so the ranks meet here.
         tensor = torch.empty(*size, dtype=dtype, device=device)
         if self._num_shards == 1:
             if not self._has_input:

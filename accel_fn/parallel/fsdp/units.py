@@ -32,13 +32,13 @@ def has_inner(name: str, units: Collection[str]) -> bool:
 
 
 def ignored_in(model: nn.Module, ignore: Blocks) -> set[nn.Parameter]:
-    """Return the parameters that stay whole."""
+    """Return the parameters of ignored modules, which stay whole on every rank."""
     modules = modules_in(model, ignore, "wrap_fsdp(ignore)")
     return {each for module in modules for each in module.parameters(recurse=False)}
 
 
 def tops_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Return the model, or its children if it is a mere container."""
+    """Yield the model by name, or the modules that it holds if it is a mere container."""
     if not is_container(module):
         yield name, module
         return
@@ -54,9 +54,9 @@ def check_shardable(
     is_split: bool,
     is_frozen: bool = False,
 ) -> None:
-    """Refuse, by name, parameters that FSDP cannot shard or would refuse in the first step only."""
+    """Refuse, by name, parameters that FSDP cannot shard or would refuse only in the first step."""
     holders: dict[nn.Parameter, tuple[str, str]] = {}
-    # Parameters of a frozen model may still require gradients, but no rank adds these up.
+    # Parameters of a frozen model may still require gradients, but no rank adds up the gradients.
     added = [p for p in model.parameters() if p.requires_grad and not is_frozen]
     dtype = added[0].dtype if added else None
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -71,7 +71,7 @@ def check_shardable(
                 f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "
                 f"one on {name}; register it after build, on the shard"
             )
-        # The innermost unit holds a parameter; names of outer units are shorter.
+        # The innermost unit around a parameter holds it; names of outer units are shorter.
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
         # FSDP adds up the gradients of a unit in one buffer.

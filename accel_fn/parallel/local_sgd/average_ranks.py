@@ -14,7 +14,7 @@ from accel_fn.errors import ReplicaError
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BUCKET_NUMEL = 2**24
-"""Numbers that are sent at a time. An average takes two buffers of that size."""
+"""The most numbers in a message of several tensors. An average takes two buffers of this size."""
 
 
 def average(
@@ -34,7 +34,8 @@ def average(
         mine = flat(bucket)
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
-        equal = mine == first  # equal also if both are infinite
+        # Equal infinities are equal here, but their difference is NaN.
+        equal = mine == first
         # Infinity on a rank without items, times its share of 0, would be NaN for all ranks.
         difference = mine.sub_(first).mul_(share) if share else mine.zero_()
         primitives.start_sum(difference.masked_fill_(equal, 0.0), state, "local_sgd").wait()
@@ -61,7 +62,7 @@ def _agreed(
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """View the same memory without a graph, and as real numbers."""
+    """View a tensor's memory without a graph, and complex numbers as pairs of real numbers."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -70,14 +70,15 @@ after_update=[local_sgd(every=8)])
     """
     check_count("local_sgd", "every", every)
     return fill(
-        first=("after_update",),  # the other functions see the average, wherever this is listed
+        # The average runs first, so that other functions see it, wherever local_sgd is listed.
+        first=("after_update",),
         strategy=LocalSlot(make_local),
         after_update=Stateful(RankAverage, every=every),
     )
 
 
 class LocalSlot(SlotFunction):
-    """`make_local`, with checks of functions that it cannot be combined with."""
+    """`make_local`, and checks for functions that local_sgd cannot be combined with."""
 
     traits = frozenset({"local_gradients"})
 
@@ -127,14 +128,14 @@ def _check_scale(state: DistState) -> None:
 
 
 def make_local(state: DistState, module: nn.Module, plan: Plan) -> Strategy:
-    """Make ranks that keep their gradients, or one rank in a world of one."""
+    """Make a strategy whose ranks keep their gradients; in a world of one, a plain `Strategy`."""
     _check_scale(state)
     kind = Strategy if state.world_size == 1 else LocalGradients
     return kind(state, module, plan)
 
 
 class OwnMean(GlobalMean):
-    """A mean whose shares are of this rank's items. It awaits nothing before the last backward."""
+    """A mean whose shares are of this rank's items; no rank waits before the last backward."""
 
     is_exact_over_ranks = False
 
@@ -174,7 +175,7 @@ class LocalGradients(Strategy):
         super().__init__(state, module, plan)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Run stage one; record which parameters have a gradient, which the average compares."""
+        """Run stage one; record which parameters have a gradient, for the average to compare."""
         for each in plan.after_update:
             if isinstance(each, RankAverage):
                 each.has_gradient = [tensor is not None for tensor in grads.tensors]
@@ -211,9 +212,8 @@ class RankAverage:
     def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
         self._plan = plan
         self._every = every
-        self._num_updates = (
-            0  # not state.step: two steps may share a state, and one of them may never average
-        )
+        # Do not use `state.step`: two steps may share a state, and one of them may never average.
+        self._num_updates = 0
         self._num_items = 0.0
         self._has_diverged = False
         self.has_gradient: Sequence[bool] = ()
@@ -236,9 +236,10 @@ class RankAverage:
         return state
 
     def _updated(self) -> list[str]:
-        """Name parameters that all ranks or none must update if an average follows every update.
+        """Name parameters that all ranks must update together, if each update is averaged.
 
-        Without momentum and weight decay, a missing gradient acts like one of zeros.
+        Without momentum and weight decay, a missing gradient acts like a gradient of zeros, so the
+        list is empty.
         """
         groups = [g for each in self._plan.optimizers.values() for g in each.param_groups]
         has_state = any(each.state for each in self._plan.optimizers.values())
@@ -259,7 +260,7 @@ class RankAverage:
         self.check_averaged("save")
 
     def check_followed(self) -> None:
-        """Refuse, on every rank, a step after this one that would take the ranks for one model."""
+        """Refuse, on every rank, a next step, which would take the ranks for one model."""
         self.check_averaged("build")
 
     def check_averaged(self, function: str) -> None:

@@ -11,18 +11,17 @@ from accel_fn.core import primitives
 from accel_fn.core.state import DistState
 
 Tensors = Sequence[Tensor | None]
-"""None adds nothing: a tensor that is added to it keeps its bits."""
+"""Terms of a sum. None adds nothing: the other term keeps its bits."""
 
 _NOTHING = -0.0
-"""Zero that changes no number when added: 0.0 would turn -0.0 into 0.0."""
+"""A zero that changes no number when it is added: adding 0.0 would turn -0.0 into 0.0."""
 _BUCKET_BYTES = 2**25
 
 
 class Tree:
     """Adds up 2**n lists as a binary tree: the sum of the first half plus that of the second half.
 
-    It holds at most one partial sum of each size, so lists that come one after another take the
-    memory of n + 1.
+    The tree holds at most one partial sum of each size, so it takes the memory of n + 1 lists.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class Tree:
         self._sums.append((size, tensors))
 
     def total(self) -> Tensors:
-        """Return the sum, once all lists have come."""
+        """Return the sum, once all lists are added."""
         ((_, tensors),) = self._sums
         return tensors
 
@@ -59,7 +58,7 @@ def sum_over_ranks(tensors: Tensors, like: Sequence[Tensor], state: DistState) -
 
     Args:
         tensors: the tensors of this rank; None where it has none.
-        like: tensors of the shapes, dtypes and layouts that they have, or would have.
+        like: tensors of the shapes, dtypes and layouts that `tensors` have, or would have.
         state: the state of this rank.
 
     Returns:
@@ -104,7 +103,7 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
     """Replace tensors of one kind by their sums over the ranks."""
     sizes = [tensor.numel() for tensor in bucket]
     lacking = -sum(sizes) % state.world_size
-    # Sent as bytes: not every backend knows every dtype, and nothing is added up on the way.
+    # Send bytes: not every backend supports every dtype, and the collectives add up nothing.
     mine = _sum_part(bucket, lacking, state).view(torch.uint8)
     whole = torch.cat(primitives.all_gather(mine, state, "step")).view(bucket[0].dtype)
     for tensor, part in zip(bucket, torch.split(whole, [*sizes, lacking]), strict=False):
@@ -112,7 +111,7 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
 
 
 def _sum_part(bucket: Sequence[Tensor], lacking: int, state: DistState) -> Tensor:
-    """Return this rank's part of the sums, as large as every rank's; nothing else is kept."""
+    """Return this rank's part of the sums; all ranks' parts have the same size."""
     flat = torch.cat([*[tensor.reshape(-1) for tensor in bucket], bucket[0].new_zeros(lacking)])
     rows = primitives.all_to_all(flat.view(torch.uint8), state, "step").view(state.world_size, -1)
     rows = rows.view(flat.dtype)

@@ -67,7 +67,7 @@ class VirtualRanks(Strategy):
         self.num_virtual_ranks = self.num_microbatches = num_virtual_ranks
         self._tracking = tracking_modules(loss_module_of(module).model)
         self._differing: LossError | None = None
-        """The error in the metrics that this rank has found in this step."""
+        """The error that this rank has found in the metrics of this step."""
         super().__init__(state, module, plan)
 
     def gradients(
@@ -98,7 +98,7 @@ class VirtualRanks(Strategy):
         return nullcontext()
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the settings that, beside the plan, determine the exact result."""
+        """Return the settings that determine the exact result together with the plan."""
         return {"num_virtual_ranks": self.num_virtual_ranks}
 
     def _sum(
@@ -134,11 +134,14 @@ class VirtualRanks(Strategy):
     def _metric_vector(
         self, state: DistState, metrics: Sequence[MetricSums], like: Tensor
     ) -> list[Tensor]:
-        """Return the metrics of this rank's slices, after a mark of whether they differ; may be empty."""
+        """Sum the metrics of this rank's slices; the first element is not 0 if their names differ.
+
+        Without metrics, the list is empty.
+        """
         layout = self.layout
         self._differing = layout.settle(state, metrics)
         if not layout.sizes and not layout.terms:
-            # no other rank sums metrics, so all raise in the next step
+            # No other rank sums metrics now, so all ranks raise in the next step.
             layout.pending_error = self._differing
             return []
         tree, is_wrong = Tree(), self._differing is not None
@@ -150,7 +153,7 @@ class VirtualRanks(Strategy):
         return [vector]
 
     def _metric_means(self, summed: Tensor | None, total: Weight) -> Mapping[str, Tensor]:
-        """Return the metrics of the global batch; raise on all ranks if those of one differ."""
+        """Return the metrics of the global batch; raise on all ranks if one rank's differ."""
         assert summed is not None
         if summed[0]:
             raise self._differing or differing_elsewhere(self.layout)
@@ -197,7 +200,7 @@ class VirtualRanks(Strategy):
     def _exchange_slices(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[Sequence[Slice], Weight, int, bool]:
-        """Return this rank's slices, weight and rows of all slices, and whether any rank requests a stop."""
+        """Return this rank's slices, the weight and rows of all slices, and whether to stop."""
         failure: Exception | None = self.layout.pending_error
         rows, slices, stop = -1, list[Slice](), False
         try:
@@ -220,7 +223,7 @@ class VirtualRanks(Strategy):
         return slices, total, samples, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
-        """Return this rank's number of samples and its slices; none if these cannot be equal."""
+        """Return this rank's number of samples and its slices; [] if they cannot be equal."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
         if type(batch) is FailedBatch:
@@ -255,7 +258,7 @@ class VirtualRanks(Strategy):
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name the modules that, in training mode, depend on the other samples of their rank."""
+    """Name the modules whose result for a sample depends on other samples in training mode."""
     return {
         name or "the model": module
         for name, module in model.named_modules()
@@ -276,17 +279,17 @@ def check_tracking(tracking: Mapping[str, nn.Module], function: str) -> None:
 
 
 def _in_own_memory(state: DistState, part: Any) -> Any:
-    """Copy a part of a batch, since some kernels round by the address where a tensor begins."""
+    """Copy a part of a batch, since the address of a tensor changes how some kernels round."""
 
     def own(tensor: Tensor) -> Tensor:
-        # a tensor on another device will be moved anyway
+        # A tensor on another device will be copied anyway.
         return tensor.clone() if tensor.device == state.device else tensor
 
     return map_tensors(own, part)
 
 
 def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
-    """Run this rank's work; if it raises on a rank, raise its error there and a PeerError on the others.
+    """Run this rank's work; if a rank raises, raise its error there and a PeerError on other ranks.
 
     Cost: in a world of several, one small collective on the host, and two more if a rank failed.
     """
@@ -300,14 +303,15 @@ def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
         if failure is not None:
             raise failure
     finally:
-        del failure  # an error that this frame holds would keep the frame, and it the error
+        # Otherwise the frame would hold the error, and the error's traceback the frame.
+        del failure
     for rank, text in enumerate(failures):
         if text:
             raise PeerError(f"step: failed on rank {rank}: {text}")
 
 
 def check_same_step(steps: Sequence[str]) -> None:
-    """Raise on all ranks if they are in different steps: one may repeat a step after an error."""
+    """Raise on all ranks if steps differ, for example if a rank repeats one after an error."""
     rank, step = next(
         ((r, each) for r, each in enumerate(steps) if each != steps[0]), (0, steps[0])
     )

@@ -18,22 +18,26 @@ F = TypeVar("F", bound=Callable[..., None])
 def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], rank: int) -> None:
     """Let each rank draw different numbers between column-wise layers and the next row-wise one.
 
-    Ranks of an axis hold the same rows, so their generators are the same: dropout of an activation that
-    all of them hold has one mask. Where each holds other features, one mask would serve all of them. So a
-    column-wise layer starts a region, in which the default generator of the activation's device is seeded
-    by its own state and the rank; the next row-wise layer or the end of the model's forward, also by an
-    error, ends it. After a region that has drawn nothing, the generator is as it was before. After
-    any other, it has drawn one number more than before the region, on all ranks.
+    Ranks of an axis hold the same rows, so their generators have the same state: dropout of an
+    activation that all of them hold has one mask. Where ranks hold different features, dropout
+    would use that one mask for the features of every rank.
 
-    Everything follows from the state of that generator, so a resumed run and a recomputation by
-    `torch.utils.checkpoint` draw the same again.
+    So a column-wise layer starts a region: it seeds the default generator of the activation's
+    device by the generator's state and the rank. The next row-wise layer ends the region, or the
+    end of the model's forward, even by an error. After a region without draws, the generator has
+    its former state. After any other region, it has drawn one number more than before, on all
+    ranks.
 
-    Nothing is done if `may_draw(model)` is false. A graph of `torch.compile` breaks at both ends of a region.
+    All draws follow from the state of that generator, so a resumed run and a recomputation by
+    `torch.utils.checkpoint` draw the same numbers again.
+
+    Does nothing if `may_draw(model)` is false. A graph of `torch.compile` breaks at both ends of a
+    region.
 
     Args:
         model: the root, whose forward calls the layers.
-        layers: split layers with their styles. One whose output is gathered begins no region.
-        rank: this rank's place along the axis.
+        layers: split layers with their styles. A layer whose output is gathered begins no region.
+            rank: this rank's place along the axis.
     """
     if not may_draw(model):
         return
@@ -70,26 +74,26 @@ def _outside_of_graphs(hook: F) -> F:
 
 
 class _Region:
-    """A part of a forward in which a rank's activations are other features than its peers'."""
+    """A part of a forward in which ranks hold activations of different features."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._device = torch.device("cpu")
         self._seed = 0
         self._inside = self._outside = torch.empty(0)
-        """States of the generator: the one that the region began with, and the one before."""
+        """States of the generator: when the region began, after seeding, and before it."""
         self._is_open = False
 
     @_outside_of_graphs
     def start(self, layer: nn.Module, inputs: object, output: Tensor) -> None:
-        """Seed the generator by its state and the rank."""
+        """Begin a region: seed the generator by its state and the rank."""
         if self._lasts():
             return
         self._device = output.device
         generator = _generator_of(self._device)
         self._outside = generator.get_state()
         key = self._outside.numpy().tobytes() + str(self._rank).encode()
-        # Read from the state, not drawn: to read a number from a device would wait for the device.
+        # Hash the state instead of drawing a seed: the host would wait for a number on a device.
         self._seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 2**63
         generator.manual_seed(self._seed)
         self._inside = generator.get_state()
@@ -97,7 +101,7 @@ class _Region:
 
     @_outside_of_graphs
     def end(self, *_: object) -> None:
-        """Restore the generator, and move it if the region has drawn."""
+        """End the region: restore the generator, and advance it if the region has drawn."""
         if self._lasts():
             generator = _generator_of(self._device)
             has_drawn = not torch.equal(generator.get_state(), self._inside)
@@ -107,7 +111,8 @@ class _Region:
         self._is_open = False
 
     def _lasts(self) -> bool:
-        # A recomputation may begin a region that it does not end, and then torch restores the generator.
+        # A recomputation may begin a region and stop before its end; then torch restores the
+        # generator, which has another seed again.
         return self._is_open and _generator_of(self._device).initial_seed() == self._seed
 
 

@@ -22,8 +22,8 @@ _OF_TRANSFORMERS: dict[str, object] = {
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of heads, of which each rank has a part. Torch takes the part for one of the sequence:
-    # the output, and the sum of gradients over the ranks, are the same.
+    # Norms of heads: each rank has a part of the heads. Torch takes them for a part of the
+    # sequence, but the output, and the sum of gradients over the ranks, are the same.
     "replicated_with_grad_allreduce": SequenceParallel(use_local_output=True),
     "replicate": None,
 }
@@ -33,11 +33,11 @@ READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that read the weights of their layers without calling them."""
 
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
-"""Modules without a call: the module that holds them reads their parameters."""
+"""Modules that are never called: the module that holds them reads their parameters."""
 
 
 def plan_styles(model: nn.Module) -> dict[str, object]:
-    """Return the styles of a model's own plan, by pattern of names, or refuse it."""
+    """Return the styles of a model's own plan, by pattern; refuse styles that torch lacks."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, object] = {}
@@ -55,14 +55,14 @@ def plan_styles(model: nn.Module) -> dict[str, object]:
             )
         if _OF_TRANSFORMERS[style] is not None:
             found[pattern] = _OF_TRANSFORMERS[style]
-    # The plan of DBRX, for example, names the head alone.
+    # Refuse a plan that names no layer of a block: DBRX's, for example, names only the head.
     if not any("*" in pattern for pattern in found):
         raise PlanError(_without_plan(model))
     return found
 
 
 def _plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan of a model of transformers, or those of its children."""
+    """Return the plan of a model of transformers, or the joined plans of its children."""
     if plan := getattr(model, "_tp_plan", None):
         return dict(plan)
     return {
@@ -73,7 +73,7 @@ def _plan(model: nn.Module) -> dict[str, str]:
 
 
 def _without_plan(model: nn.Module) -> str:
-    """Return the message for a model without a plan: a guess, where one is clear."""
+    """Return the message for a model without a plan, with a guess where the styles are clear."""
     kind, guess = type(model).__name__, dict[str, str]()
     blocks = {
         name: each for name, each in repeated(model).items() if not isinstance(each, nn.Linear)
@@ -81,7 +81,8 @@ def _without_plan(model: nn.Module) -> str:
     for name, block in (blocks or {"": model}).items():
         prefix = f"{starred(name)}." if name else ""
         for inner, module in block.named_modules():
-            if type(module).__name__ == "Conv1D":  # of transformers
+            # A class of transformers.
+            if type(module).__name__ == "Conv1D":
                 return (
                     f"build: wrap_tp's styles must be for nn.Linear layers, got {kind}, whose "
                     f"{prefix}{inner} is a Conv1D; its weight is transposed, so that torch has no style "
@@ -103,9 +104,10 @@ def _without_plan(model: nn.Module) -> str:
 
 
 def _guess(block: nn.Module) -> dict[str, str]:
-    """Return the styles of a block's layers: the last of a part is rowwise if it takes another's output.
+    """Guess the styles of a block's layers: in each part, the last may be rowwise.
 
-    They are empty if it does not, for example if one matrix holds queries, keys and values.
+    The last layer is rowwise if it takes the output of another layer of the part. If not, the
+    styles of the part are empty, for example if one matrix holds queries, keys and values.
     """
     modules = dict(block.named_modules())
     layers = {
@@ -118,7 +120,7 @@ def _guess(block: nn.Module) -> dict[str, str]:
     num_layers = Counter(part_of.values())
     parts: dict[str, list[str]] = {}
     for name, part in part_of.items():
-        # In a block of BERT, each layer of the MLP is alone in its part.
+        # Join layers that are alone in their part, as the two layers of the MLP in a block of BERT.
         parts.setdefault(part if num_layers[part] > 1 else "", []).append(name)
     guess: dict[str, str] = {}
     for *others, last in parts.values():
@@ -129,7 +131,7 @@ def _guess(block: nn.Module) -> dict[str, str]:
 
 
 def _part(block: nn.Module, name: str) -> str:
-    """Return the name of the child of a block that a layer is in; empty for a child itself."""
+    """Return the name of the block's child that holds a layer; empty if it is the layer."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         outer = ".".join(parts[:depth])

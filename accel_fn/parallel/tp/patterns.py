@@ -15,5 +15,5 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def starred(name: str) -> str:
-    """Return the pattern of a module in every block: `layers.*.up` for `layers.0.up`."""
+    """Return a pattern for the same module in every block: `layers.*.up` for `layers.0.up`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -33,18 +33,18 @@ from accel_fn.parallel.tp.patterns import starred
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEVER = ("torch.distributed.fsdp", "accel_fn.parallel.fsdp", __name__)
-"""Packages whose hooks stay out of both runs: parameters are whole, and nothing is recorded."""
+"""Packages whose hooks are off in both runs: parameters are whole, and no call is recorded."""
 _STYLES = ("torch.distributed.tensor", "accel_fn.parallel.tp", "transformers.distributed")
-"""Packages whose hooks, and whose forwards on modules, split inputs and make plain tensors."""
+"""Packages whose hooks and replaced forwards split inputs and make plain tensors."""
 _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
 _BOUND_OF_HALVES = 0.05
-"""How far outputs may differ, as a share of the largest: by the dtype of a run.
+"""How far outputs may differ, as a share of the largest output, for each dtype of a run.
 
 Wrong heads may change little: with small inputs, every head attends to all tokens almost equally.
 So blocks are compared in float64. There a sum in another order differs by 1e-15, and a softmax or a
 norm that the code computes in float32 by 1e-7. Code that fails in float64 runs in the dtype of the
-model. There the bounds are those of products of TF32, with 10 bits, and of bfloat16, with 8 bits.
-Autocast leaves float64 as it is.
+model. There the bounds allow the rounding of products in TF32, with 10 bits, and in bfloat16, with
+8 bits. Autocast does not convert float64.
 """
 _REPAIR = (
     "take sizes from the tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a "
@@ -56,7 +56,7 @@ _REPAIR_OF_GRADIENTS = (
 )
 _Convert = Callable[[Tensor], Tensor]
 _SPREAD = 0.05
-"""The size of changes of vectors; some, such as variances, must stay positive."""
+"""The relative size of changes to vectors: variances, for example, must stay positive."""
 
 
 def compare_blocks(
@@ -98,7 +98,7 @@ class _Comparison:
         self._model, self._open = model, set(styled)
         self._state, self._axis, self._along = state, axis, state.along(axis)
         self._kinds: dict[object, bool] = {}
-        """Whether a module of this kind is a block; unknown until the first one has run."""
+        """Whether modules of a kind are blocks; a kind is added when its first module has run."""
         self._handles: list[RemovableHandle] = []
         for name in dict.fromkeys(outer for each in styled for outer in _outward(each)):
             self._watch(name, model.get_submodule(name))
@@ -107,26 +107,28 @@ class _Comparison:
         calls: list[Any] = []
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # Containers are copied too: attention, for example, puts its keys in a cache.
+            # Copy containers too: the block may change them, as attention changes a cache of keys.
             is_due = self._layers(name) and _kind(name, module) not in self._kinds
             calls[:] = [_copied((args, kwargs), _detached)] if is_due else []
 
         def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             kind = _kind(name, module)
             for call in calls:
-                # A layer's output shows without a second run whether it has a part of the features.
+                # A split layer's output shows, without a second run, whether it is a part of the
+                # features.
                 seen = (call, output if name in self._open else ())
                 is_new = bool(self._layers(name)) and self._are_whole(module, tensors_of(seen))
                 self._kinds[kind] = is_new and self._is_block(name, module, call)
             if self._kinds.get(kind):
                 self._open -= self._layers(name)
-            # A block that differs keeps its hooks: the forward of a program that goes on fails again.
+            # A block that differs keeps its hooks, so that the forward fails again if a program
+            # goes on.
             for handle in handles if self._open else self._handles:
                 handle.remove()
             calls.clear()
 
         handles = (
-            # The hooks of styles, which change the input, come after this one.
+            # This hook runs before the hooks of styles, which change the input.
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             module.register_forward_hook(after, with_kwargs=True),
         )
@@ -137,14 +139,14 @@ class _Comparison:
         return {each for each in self._open if name in _outward(each)}
 
     def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the tensors are equal on all ranks; constant ones may be equal parts."""
+        """Return whether tensors are equal on all ranks, and not constant, as parts may be."""
         values = [whole(each) for each in tensors]
         is_constant = module is not self._model and _is_constant(values)
         own = fingerprints(values) if values else [], is_constant
         return _are_equal(exchange(own, self._along, "wrap_tp")) and not is_constant
 
     def _is_block(self, name: str, module: nn.Module, call: Any) -> bool:
-        """Return whether the output is whole; if so, raise unless it is the same as unsplit."""
+        """Return whether the module is a block; if so, raise unless its unsplit run agrees."""
         found = self._compared(module, call, torch.float64)
         if any(each.failure for each in found):
             found = self._compared(module, call, None)
@@ -163,7 +165,8 @@ class _Comparison:
         """Compare a module with itself unsplit; return the outcomes of all ranks along the axis."""
         try:
             own = _compare(module, call, dtype, self._axis, self._state.device)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:
+            # The user's code may raise anything, and the other ranks must learn of it.
             own = _Outcome(failure=f"{type(error).__name__}: {error}")
         return exchange(own, self._along, "wrap_tp")
 
@@ -194,19 +197,19 @@ class _Outcome(NamedTuple):
     """The result of one comparison on one rank."""
 
     is_of_size: bool = True
-    """Whether the output of the split block has the shape of the unsplit one's."""
+    """Whether the outputs of the split and the unsplit block have the same shape."""
     difference: float = 0.0
     bound: float = 1.0
     text: str = ""
     failure: str = ""
     is_gradient: bool = False
-    """Whether the difference is that of a gradient, and the output is the same."""
+    """Whether the difference is one of gradients; then the outputs agree."""
 
 
 def _compare(
     module: nn.Module, call: Any, dtype: torch.dtype | None, axis: str, device: torch.device
 ) -> _Outcome:
-    """Run a block split and unsplit, with parameters and inputs of this dtype, or of their own."""
+    """Run a block split and unsplit, with parameters and inputs converted to a dtype, if given."""
 
     def converted(tensor: Tensor) -> Tensor:
         is_moved = dtype is not None and tensor.is_floating_point()
@@ -262,7 +265,7 @@ def _compare(
 
 
 def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
-    """Return the difference of outputs if it is too large, else the largest one of gradients."""
+    """Return the difference of outputs if it is too large, else the largest of gradients."""
     if found[0] > bound or len(found) == 1:
         text = f"outputs that differ by {found[0]:.2g} of the largest"
         return _Outcome(True, found[0], bound, text)
@@ -281,7 +284,7 @@ def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.d
 
 def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     """Return the largest difference of outputs, and of each gradient, as a share of the largest number."""
-    # Some gradients are zero but for rounding, as that of a key's bias: one scale serves all.
+    # All gradients share one scale, since some are zero except for rounding, such as a key bias's.
     scales = [_largest(expected[:1])] + [_largest(expected[1:])] * (len(expected) - 1)
     return [
         _difference(each, other, scale)
@@ -290,7 +293,7 @@ def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[fl
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
-    """Return the largest finite number."""
+    """Return the largest finite absolute value; a tiny number if all are zero."""
     largest = [float(each.nan_to_num(0, 0, 0).abs().max()) for each in tensors if each.numel()]
     return max([torch.finfo(torch.float64).tiny, *largest])
 
@@ -303,9 +306,9 @@ def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
 
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw values near a parameter's, equal on all ranks, at a scale that keeps that of signals."""
-    # A block hides its faults where its last layer starts at zero, where all weights are one, or
-    # where they are so small that every head attends to all tokens equally.
+    """Draw values near a parameter's, equal on all ranks, that keep the scale of activations."""
+    # With the initial values, a block may hide its faults: its last layer may be zero, all weights
+    # of a norm may be one, or weights so small that every head attends to all tokens equally.
     if not tensor.is_floating_point():
         return tensor
     drawn: Tensor = torch.empty_like(tensor).normal_(generator=generator)
@@ -315,7 +318,7 @@ def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_constant(tensors: Iterable[Tensor]) -> bool:
-    """Return whether the first floating-point tensor is empty, or one number or NaN throughout."""
+    """Return whether the first floating-point tensor is empty, or constant except for NaN."""
     first = next((each for each in tensors if each.is_floating_point()), None)
     if first is None:
         return False
@@ -327,7 +330,7 @@ def _are_equal(every: Sequence[object]) -> bool:
 
 
 def _cut_like(tensor: Tensor, like: Tensor, axis: str) -> Tensor:
-    """Cut a whole tensor along one axis of a mesh; other axes, as those of FSDP, leave it whole."""
+    """Cut a whole tensor as `like` is cut along one axis of a mesh, and along no other axis."""
     names = like.device_mesh.mesh_dim_names or () if is_sharded(like) else ()
     if not is_sharded(like) or axis not in names:
         return tensor
@@ -339,9 +342,10 @@ def _cut_like(tensor: Tensor, like: Tensor, axis: str) -> Tensor:
 
 
 class _Block(nn.Module):
-    """Returns the first floating-point tensor of a block's output, and gradients of a sum of its elements.
+    """Returns a block's first output, and gradients of a weighted sum of its elements.
 
-    The backward is inside, since checkpoints run a forward again in it, with the same parameters.
+    The backward runs inside this forward: checkpoints run the block's forward again in the
+    backward, and must see the same parameters.
     """
 
     def __init__(self, block: nn.Module, leaves: Sequence[Tensor]) -> None:
@@ -366,13 +370,13 @@ def _first(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _outward(name: str) -> list[str]:
-    """Return the name of a module and of those around it, outwards."""
+    """Return the names of a module and of the modules around it, from the inside out."""
     parts = name.split(".") if name else []
     return [".".join(parts[:size]) for size in range(len(parts), -1, -1)]
 
 
 def _kind(name: str, module: nn.Module) -> object:
-    """Return a key that layers of one class share in the same place of several blocks."""
+    """Return a key that modules of one class share in the same place of several blocks."""
     shapes = tuple((path, each.shape) for path, each in module.named_parameters())
     return starred(name), type(module), shapes
 
@@ -387,7 +391,8 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
     before = {each: dict(vars(each)) for each in module.modules()}
     try:
         for each in before:
-            each.training = False  # a `train` method of the user's may have other effects
+            # Do not call `train`: a user's own `train` method may have other effects.
+            each.training = False
         yield
     finally:
         for each, attributes in before.items():
@@ -397,7 +402,7 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(module: nn.Module, packages: tuple[str, ...]) -> Iterator[None]:
-    """Take the forward hooks of some packages off the modules inside, and forwards that they have set."""
+    """Remove the forward hooks, and replaced forwards, of some packages from all modules inside."""
     before = [(vars(each), dict(vars(each))) for each in module.modules()]
     try:
         for home, _ in before:
@@ -427,7 +432,7 @@ def _copied(tree: Any, convert: _Convert) -> Any:
         kept = [convert(each) if isinstance(each, Tensor) else each for each in pickler.kept]
         return _Unpickler(io.BytesIO(file.getvalue()), kept).load()
     except (pickle.PicklingError, TypeError, AttributeError):
-        # Closures and objects of local classes have no copy.
+        # Closures and objects of local classes cannot be pickled, so copy the tensors alone.
         return map_tensors(convert, tree)
 
 

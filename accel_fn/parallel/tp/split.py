@@ -32,14 +32,14 @@ def split_model(
 ) -> None:
     """Split the layers that have a style over an axis, in place, from the values of rank 0.
 
-    All other parameters are whole on every rank, and DTensors of the same axis too: so an optimizer, an
-    average and a norm meet tensors of one kind.
+    All other parameters stay whole on every rank, and become DTensors on the same axis too. So an
+    optimizer, an average and a norm get tensors of one kind.
     """
     _send_values(state, model)
     mesh = device_mesh(state)[axis]
     ties = _ties(model)
     for name, style in styles.items():
-        # Without a source each rank cuts its own copy, which is rank 0's by now.
+        # Without a source rank, each rank cuts its own copy, which has rank 0's values by now.
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for module in model.modules():
         _replicate(module, mesh)
@@ -49,14 +49,14 @@ def split_model(
     layers = {model.get_submodule(name): style for name, style in styles.items()}
     draw_by_shard(model, layers, state.along(axis).rank)
     names = [name for name, module in model.named_modules() if _holds_parts(module)]
-    # In a model that was split before, no layer has a style.
+    # A model that was split before has parts, but no layer has a style.
     for name in {*styles, *names}:
         model.get_submodule(name).register_forward_hook(_watch_backward)
     compare_blocks(model, names, state, axis)
 
 
 def _send_values(state: DistState, model: nn.Module) -> None:
-    """Overwrite parameters and buffers with rank 0's; parts, with those of rank 0 along `dp`."""
+    """Overwrite parameters and buffers with rank 0's; parts with those of rank 0 along `dp`."""
     data = state.along("dp")
     for tensor in (*model.parameters(), *model.buffers()):
         ranks = data if is_sharded(tensor) else state
@@ -65,7 +65,7 @@ def _send_values(state: DistState, model: nn.Module) -> None:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Find the parameters that several modules hold, or one under several names."""
+    """Find the parameters with several holders: modules, or names in one module."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -75,7 +75,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Put the parameters that a module holds itself on the mesh, whole; its forward sees plain tensors."""
+    """Make a module's own parameters replicas on the mesh; its forward still gets plain tensors."""
     lists = [each for each in module.children() if isinstance(each, PARAMETER_LISTS)]
     readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module, *lists]
     read = [
@@ -93,7 +93,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor that is the same on all ranks, on the mesh."""
+    """Return a tensor that is equal on all ranks as a replicated DTensor on the mesh."""
     if is_sharded(tensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
@@ -110,11 +110,12 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 class _PlainForward:
     """The forward of a module, which sees the replicated parameters that it reads as plain tensors.
 
-    So its operations are those of one rank: they cost no dispatch of DTensors, which does not know
-    all operations. The gradient of each replica is whole, since its input is the same on all ranks.
+    So its operations are those of one rank. They avoid the dispatch of DTensors, which costs time
+    and does not support all operations. The gradient of each replica is whole, since the module's
+    input is the same on all ranks.
     """
 
-    # Not hooks, since code that recomputes a forward may call it without them.
+    # This is not done by hooks: code that recomputes a forward may call it without hooks.
 
     def __init__(
         self, module: nn.Module, read: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh
@@ -124,7 +125,7 @@ class _PlainForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The compiler does not follow a tensor that is put in place of a parameter.
+            # The compiler does not track a tensor that is put in place of a parameter.
             args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
             output = self._forward(*args, **kwargs)
             return tree_map_only(DTensor, DTensor.to_local, output)
@@ -145,16 +146,17 @@ def _plain(replica: DTensor) -> Tensor:
 
 
 def _watch_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
-    """Refuse gradients of gradients: a backward of DTensors has no graph, so they would be wrong."""
+    """Refuse gradients of gradients, which would be wrong: DTensors' backward has no graph."""
     if torch.compiler.is_compiling():
-        return  # a compiled graph refuses them itself
+        # A compiled graph refuses gradients of gradients itself.
+        return
     for each in tensors_of(output):
         if each.requires_grad:
             each.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
 
 
 def _refuse_graph(gradient: Tensor) -> None:
-    # A backward runs with gradients enabled only if it is to make a graph.
+    # Gradients are enabled in a backward only if it records a graph.
     if torch.is_grad_enabled():
         raise LossError(
             "step: wrap_tp must have a loss_fn without gradients of gradients, got one that calls "

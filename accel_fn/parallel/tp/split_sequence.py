@@ -13,13 +13,13 @@ from accel_fn.errors import PlanError
 
 
 class SplitSequence(ParallelStyle):
-    """Split dim 1 of a plain input, the same on all ranks, and gather the output likewise.
+    """Split dim 1 of a plain input that is equal on all ranks, and gather the output along dim 1.
 
     The gradients of the module's parameters are DTensors of placement Partial.
     """
 
-    # torch's SequenceParallel takes a plain tensor for the rank's shard. From a tensor that is the
-    # same on all W ranks, it would make a sequence that is W times as long, without an error.
+    # torch's SequenceParallel takes a plain tensor for the rank's shard. From a tensor that is
+    # equal on all W ranks, it would make a sequence that is W times as long, without an error.
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, _split, _gather)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def styles_of(
     Args:
         model: its parameters may be on the meta device.
         styles: styles by pattern of names, in which `*` stands for one name between dots; "auto":
-            those of the model's own plan, except for layers tied to a layer that it leaves out.
+            the model's own plan, without layers that are tied to a layer that it leaves out.
         size: the number of ranks along the axis.
 
     Returns:
@@ -65,8 +65,8 @@ def styles_of(
 
 
 def _matched(model: nn.Module, styles: Mapping[str, object]) -> dict[str, object]:
-    """Return the style that is given for each module, by the first of its names."""
-    # A module that stands in two places has two names.
+    """Return the style that is given for each module, by the module's first name."""
+    # A module in two places of the model has two names.
     names = list(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names)}
     found: dict[str, tuple[str, object]] = {}
@@ -88,12 +88,12 @@ def _matched(model: nn.Module, styles: Mapping[str, object]) -> dict[str, object
 
 def _style(name: str, module: nn.Module, given: object) -> ParallelStyle:
     if isinstance(given, ParallelStyle):
-        # `parallelize_module` writes into the style.
+        # Copy the style, since `parallelize_module` writes into it.
         return copy.copy(given)
     if given == "colwise":
         return ColwiseParallel()
     if given == "rowwise":
-        # Every rank has all tokens, but only a part of the input features of a linear layer.
+        # For an embedding, every rank has all tokens; for a linear layer, a part of its inputs.
         is_table = isinstance(module, nn.Embedding)
         return RowwiseParallel(input_layouts=Replicate() if is_table else None)
     if given == "sequence":
@@ -115,7 +115,8 @@ def _check_module(
             f"build: {_STYLES} must leave out the layers of {kind}, which reads their weights without "
             f"calling them, got {got}; write it with nn.Linear layers"
         )
-    # Before the first draw of a DTensor on a GPU, torch sends rank 0's generator to all ranks, also over dp.
+    # Refuse dropout: before the first draw of a DTensor on a GPU, torch sends rank 0's generator to
+    # all ranks, along `dp` too.
     is_no_norm = isinstance(module, _DropoutNd) or any(
         each.ndim > 1 for each in module.parameters()
     )
@@ -127,7 +128,7 @@ def _check_module(
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
-        # A class of transformers, in GPT-2 for example.
+        # Conv1D is a class of transformers, which GPT-2 uses, for example.
         is_transposed = type(module).__name__ == "Conv1D"
         why = ", whose weight is transposed, so that torch has no style for it"
         word = "colwise" if isinstance(style, ColwiseParallel) else "rowwise"
@@ -153,7 +154,7 @@ def _check_module(
         )
     rows = module.weight.shape[0]
     is_cut_by_rows = isinstance(module, nn.Embedding) and _cut(module, "weight", style) == 0
-    # A rank has as many rows as rank 0, as long as there are any.
+    # torch gives each rank as many rows as rank 0, until no rows are left.
     if is_cut_by_rows and math.ceil(rows / size) * (size - 1) >= rows:
         raise PlanError(
             f"build: {_STYLES} must leave every rank a row of an embedding, got {rows} rows of {name} "
@@ -166,7 +167,7 @@ def _is_whole(layouts: object) -> bool:
 
 
 def _divided(module: nn.Linear | nn.Embedding, style: ParallelStyle) -> tuple[str, int]:
-    """Return which features plain tensors outside of the module have a part of, and how many."""
+    """Return the features that the ranks divide between them, in words, and their number."""
     if isinstance(style, ColwiseParallel) and not _is_whole(style.output_layouts):
         rows, columns = module.weight.shape
         return "output features", rows if isinstance(module, nn.Linear) else columns
@@ -176,7 +177,7 @@ def _divided(module: nn.Linear | nn.Embedding, style: ParallelStyle) -> tuple[st
 
 
 def _cut(module: nn.Module, name: str, style: ParallelStyle | None) -> int | None:
-    """Return the dimension of a parameter that a style shards."""
+    """Return the dimension along which a style shards a parameter; None if it stays whole."""
     is_linear = isinstance(module, nn.Linear)
     if isinstance(style, ColwiseParallel):
         return 0 if is_linear else 1
@@ -205,7 +206,8 @@ def _check_heads(
 def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield the numbers of heads that a module, or its configuration, has."""
     holders: dict[str, object] = {"": module}
-    # In transformers an MLP too holds the configuration of the model; an attention has a size of heads.
+    # In transformers, every module may hold the model's configuration, an MLP too. Only attention
+    # has a size of heads.
     if any(hasattr(module, name) for name in _HEAD_SIZE):
         holders["config."] = getattr(module, "config", None)
     for prefix, holder in holders.items():
@@ -216,7 +218,7 @@ def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _ties(modules: Mapping[str, nn.Module]) -> list[dict[str, str]]:
-    """Return, for each tied parameter, the modules that own it and its name in each."""
+    """Return, for each tied parameter, its name in each module that owns it."""
     owners: dict[nn.Parameter, dict[str, str]] = {}
     for name, module in modules.items():
         for own, parameter in module.named_parameters(recurse=False):
@@ -227,7 +229,7 @@ def _ties(modules: Mapping[str, nn.Module]) -> list[dict[str, str]]:
 def _check_tie(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], owners: Mapping[str, str]
 ) -> None:
-    """Refuse styles that cut one parameter in two ways."""
+    """Refuse styles that cut a tied parameter in two ways."""
     cuts = {
         f"{name}.{own}": _cut(modules[name], own, styles.get(name)) for name, own in owners.items()
     }

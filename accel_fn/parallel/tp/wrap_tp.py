@@ -137,7 +137,7 @@ def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis:
 
 
 def _check_not_sharded(model: nn.Module) -> None:
-    """Refuse a model that FSDP has sharded, in a former step for example."""
+    """Refuse a model that FSDP has sharded, for example for an earlier step."""
     hooks = [each for module in model.modules() for each in module._forward_pre_hooks.values()]
     is_of_fsdp = any(str(each.__module__).startswith("torch.distributed.fsdp") for each in hooks)
     for name, each in model.named_parameters() if is_of_fsdp else ():
@@ -148,7 +148,7 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 
 def _check_values(model: nn.Module, state: DistState) -> None:
-    """Refuse a model without values, which build would have to send."""
+    """Refuse a model on the meta device: `build` sends rank 0's values, and there are none."""
     for name, each in model.named_parameters():
         if each.is_meta and state.device.type != "meta":
             raise PlanError(
@@ -172,7 +172,7 @@ def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
 
 
 def _check_graphs(plan: Plan) -> None:
-    """Refuse whole graphs where a seed of the generator has to break them."""
+    """Refuse `fullgraph=True` beside dropout: seeding the generator breaks graphs."""
     from accel_fn.parallel.tp.draws import may_draw
 
     if (whole := plan.having("full_graph")) and may_draw(plan.model):
@@ -183,7 +183,7 @@ def _check_graphs(plan: Plan) -> None:
 
 
 def _check_compiled_blocks(plan: Plan) -> None:
-    """Refuse graphs in which a module's own parameters, as DTensors, meet plain outputs of its layers."""
+    """Refuse compiled blocks in which a module's own DTensors meet its layers' plain outputs."""
     from accel_fn.parallel.tp.model_plan import PARAMETER_LISTS, READS_WEIGHTS
 
     for compiled in plan.having("torch_compile"):
@@ -202,7 +202,7 @@ def _check_compiled_blocks(plan: Plan) -> None:
 
 
 def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, ParallelStyle]:
-    """Return the style of each module that has one; none for a model that is split already."""
+    """Return the style of each module that has one; an empty dict if the model is split already."""
     from accel_fn.parallel.tp.styles import styles_of
 
     is_split = any(map(is_sharded, model.parameters()))
