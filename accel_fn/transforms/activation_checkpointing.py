@@ -24,7 +24,7 @@ from accel_fn.errors import LossError, PlanError, check_flag, message
 from accel_fn.parallel.blocks import Blocks, check_blocks, find_blocks
 
 OURS = "of_checkpoint_activations"
-"""Marks a hook that packs tensors as one of our checkpoints: a block may hold other blocks."""
+"""An attribute that marks the hook of one of our checkpoints: a block may hold other blocks."""
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
@@ -33,9 +33,9 @@ Contents = list[tuple[dict[str, Any], dict[str, Any]]]
 Flags = list[tuple[nn.Parameter, bool]]
 """Parameters, and whether each requires a gradient."""
 _LOOKS = (1, 2, 10, 100)
-"""The steps in which outputs are compared."""
+"""The numbers of the steps that compare the outputs of forward and recomputation."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""How far two runs of one computation may differ, as a part of the largest value; else 0.02."""
+"""How far two runs may differ, as a part of the largest value; 0.02 for other dtypes."""
 
 
 @transform
@@ -89,7 +89,7 @@ class CheckpointSlot(Stateful):
     """`recompute` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse blocks that match nothing, and graphs that would have to go through them."""
+        """Refuse blocks that match nothing, and graphs that would have to include blocks."""
         if not find_blocks(plan.model, self.keywords["blocks"], "checkpoint_activations"):
             raise PlanError(
                 "build: checkpoint_activations(blocks) must match modules that are repeated in a list or "
@@ -104,37 +104,39 @@ class CheckpointSlot(Stateful):
 
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
-    """Make the context of forward and loss, for one step."""
+    """Make, for one step function, the context of forward and loss."""
     found = find_blocks(plan.model, blocks, "checkpoint_activations")
     for name, block in found.items():
         hooks = block._forward_pre_hooks.values()
         if any(each.__module__.startswith("torch.distributed.tensor") for each in hooks):
-            # A recomputation calls the forward without the hooks, which split its input.
+            # A recomputation calls the forward without these hooks, which split the input.
             rule, repair = "match modules around split layers", "name blocks that hold the layers"
             raise PlanError(message("build", "checkpoint_activations(blocks)", rule, name, repair))
     inside = compile_inside(
         [each.keywords for each in plan.having("torch_compile")], found.values()
     )
-    pinned = state.device.type not in ("cpu", "mps")  # others copy pinned memory without waiting
+    # Other devices copy pinned memory without a wait.
+    pinned = state.device.type not in ("cpu", "mps")
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    """Forwards of the blocks as they are in a step: another context may have replaced them."""
+    """The blocks' forwards in the current step: another context may have replaced them."""
     names = {block: name for name, block in found.items()}
     homes = {block: [*map(vars, block.modules())] for block in names}
     """The attributes of the modules in each block."""
     looks = _Looks()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a block's forward so that the backward knows only its inputs."""
+        """Run a block's forward so that only its inputs are kept for the backward."""
         plain = forwards[block]
         forward = partial(inside, block, plain)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         around = checkpoint_hook()
         if around and not hasattr(around, OURS):
-            # The model's own checkpoint saves this memory already. It calls the block again outside of
-            # our context and of a compiled loss, and must save the same tensors then.
+            # The model's own checkpoint saves this memory already. Its recomputation calls the
+            # block outside of our context and of a compiled loss, and must save the same tensors.
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
-        # Torch ends the second run with the last tensor that the backward needs, before there is an output.
+        # By default, torch stops the second run at the last tensor that the backward needs, before
+        # the output. To compare outputs, the run must reach its end.
         options: dict[str, Any] = {
             "context_fn": lambda: (_Marked(), _Again(homes[block])),
             "early_stop": not looks.are_due,
@@ -143,7 +145,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
             return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
 
-    # The same objects in every step, otherwise a compiler would compile again.
+    # Use the same objects in every step: for new ones, torch.compile would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     running = {block: partial(outside, block) for block in found.values()}
 
@@ -222,7 +224,7 @@ def _contents(homes: Sequence[dict[str, Any]]) -> Contents:
 
 
 def _fill(contents: Contents) -> None:
-    """Give dicts their copied contents back, where they hold other objects now."""
+    """Restore the copied contents of the dicts that hold other objects now."""
     for home, copied in contents:
         if not (
             home.keys() == copied.keys() and all(map(is_, map(home.get, copied), copied.values()))
@@ -251,7 +253,7 @@ class _Looks:
 
 
 class _Compared:
-    """The forward of a block, whose later outputs must equal the first ones."""
+    """The forward of a block; later calls must return the same outputs as the first call."""
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
         self._forward, self._name = forward, name
@@ -275,7 +277,7 @@ class _Compared:
         assert self._first is not None
         if len(tensors) != len(self._first):
             return False
-        # A tensor that was written to since cannot be compared.
+        # Leave out tensors that were written to after the forward: they cannot be compared.
         return all(
             _is_close(each, first)
             for each, (first, version) in zip(tensors, self._first, strict=True)

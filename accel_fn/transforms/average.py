@@ -153,8 +153,8 @@ def averaged(step: Step) -> Iterator[None]:
 class Average:
     """Means of the parameters of one step, by name.
 
-    Not torch's `AveragedModel`: that copies the whole module, counts calls and not updates, and
-    rounds the weight of a uniform average to float32. Tests compare the two.
+    torch's `AveragedModel` is not used, since it copies the whole module, counts calls and not
+    updates, and rounds the weight of a uniform average to float32. Tests compare the two.
     """
 
     def __init__(self, state: DistState, plan: Plan, *, rate: RateFn, num_warmup: int) -> None:
@@ -197,7 +197,8 @@ class Average:
             return
         means, values = [local(each) for each in means], [local(each) for each in values]
         kinds = {(mean.device, mean.dtype) for mean in means}
-        weights = {kind: weight.to(*kind) for kind in kinds}  # one copy where means are on the host
+        # Copy the weight once for each device and dtype, since a copy to the host waits.
+        weights = {kind: weight.to(*kind) for kind in kinds}
         torch._foreach_lerp_(means, values, [weights[mean.device, mean.dtype] for mean in means])
 
     def _values(self) -> dict[str, Tensor]:
@@ -227,11 +228,11 @@ class Average:
         self._check_own("save")
 
     def check_followed(self) -> None:
-        """Refuse a step after this one that would begin with means in place of the parameters."""
+        """Refuse to build a next step, which would begin with means in place of the parameters."""
         self._check_own("build")
 
     def check_loaded(self) -> None:
-        """Refuse to load parameters that the end of the context would overwrite."""
+        """Refuse to load parameters, which the end of the context would overwrite."""
         self._check_own("load")
 
     def _check_own(self, function: str) -> None:
@@ -246,15 +247,14 @@ class Average:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
-        means = {
-            name: f"mean/{name}" for name in self._means
-        }  # a checkpoint of another program may lack some
+        means = {name: f"mean/{name}" for name in self._means}
+        # A checkpoint of another program may lack some means.
         _copy({name: saved[key] for name, key in means.items() if key in saved}, self._means)
         self._updates.restore(saved["num_updates"])
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Widen half precision, in which a mean would never move: its last digit exceeds the change."""
+    """Widen half precision: a mean in it would never move, since rounding exceeds the change."""
     return value.float() if value.dtype in _HALVES else value
 
 

@@ -52,7 +52,7 @@ class ClipSlot(SlotFunction):
 
 
 def clip_norm(state: DistState, grads: Grads, *, max_norm: float) -> Grads:
-    """Multiply the gradients by max_norm / norm, if that is below one."""
+    """Multiply the gradients by max_norm / norm, if this factor is below one."""
     return grads.scaled((max_norm / (grads.norm() + 1e-6)).clamp(max=1.0))
 
 
@@ -90,7 +90,7 @@ def clamp_values(state: DistState, grads: Grads, *, max_value: float) -> Grads:
     plain = not any(each.is_cpu or each.is_sparse or is_sharded(each) for each in grads.present())
     if not plain or not grads.present():
         return grads.map(lambda value: value.clamp(-max_value, max_value))
-    # On an accelerator a kernel for each tensor costs more than a second pass in a few kernels.
+    # On an accelerator, one kernel per tensor costs more than two passes of a few kernels each.
     values = grads.values()
     clamped = [*torch._foreach_clamp_min([each for each in values if each is not None], -max_value)]
     torch._foreach_clamp_max_(clamped, max_value)

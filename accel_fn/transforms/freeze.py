@@ -66,7 +66,8 @@ after_update=[freeze('weight', until=100)])
             "after_update": Stateful(thawing, until=until),
         }
     return fill(
-        first=("wrap_grad_fn",),  # innermost, wherever it is listed
+        # This function wraps innermost, wherever `freeze` is listed.
+        first=("wrap_grad_fn",),
         check=lambda plan: _check_names(plan, listed, until),
         **slots,
     )
@@ -86,23 +87,23 @@ class ForGood(SlotFunction):
 
 
 def unchanged(grad_fn: GradFn, *, names: Sequence[str]) -> GradFn:
-    """Return a gradient function: the strategy leaves these parameters out."""
+    """Return the gradient function unchanged, since the strategy leaves these parameters out."""
     return grad_fn
 
 
 def frozen(state: DistState, plan: Plan, *, names: Sequence[str], until: int) -> Frozen:
-    """Make the function that drops the gradients of these parameters, for one step."""
+    """Make, for one step function, the wrapper that drops the gradients of these parameters."""
     return Frozen(plan, names, until)
 
 
 def thawing(state: DistState, plan: Plan, *, until: int) -> Thawing:
-    """Make the function that thaws the parameters that are frozen until then, for one step."""
+    """Make, for one step function, the function that thaws parameters frozen until `until`."""
     found = [each for each in plan.wrap_grad_fn if isinstance(each, Frozen) and each.until == until]
     return Thawing(found, until, always=plan.always_applies(state))
 
 
 class Frozen:
-    """Drops the gradients of some parameters as long as it is `closed`."""
+    """Drops the gradients of some parameters while `closed` is True."""
 
     def __init__(self, plan: Plan, names: Sequence[str], until: int) -> None:
         self.until = until
@@ -116,7 +117,7 @@ class Frozen:
         }
 
     def __call__(self, grad_fn: GradFn) -> GradFn:
-        """Compute gradients, and drop those of the frozen parameters."""
+        """Return a function that computes gradients and drops those of the frozen parameters."""
 
         def dropped(state: DistState, batch: Any) -> tuple[DistState, Grads, Report]:
             state, grads, report = grad_fn(state, batch)
@@ -144,14 +145,15 @@ class Thawing:
         if self._updates.value + 1 < self._until:
             assert report.applied is not None
             self._updates.add(report.applied)
-            # If the update that is not read yet was made, the next one is `until`.
+            # One verdict may be pending on the device. Read it if the next update would be number
+            # `until`, provided that the pending update was made.
             if self._updates.value + 2 >= self._until:
                 self._updates.read()
             self._open()
         return state
 
     def _open(self) -> None:
-        """Thaw the parameters if the next update is `until`; freeze them if it is before that."""
+        """Thaw the parameters from update number `until` on; freeze them for earlier updates."""
         for each in self._frozen:
             each.closed = self._updates.value + 1 < self._until
 

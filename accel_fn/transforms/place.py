@@ -51,12 +51,12 @@ place_batch=[place()])
 
 
 def move_to_device(state: DistState, model: nn.Module) -> nn.Module:
-    """Move the model to the state's device: the same parameters, in place."""
+    """Move the model to the state's device, in place; its parameters stay the same objects."""
     return model.to(state.device)
 
 
 def move_frozen(state: DistState, model: nn.Module, *, dtype: torch.dtype | None) -> nn.Module:
-    """Move a frozen model to the state's device and dtype: the same parameters, in place."""
+    """Move a frozen model to the state's device and to a dtype, in place."""
     return model.to(device=state.device, dtype=dtype)
 
 

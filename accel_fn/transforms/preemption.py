@@ -77,12 +77,13 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         """Restore the former handlers."""
         for each, handler in self._before.items():
-            with suppress(TypeError):  # a handler from outside of Python cannot be set again
+            # A handler that was set outside of Python cannot be restored.
+            with suppress(TypeError):
                 signal.signal(each, handler)
         self._before.clear()
 
     def asked(self) -> bool:
-        """Return whether this rank has a request to stop; raise if the signals are not caught."""
+        """Return whether this rank must stop; raise if the signals are not being caught."""
         if self._signals and not self._before:
             rule = "be listened for while steps are made"
             names = ", ".join(each.name for each in self._signals)
@@ -105,5 +106,6 @@ class Preemption:
         if os.getpid() == self._owner:
             self._asked = True
             return
-        signal.signal(number, signal.SIG_DFL)  # a forked worker of a loader ends by it
+        # This is a forked worker of a loader: let the signal end it.
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -18,7 +18,7 @@ from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import SkippedError, check_count, check_positive
 
 _LEAST = 2.0
-"""A spike is more than this many times the mean, however even the norms before it were."""
+"""A spike is more than this many times the mean, even if earlier norms were nearly equal."""
 
 
 @transform
@@ -102,23 +102,23 @@ def skip_spikes(
 
 
 def finite_norm(state: DistState, plan: Plan, *, max_consecutive: int) -> AcceptFn:
-    """Make the check of one step that the norm is finite."""
+    """Make, for one step function, the check that the norm is finite."""
     return FiniteNorm(state.device, max_consecutive)
 
 
 def norm_in_line(
     state: DistState, plan: Plan, *, num_sigmas: float, window: int, max_consecutive: int
 ) -> AcceptFn:
-    """Make the check of one step that the norm is in line with those before it."""
+    """Make, for one step function, the check that the norm is in line with earlier norms."""
     return NormInLine(state.device, num_sigmas, window, max_consecutive)
 
 
 class FiniteNorm:
-    """Checks that the norm is finite; raises after too many in a row that are not.
+    """Checks that the norm is finite; raises after too many non-finite norms in a row.
 
-    Where norms are on an accelerator, all that it keeps is there, too, and the host reads the count one
-    step late. On the CPU, it keeps numbers, since a dozen operations on tensors of one element cost more
-    than the norm.
+    If norms are on an accelerator, the state of the check is there too, and the host reads the
+    count one step late. On the CPU, the state is Python numbers, since a dozen operations on
+    tensors of one element would cost more than the norm.
     """
 
     _RULE = "be finite"
@@ -130,17 +130,19 @@ class FiniteNorm:
         self._name_before = ""
         self._delayed = DelayedRead()
         self._pending: dict[str, Any] = {}
-        """The attributes that `commit` changes."""
+        """The new values of the attributes that `commit` changes."""
         self._answers = torch.tensor(False), torch.tensor(True)
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
-        if self._pending:  # an update was prepared and never applied
+        # If an update was prepared and never applied, drop its value.
+        if self._pending:
             self._delayed.last()
         norm, name = grads.norm(), step_name(state.step + 1, state.call)
         if norm.is_cpu:
             return self._answers[self._accepts(norm.item(), name)]
         if not isinstance(self._in_a_row, Tensor) or norm.device != self._in_a_row.device:
-            self._move(norm.device)  # they were numbers of the host, or of a checkpoint
+            # The state was on the host, or came from a checkpoint.
+            self._move(norm.device)
         ok, changes = self._judge(norm)
         in_a_row = torch.where(ok, 0, self._in_a_row + 1)
         known = self._delayed(in_a_row)
@@ -170,12 +172,12 @@ class FiniteNorm:
             setattr(self, f"_{name}", each.to(device))
 
     def _read(self) -> None:
-        """Read the state, after a checkpoint or where norms are on the host although the state is not."""
+        """Turn the state into numbers: at first, and after loading, it is tensors."""
         for name, each in self.state_dict().items():
             setattr(self, f"_{name}", each.tolist())
 
     def commit(self) -> None:
-        """Take over the counts of this update; *apply* calls it, once nothing can raise any more."""
+        """Take over the counts of this update; *apply* calls this when nothing can raise any more."""
         vars(self).update(self._pending)
         self._pending = {}
 
@@ -190,11 +192,11 @@ class FiniteNorm:
         )
 
     def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Return whether the norm is fine, and the attributes that change if the update is applied."""
+        """Return whether the norm is accepted, and the attributes that `commit` then changes."""
         return torch.isfinite(norm), {}
 
     def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
-        """Do the same with numbers."""
+        """Do the same as `_judge` for a number."""
         return math.isfinite(norm), {}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -203,14 +205,15 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the state of a checkpoint."""
-        self._delayed.last()  # a pending value belongs to the run before
+        # Drop a pending value, which belongs to the run before loading.
+        self._delayed.last()
         self._norm_before = None
         for name in self.state_dict():
             setattr(self, f"_{name}", saved[name])
 
 
 class NormInLine(FiniteNorm):
-    """Checks the norm against those before it; raises after too many spikes in a row."""
+    """Checks the norm against earlier norms; raises after too many spikes in a row."""
 
     _RULE = "be in line with those before it"
 
@@ -234,20 +237,23 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = places == self._num_seen % window
-        counts = ok & (norm > 0)  # the norm is 0 for a batch of weight 0
+        # A batch of weight 0 has the norm 0, which does not enter the window.
+        counts = ok & (norm > 0)
         norms = torch.where(here & counts, norm, self._norms)
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 
     def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
         norms, num_seen = self._norms, self._num_seen
-        norm, window = c_float(norm).value, len(norms)  # float32, as in a checkpoint
+        # Round to float32, in which a checkpoint stores norms.
+        norm, window = c_float(norm).value, len(norms)
         ok = math.isfinite(norm)
         if ok and num_seen >= window // 2:
             known = norms[:num_seen]
             mean = math.fsum(known) / len(known)
             spread = math.fsum([(each - mean) ** 2 for each in known]) / (len(known) - 1)
             ok = norm <= max(mean + self.num_sigmas * math.sqrt(spread), _LEAST * mean)
-        if not ok or norm <= 0:  # the norm is 0 for a batch of weight 0
+        # A batch of weight 0 has the norm 0, which does not enter the window.
+        if not ok or norm <= 0:
             return ok, {}
         place = num_seen % window
         return ok, {

@@ -37,7 +37,7 @@ def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], r
     Args:
         model: the root, whose forward calls the layers.
         layers: split layers with their styles. A layer whose output is gathered begins no region.
-            rank: this rank's place along the axis.
+        rank: this rank's place along the axis.
     """
     if not may_draw(model):
         return

@@ -100,7 +100,7 @@ class WindowSlot(SlotFunction):
 
 
 class RetrySlot(Stateful):
-    """A slot function that may repeat a batch: strategies then vote before they average gradients."""
+    """A slot function that may repeat a batch, so strategies vote before they average gradients."""
 
     traits = frozenset({"retries"})
 
@@ -111,8 +111,9 @@ def one_microbatch(state: DistState) -> DistState:
 
 
 def check_list(batch: Any, *, at_most: int) -> list[Any]:
-    """Return the micro-batches of a batch that is a list of them."""
-    if type(batch) is not list:  # a tuple is one batch, of inputs and targets
+    """Return the micro-batches of a batch, which must be a list of micro-batches."""
+    # A tuple is one batch, of inputs and targets.
+    if type(batch) is not list:
         rule, repair = (
             "be a list of micro-batches",
             "accumulate(split=None) takes what window gives",

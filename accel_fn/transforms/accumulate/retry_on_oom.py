@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class FittingSplit:
-    """Cuts a batch into the number of micro-batches that was found to fit, in a world of this size."""
+    """Cuts a batch into as many micro-batches as were found necessary in a world of this size."""
 
     def __init__(self, state: DistState, plan: Plan) -> None:
         self.num_parts = 1
@@ -33,11 +33,11 @@ class FittingSplit:
         return split_batch(batch, num_parts=self.num_parts)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of micro-batches, equal on all ranks: a resumed run needs it for equal bits."""
+        """Return the number of micro-batches, with which a resumed run computes the same bits."""
         return {"num_parts": self.num_parts, "world_size": self.world_size}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        # in another world a rank has another part of the batch
+        # In a world of another size, a rank has a larger or smaller part of the batch.
         if saved["world_size"] == self.world_size:
             self.num_parts = saved["num_parts"]
 
@@ -62,13 +62,14 @@ class RetryOnOOM:
             try:
                 return self._run(grad_fn, state, batch)
             except BaseException:
-                self._split.num_parts = before  # a step that fails changes nothing
+                # A step that fails changes nothing.
+                self._split.num_parts = before
                 raise
 
         return retried
 
     def signature(self) -> str:
-        """Return nothing to compare: the number of micro-batches does not decide the result."""
+        """Return an empty text: a checkpoint need not compare the number of micro-batches."""
         return ""
 
     def _run(
@@ -88,7 +89,8 @@ class RetryOnOOM:
             else:
                 extras = {**report.extras, "num_microbatches": self._split.num_parts}
                 return state, grads, replace(report, extras=extras)
-            # Not in the handlers, where a traceback still holds the tensors of the attempt.
+            # Free memory here, after the handlers: in a handler, the error's traceback still holds
+            # the tensors of the attempt.
             for parameter in self._model.parameters():
                 parameter.grad = None
             for buffer in buffers:
@@ -97,7 +99,7 @@ class RetryOnOOM:
             self._halve(state, batch, failures)
 
     def _halve(self, state: DistState, batch: Any, failures: Sequence[str]) -> None:
-        """Double the number of micro-batches on all ranks; raise if they are single samples already."""
+        """Double the number of micro-batches on all ranks; raise if they are single samples."""
         largest = max(exchange(count_samples(batch), state, "step"))
         first = next(rank for rank, failure in enumerate(failures) if failure)
         if largest <= self._split.num_parts:

@@ -25,14 +25,15 @@ _DTYPES = {
     torch.float16: torch.float16,
 }
 
-_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86, and of Arm
+# The first two are of x86, the last is of Arm.
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 class AutocastSlot(SlotFunction):
-    """`autocast` as a slot function."""
+    """`autocast` as a slot function, with a check of the CPU."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Warn of a CPU that emulates the dtype."""
+        """Warn of a CPU that has no instructions for bfloat16 and emulates it."""
         known = torch.cpu.get_capabilities()
         emulated = state.device.type == "cpu" and not any(map(known.get, _BF16_INSTRUCTIONS))
         if emulated and self.keywords["dtype"] == torch.bfloat16 and state.is_main:
@@ -106,7 +107,8 @@ def with_amp(
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    LossScale.start(**settings)  # refuse bad settings here, not in build
+    # Refuse bad settings here, not in `build`.
+    LossScale.start(**settings)
     check_blocks("with_amp", skip, "skip")
     source = ""
     if precision is None:
@@ -125,7 +127,8 @@ def with_amp(
     if dtype == torch.float16:
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
     if precision == "fp8":
-        torchao()  # refuse its absence here, not in build
+        # If torchao is not installed, raise here, not in `build`.
+        torchao()
         in_slot = Float8Slot(in_float8, skip=skip).with_source(source)
         slots["forward_contexts"] = (slots["forward_contexts"], in_slot)
     return fill(**slots)
@@ -172,12 +175,12 @@ def without_autocast(state: DistState) -> DistState:
 
 
 def autocast(state: DistState, *, dtype: torch.dtype) -> torch.autocast:
-    """Make the context of forward and loss."""
+    """Make the autocast context of forward and loss."""
     return torch.autocast(state.device.type, dtype)
 
 
 def scale_loss(state: DistState, *, init_scale: float, **rule: Any) -> DistState:
-    """Add a loss scale to the state; one that another step added stays."""
+    """Add a loss scale to the state; keep the one that another step has added."""
     if state.scaler is None:
         scaler = LossScale.start(init_scale, device=state.device, **rule)
         return replace(state, scaler=scaler)

@@ -17,15 +17,17 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import ExtraError, PlanError
 from accel_fn.parallel.blocks import Blocks, modules_in
 
-_MULTIPLE = 16  # such kernels multiply matrices whose sizes are multiples of this
-_FIRST_CAPABILITY = (8, 9)  # the first NVIDIA devices with float8: Ada, Hopper and later
+# Kernels for float8 multiply matrices whose sizes are multiples of 16.
+_MULTIPLE = 16
+# The first NVIDIA devices with float8 are Ada (8.9) and Hopper (9.0).
+_FIRST_CAPABILITY = (8, 9)
 
 
 class Float8Slot(Stateful):
     """`in_float8` as a slot function."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a device that has no such kernels, and a model without layers for them."""
+        """Refuse a device that has no kernels for float8, and a model without layers for them."""
         torchao()
         if state.device.type == "cuda" and torch.version.cuda:
             capability = torch.cuda.get_device_capability(state.device)
@@ -58,7 +60,7 @@ def torchao() -> Any:
 
 
 def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
-    """Select the linear layers whose sizes such kernels take, but for those in `skip`."""
+    """Select the linear layers outside of `skip` whose sizes fit kernels for float8."""
     skipped = modules_in(model, skip, "with_amp(skip)")
     return [
         each
@@ -72,9 +74,9 @@ def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
 
 
 def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
-    """Make the context of forward and loss, for one step."""
+    """Make, for one step function, the context in which linear layers compute in float8."""
     emulated = state.device.type != "cuda"
-    # The same objects in every step, otherwise a compiler would compile again.
+    # Use the same objects in every step: for new ones, torch.compile would compile again.
     forwards: dict[nn.Module, Callable[..., Any]] = {
         layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model, skip)
     }
@@ -86,7 +88,7 @@ def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
 
 
 def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
-    """Make torchao's layer of the same shape, without memory; it is called with our parameters."""
+    """Make torchao's layer of the same shape, without memory, to be called with our parameters."""
     float8 = torchao()
     has_bias = layer.bias is not None
     plain = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
@@ -96,7 +98,7 @@ def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
 
 
 def _run(layer: nn.Linear, twin: nn.Module, inputs: Tensor) -> Tensor:
-    """Compute the layer by torchao's, under the dtype of autocast."""
+    """Run torchao's layer with the parameters of ours, in the dtype of autocast."""
     kind = inputs.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
     parameters = {

@@ -95,14 +95,14 @@ class CompileSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Name the kind of its graphs: `checkpoint_activations` needs a break in them."""
+        """Return traits of the graphs: `checkpoint_activations`, for example, needs breaks."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
         in_place = {"cuda_graphs"} if self.keywords["mode"] in CUDA_GRAPHS else set[str]()
         whole = {"compiles_loss"} if self.func is compile_loss else set[str]()
         return frozenset({"torch_compile", *full, *in_place, *whole})
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse CUDA graphs where gradients outlive a run: the next one would overwrite them."""
+        """Refuse CUDA graphs if gradients outlive a run: the next run would overwrite them."""
         if state.device.type != "cuda" or "cuda_graphs" not in self.traits:
             return
         adding = [*splits_of(plan), *plan.having("virtual_ranks")]
@@ -147,14 +147,14 @@ class CompileStepSlot(SlotFunction):
 
 
 def compile_loss(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
-    """Return `module`, which runs compiled from now on."""
+    """Compile the module of the loss in place, and return it."""
     _check_machine(state)
     compile_in_place([module], outermost=True, **settings)
     return module
 
 
 def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.Module:
-    """Return `module`, whose repeated blocks run compiled from now on."""
+    """Compile the repeated blocks of a module in place, and return the module."""
     blocks = repeated(module)
     if not blocks:
         raise PlanError(
@@ -168,7 +168,7 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
 
 
 def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
-    """Group blocks that may share a graph: torch keeps few, and each other shape takes one."""
+    """Group blocks that may share a graph: torch keeps few graphs, and each shape needs one."""
     kinds: dict[Any, list[nn.Module]] = defaultdict(list)
     for each in blocks:
         shapes = tuple((name, p.shape, p.dtype) for name, p in each.named_parameters())
@@ -179,12 +179,12 @@ def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
 def compile_step(
     state: DistState, stages: Stages, *, mode: str, dynamic: bool | None
 ) -> CompiledStep:
-    """Make all of a step but `after_update` one call of a compiled function."""
+    """Make a step that runs as one compiled function, except for `after_update`."""
     return CompiledStep(state, stages, partial(_compile_graph, state, mode=mode, dynamic=dynamic))
 
 
 def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool | None) -> GraphFn:
-    """Compile a function into one graph, without the checks of sizes that its guards make anyway."""
+    """Compile a function into one graph, without checks of sizes, which guards repeat anyway."""
     _check_machine(state)
     options = {**options_of(mode), "size_asserts": False, "guard_filter_fn": moving_guards}
     if state.device.type == "cpu":
@@ -194,12 +194,13 @@ def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool
 
 
 def _for_cpu(mode: str) -> dict[str, Any]:
-    """Choose options for a CPU: call kernels from C++, and compute numbers once."""
+    """Choose options for a CPU: call kernels from C++, and compute each scalar once."""
     settings = torch._inductor.config
     in_cpp = sys.platform == "linux" and mode in _IN_CPP
     own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or in_cpp}
-    if settings.post_grad_custom_post_pass is None:  # otherwise the user's pass stays
-        # Imported here, since it imports the compiler.
+    # Keep a pass that the user has set.
+    if settings.post_grad_custom_post_pass is None:
+        # Import the pass only here, since it imports the compiler.
         from accel_fn.transforms.compile.pass_hoist_scalars import Hoisting
 
         own["post_grad_custom_post_pass"] = Hoisting()

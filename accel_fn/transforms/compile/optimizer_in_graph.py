@@ -21,7 +21,7 @@ Memory = dict[str, Any]
 Group = dict[str, Any]
 
 _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
-"""Options that choose an implementation: a compiler needs plain operations on tensors."""
+"""The options that choose an implementation of plain operations, which a compiler needs."""
 
 
 class Captured:
@@ -41,20 +41,20 @@ class Captured:
         numbers = {each: number for number, each in enumerate(parameters)}
         self._members = [[numbers[p] for p in group["params"] if p in numbers] for group in groups]
         self._parameters = parameters
-        # Counts and rates are computed in float64 as on the host, but on an accelerator its compiler writes
-        # them into each loop over elements, where float64 is slow.
+        # Compute counts and rates in float64, as the host would, on a CPU only: for an accelerator,
+        # the compiler writes them into each loop over elements, where float64 is slow.
         doubles = (torch.float64, torch.complex128)
         self._is_wide = device.type == "cpu" or any(each.dtype in doubles for each in parameters)
         dtype = torch.float64 if self._is_wide else torch.float32
         self.rates = torch.zeros(len(groups), dtype=dtype, device=device)
-        """Learning rates of the groups, as tensors: each new number would take another graph."""
+        """Learning rates of the groups, as a tensor: each new number would need another graph."""
         self._seen: list[Group] = [{} for _ in groups]
         self._settings: list[Group] = [{} for _ in groups]
         self._around: AbstractContextManager[Any] = nullcontext()
-        """Context of the optimizer's step."""
+        """The context in which the optimizer's step runs."""
 
     def settings(self) -> list[Group]:
-        """Return the hyperparameters of the groups as they are now, except the learning rates.
+        """Return the current hyperparameters of the groups, except learning rates that are numbers.
 
         A dict that has not changed stays the same object, which guards check quickly.
         """
@@ -72,19 +72,21 @@ class Captured:
             seen[name] = value
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
-                settings.pop(name, None)  # the former rate was a tensor
+                # The former rate may be a tensor, which is among the settings.
+                settings.pop(name, None)
             elif name != "params":
                 if moves:
-                    self._around = Factored()  # from now on its values are inputs of the graph
+                    # Make the numbers that change inputs of the graph from now on.
+                    self._around = Factored()
                 settings[name] = _IN_A_GRAPH.get(name, value)
 
     def memory(self) -> list[Memory]:
-        """Return the state that the optimizer holds now, for each parameter."""
+        """Return the optimizer's current state for each parameter."""
         state = self._optimizer.state
         return [state.get(each, {}) for each in self._parameters]
 
     def settle(self) -> None:
-        """Mark the optimizer's state as staying in place, as CUDA graphs need it."""
+        """Mark the optimizer's state as staying in its memory, which CUDA graphs require."""
         for held in self.memory():
             for value in held.values():
                 if isinstance(value, Tensor) and value.is_cuda:
@@ -99,7 +101,7 @@ class Captured:
         gradients: Sequence[Tensor | None],
         ok: Tensor | None,
     ) -> None:
-        """Update parameters and memory as the optimizer's step does, or leave them if `ok` is False."""
+        """Update parameters and memory as the optimizer's step does, unless `ok` is False."""
         running = self._kind()
         reached = []
         running.state, running.param_groups = {}, []
@@ -135,7 +137,7 @@ class Captured:
 
 
 def _working_copy(value: Any, *, is_wide: bool) -> Any:
-    """Copy a value; widen a count or a rate to the precision in which the host would compute."""
+    """Copy a value; widen a count or a rate to the precision that the host would use."""
     if not isinstance(value, Tensor):
         return value
     widens = is_wide and not value.ndim and value.dtype == torch.float32
@@ -153,7 +155,7 @@ def methods_of(optimizer: Optimizer) -> Any:
 
 
 def _bare(member: Any) -> Any:
-    """Return a method without its decorators: profilers, hooks, no_grad, and those that stop the compiler."""
+    """Return a method without its decorators, such as profilers, no_grad and compiler stops."""
     return inspect.unwrap(member) if isinstance(member, FunctionType) else member
 
 
@@ -164,7 +166,7 @@ def _nothing(self: Any) -> None:
 def gradients_of(
     loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of a loss as one operation of a graph; None for parameters it does not reach."""
+    """Compute gradients as one operation of a graph; None for parameters out of reach."""
     gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     if all(each is None for each in gradients):
         raise LossError(
@@ -174,7 +176,7 @@ def gradients_of(
 
 
 def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer keeps tensors between updates; refuse one that fits no graph."""
+    """Return whether an optimizer keeps tensors; refuse an optimizer that fits into no graph."""
     if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
         options = [each for each in ("capturable", "fused") if each in optimizer.param_groups[0]]
         repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
@@ -204,7 +206,7 @@ def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
 
 
 def _check_own_state(trial: Optimizer) -> None:
-    """Refuse an optimizer that keeps state of all parameters with one of them."""
+    """Refuse an optimizer that keeps state of all parameters with a single parameter."""
     trial.step()
     of_each = [trial.state[p].keys() for p in trial.param_groups[0]["params"]]
     if any(names != of_each[0] for names in of_each):
@@ -212,7 +214,7 @@ def _check_own_state(trial: Optimizer) -> None:
 
 
 def _trial(optimizer: Optimizer, device: torch.device, num_parameters: int = 1) -> Optimizer:
-    """Make an optimizer like this one over small matrices."""
+    """Copy an optimizer, with small matrices as its parameters."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise TypeError("it runs another optimizer")
     group = optimizer.param_groups[0]
@@ -238,7 +240,7 @@ def _counts_on_host(group: Group) -> bool:
 
 
 def _plain(trial: Optimizer) -> list[str]:
-    """Return an optimizer's values, except tensors of its state, for a comparison."""
+    """Return an optimizer's values as text, except tensors of its state, for a comparison."""
     state = [
         {name: v for name, v in each.items() if not isinstance(v, Tensor)}
         for each in trial.state.values()
@@ -281,10 +283,11 @@ def _compare(trial: Optimizer, device: torch.device) -> None:
 
 
 class Factored(TorchFunctionMode):
-    """A mode in which an optimizer's operations multiply by their numbers, with the same rounding.
+    """A mode that replaces an operation with a scalar option by a product, with the same rounding.
 
-    A compiler keeps a number as an input of a graph where tensors are multiplied by it. As the
-    weight of `lerp_`, for example, it is a part of the graph, and each value takes another graph.
+    A compiler can take a number as an input of a graph if tensors are multiplied by it. A number
+    that is the weight of `lerp_`, for example, is a part of the graph, and each value of it needs
+    another graph.
     """
 
     def __torch_function__(

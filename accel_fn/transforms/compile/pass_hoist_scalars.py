@@ -10,15 +10,15 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 _WORTH_IT = 1024
-"""Number of elements from which a buffer for a number costs less than computing it again."""
+"""The number of elements from which a buffer for a scalar is cheaper than recomputing it."""
 
 
 class Hoisting(CustomGraphPass):
-    """Keeps 0-dim results in memory where something large is computed with them.
+    """Keeps 0-dim results in memory if large tensors are computed with them.
 
-    Else the compiler writes them into each loop that reads them: on a CPU the bias
-    correction of Adam, two powers, is then computed anew for every sixteen elements,
-    since a C++ compiler may not move a value that could change between them.
+    Otherwise the compiler writes the computation of a scalar into each loop that reads it. On a
+    CPU, Adam's bias correction, two powers, is then computed anew for every sixteen elements: a
+    C++ compiler must not move it out of the loop, since the values that it reads could change.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -33,19 +33,19 @@ class Hoisting(CustomGraphPass):
                 user.replace_input_with(node, kept)
 
     def uuid(self) -> Any:
-        """Return the key in the cache of graphs: another pass makes another graph."""
+        """Return the key of this pass for the cache of graphs: another pass makes other graphs."""
         return get_hash_for_files((__file__,))
 
 
 def _num_elements(node: Node) -> int:
-    """Return the elements of a node's result; 0 if it is not one tensor, or its size is symbolic."""
+    """Return a result's number of elements; 0 if it is no tensor, or of symbolic size."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, Tensor) else 0
     return size if isinstance(size, int) else 0
 
 
 def _is_computed(node: Node) -> bool:
-    """Return whether a number is computed: inputs are in memory, constants are part of a loop."""
+    """Return whether a scalar is computed; an input is in memory already, a constant in a loop."""
     value = node.meta.get("val")
     is_number = isinstance(value, Tensor) and not value.ndim
     return is_number and node.op == "call_function" and bool(node.all_input_nodes)

@@ -13,7 +13,7 @@ from accel_fn.errors import PlanError
 
 
 def hooked(plan: Plan) -> str:
-    """Name an object with hooks that run in an update or for a gradient; empty without one."""
+    """Name an optimizer's step or a parameter that has hooks; empty if there is none."""
     for optimizer in plan.optimizers.values():
         if has_hooks(optimizer):
             return f"{type(optimizer).__name__}.step"
@@ -28,7 +28,7 @@ def _is_hooked(parameter: Tensor | None) -> bool:
 
 
 class PlanGuards:
-    """Compares a plan with the one in `build`: torch's guards skip hooks and replaced methods."""
+    """Compares a plan with its form in `build`: torch's guards skip hooks and replaced methods."""
 
     def __init__(self, plan: Plan) -> None:
         self._optimizers = [*plan.optimizers.values()]
@@ -41,7 +41,9 @@ class PlanGuards:
         self._functions = self._found()
 
     def check(self) -> None:
-        """Refuse changes since `build`, without which a graph would run.
+        """Refuse hooks, methods and parameters that were changed after `build`.
+
+        A graph would run without these changes.
 
         Cost: a look at each module and at each parameter.
         """
@@ -52,7 +54,8 @@ class PlanGuards:
             self._refuse(
                 "methods of model and optimizer", "replace them before build, or build again"
             )
-        if self._modules.refresh():  # torch's guards notice other modules
+        # If modules were replaced, torch's guards notice it, so only read the methods again.
+        if self._modules.refresh():
             self._functions = self._found()
         if self._modules.hooks() != self._hooks or self._is_hooked(held):
             self._refuse("hooks", "register them before build, or build again")
@@ -61,11 +64,11 @@ class PlanGuards:
         return any(map(has_hooks, self._optimizers)) or any(map(_is_hooked, parameters))
 
     def _found(self) -> list[object]:
-        """Return the methods of classes, and those that instances have in place of them."""
+        """Return the methods of classes, and the methods that instances have in their place."""
         found = [*self._modules.methods(), *[own.get("forward") for own in self._owners]]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")
-            # The methods that torch's schedulers put there only count calls.
+            # A method that torch's schedulers put on the optimizer only counts calls.
             found.append(None if hasattr(step, "_wrapped_by_lr_sched") else step)
             found.append(type(optimizer).step)
         return found

@@ -34,12 +34,12 @@ _SCALE_FIELDS = ("scale", "good_steps", "skipped")
 
 
 class CompiledStep:
-    """One step of one rank as a call of a compiled function; before that can run, its stages."""
+    """A step of one rank as one compiled function; runs uncompiled stages until that is ready."""
 
     def __init__(
         self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
     ) -> None:
-        # Imported here and not at the top, since it imports the compiler.
+        # Call this here and not at import, since it imports the compiler.
         torch.compiler.allow_in_graph(gradients_of)  # type: ignore[no-untyped-call]
         plan = stages.plan
         self._plan = plan
@@ -52,20 +52,20 @@ class CompiledStep:
         self._layout = stages.strategy.layout
         self._run = compile_graph(_graph_function(plan, module, self._captured, self._layout))
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
-        """Value of `applied` if no function decides about the update."""
+        """The value of `applied` if no loss scale decides whether an update is applied."""
         self._stateful = [each for each in optimizers if keeps_tensors(each, state.device)]
         """The optimizers that keep tensors between updates."""
         self._has_added_parameters = any(
             0 < len(each.state) < len(trained_by(each)) for each in optimizers
         )
-        """Whether the next update makes the state of parameters that were added after others."""
+        """Whether the next update makes state for parameters that were added later than others."""
         self._shares_before: tuple[tuple[float, ...], Tensor] = ((), self._always)
-        """The shares of the micro-batches of the newest step, as numbers and on the device."""
+        """The micro-batches' shares in the last step, as numbers and as a tensor on the device."""
         self._is_new = True
         """Whether there is no graph yet."""
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
-        """Run all of a step but `after_update`."""
+        """Run a step without `after_update`."""
         plan = self._plan
         self._guards.check()
         if not self._is_ready():
@@ -73,13 +73,15 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        if () in weights:  # gradients of a part of weight 0 are zeros, whatever it computes
+        # The stages set gradients of parts of weight 0 to zero, which the graph does not.
+        if () in weights:
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
-            parts = (None,)  # a part without items has a gradient of zero
+            # The loss of None has a gradient of zero.
+            parts = (None,)
         loss, norm, accepted, scale, found = self._call_graph(state, parts, of_parts)
         weight = total_weight(weights)
         metrics = self._metric_means(state, found, weight, loss)
@@ -98,10 +100,11 @@ class CompiledStep:
         return state.advanced(scaler, rows, report.weight), report
 
     def _shares(self, state: DistState, weights: Weights) -> Tensor:
-        """Return the share of each micro-batch in the global mean; zero without one."""
+        """Return each micro-batch's share in the global mean; one 0 for no micro-batch."""
         total = total_weight(weights)
         every = tuple([shares(weight, total)[0] for weight in weights]) or (0.0,)
-        if every != self._shares_before[0]:  # a new tensor on a device waits for the step before
+        # Reuse equal shares: copying new ones to a device waits for the previous step.
+        if every != self._shares_before[0]:
             dtype = torch.float32 if state.device.type == "mps" else torch.float64
             self._shares_before = every, torch.tensor(every, dtype=dtype, device=state.device)
         return self._shares_before[1]
@@ -116,7 +119,7 @@ class CompiledStep:
         return self._layout.means(found or {}, weight, loss)
 
     def _is_ready(self) -> bool:
-        """Return whether the optimizers have the state that their first update makes."""
+        """Return whether the optimizers have the state that their first updates make."""
         if self._has_added_parameters:
             self._has_added_parameters = False
             return False
@@ -153,7 +156,7 @@ class CompiledStep:
 def _graph_function(
     plan: Plan, module: LossModule, captured: Sequence[Captured], layout: Layout
 ) -> GraphFn:
-    """Make the arithmetic of a step one function for the compiler."""
+    """Make a function of all arithmetic of a step, for the compiler."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = [names[each] for each in plan.trained()]
 
@@ -216,7 +219,7 @@ def _seed(loss: Tensor, share: Tensor | None, scaler: LossScale | None) -> Tenso
 
 
 def _factor(tensors: Sequence[Tensor | None], scaler: LossScale | None) -> Tensor | None:
-    """Return the open factor of the gradients of a scaled loss."""
+    """Return the factor that undoes the loss scale in the gradients; None without a loss scale."""
     if scaler is None:
         return None
     double = any(each is not None and each.dtype == torch.float64 for each in tensors)
@@ -228,7 +231,7 @@ def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _widened(tensor: Tensor | None) -> Tensor | None:
-    """Widen a gradient of half precision, to which others will be added."""
+    """Widen a gradient of half precision, since gradients of other micro-batches are added."""
     return tensor.float() if tensor is not None and tensor.dtype in HALF else tensor
 
 

@@ -22,7 +22,7 @@ MetricFn = Callable[[Report], Tensor | float]
 
 
 class Advance:
-    """Rule by which a scheduler advances after an update that was made."""
+    """Advances a scheduler after an update that was made."""
 
     def __init__(self, scheduler: Any, *, is_main: bool = True) -> None:
         self.scheduler = scheduler
@@ -32,7 +32,7 @@ class Advance:
         rival = self.rival
         if rival.is_due:
             rival.look()
-        # The scheduler warns unless the optimizer's step was called, as a compiled step does not.
+        # The scheduler warns if the optimizer's `step` was not called, as in a compiled step.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step()
         rival.num_advances += 1
@@ -40,7 +40,7 @@ class Advance:
             rival.begin()
 
     def note(self, state: DistState, report: Report) -> None:
-        """Look at a step's report, before the scheduler advances by it."""
+        """Read from a step's report what the next advance needs; nothing by default."""
 
     def kept(self) -> dict[str, Any]:
         """Return everything that an advance changes."""
@@ -56,9 +56,9 @@ class Advance:
 
 
 class AdvanceByMetric(Advance):
-    """Advances by a metric of the run.
+    """Advances a scheduler by a metric of the run.
 
-    The metric is that of the applied update, or, on an accelerator, of the one before it.
+    The metric is that of the applied update, or, on an accelerator, of the update before it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AdvanceByMetric(Advance):
         self._metric = metric
         self._delayed = DelayedRead()
         self._newest: float | None = None
-        """Metric of the update that was made last, if the scheduler has not advanced by it yet."""
+        """The metric of the last update that was made; None if the scheduler has used it."""
 
     def __call__(self) -> None:
         if self._newest is not None:
@@ -105,13 +105,13 @@ class AdvanceByMetric(Advance):
         self._take(self._delayed.last())
 
     def _take(self, known: Tensor | None) -> None:
-        """Keep the metric, if its update was made."""
+        """Keep a metric whose value the host knows, if its update was made."""
         if known is not None and known[1]:
             self._newest = known[0].item()
 
 
 class Schedule:
-    """Advances a scheduler after every update that was made, as the host sees them."""
+    """Advances a scheduler after every update that was made; the host waits for each verdict."""
 
     def __init__(self, advance: Advance, *, always: bool) -> None:
         self._advance = advance
@@ -141,7 +141,7 @@ class Schedule:
 
     @contextmanager
     def rates_as_numbers(self) -> Iterator[None]:
-        """Let the optimizer hold its rates as numbers, which a scheduler may change meanwhile."""
+        """Enclose code that reads or changes the rates as numbers; here they are numbers always."""
         yield
 
     def signature(self) -> str:
@@ -150,13 +150,13 @@ class Schedule:
 
 
 class BatchSchedule(Schedule):
-    """Advances a scheduler after every `every` batches of the run, also after skipped updates."""
+    """Advances a scheduler after every `every` batches of the run, skipped updates included."""
 
     def __init__(self, advance: Advance, *, every: int, step: int) -> None:
         super().__init__(advance, always=True)
         self._every = every
         self._step = step
-        """Batches consumed at the last call: several updates of one batch advance it once."""
+        """Batches consumed at the last call: several updates with one batch advance only once."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
@@ -164,7 +164,7 @@ class BatchSchedule(Schedule):
         return state
 
     def before_step(self, state: DistState, batch: Any = None) -> None:
-        """Advance by the batches consumed since the last call; steps of other plans may have counted them."""
+        """Advance for the batches consumed since the last call, even in steps of other plans."""
         for _ in range(state.step // self._every - self._step // self._every):
             self._advance()
         self._step = state.step
@@ -184,19 +184,19 @@ class BatchSchedule(Schedule):
 
 
 class StateSchedule(Schedule):
-    """Sets the rates that a function of the state gives for the next update."""
+    """Sets the rates of the next update by a function of the state."""
 
     def __init__(self, advance: Advance, seen: list[DistState]) -> None:
         super().__init__(advance, always=True)
         self._seen = seen
-        """A list of one state, which the function is given."""
+        """A list of one state, which the function reads."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self.before_step(state)
         return state
 
     def before_step(self, state: DistState, batch: Any = None) -> None:
-        """Set the rates for a step from this state, which steps of other plans may have moved."""
+        """Set the rates for a step from this state, which other plans' steps may have advanced."""
         if state is not self._seen[0]:
             self._seen[0] = state
             self._advance()
@@ -211,7 +211,7 @@ class StateSchedule(Schedule):
 
 
 class Schedules:
-    """Schedules of several optimizers, one each."""
+    """Schedules of several optimizers, one for each."""
 
     def __init__(self, schedules: Mapping[str, Schedule], name: str | None) -> None:
         self.schedules = schedules
@@ -269,18 +269,18 @@ class Rates:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.advanced = self._shown()
-        """Rates, if every update that the host has not read yet was made."""
+        """The rates, on the assumption that every update with a pending verdict was made."""
         self.before = self.advanced
-        """Rates before the newest update."""
+        """The rates before the newest update."""
         self._held = [torch.tensor(rate, device=device) for rate in self.advanced]
         self._show(self._held)
 
     def show_numbers(self) -> None:
-        """Show a scheduler the rates as numbers, not as tensors on the device."""
+        """Put the rates into the optimizer as numbers, for a scheduler to read."""
         self._show(self.advanced)
 
     def advance(self, advance: Callable[[], None], applied: Tensor) -> None:
-        """Advance a scheduler on the host; the device takes the new rates if the update is applied."""
+        """Advance a scheduler on the host; the device takes the new rates if `applied` is True."""
         self.show_numbers()
         advance()
         self.advanced = self._shown()
@@ -289,7 +289,7 @@ class Rates:
         self._show(self._held)
 
     def begin(self) -> None:
-        """Begin an update; the user may have set the rates, or loaded the optimizer, since the last one."""
+        """Begin an update: take rates that the user has set or loaded since the last update."""
         groups = zip(self._groups(), self._held, self.advanced, strict=True)
         self.advanced = [
             rate if group["lr"] is held else float(group["lr"]) for group, held, rate in groups
@@ -297,7 +297,7 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set the saved rates; without any, or with those of other groups, keep the optimizer's."""
+        """Set the saved rates; keep the optimizer's if there are none, or their number differs."""
         if saved is None or len(saved) != len(self._held):
             self.begin()
         else:
@@ -307,7 +307,7 @@ class Rates:
         self._show(self._held)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the groups, which are new objects after the optimizer was loaded."""
+        """Return the current groups; loading the optimizer replaces them by new objects."""
         return self.optimizer.param_groups
 
     def _shown(self) -> list[float]:
@@ -319,11 +319,12 @@ class Rates:
 
 
 class DeviceSchedule(Schedule):
-    """Advances a scheduler where only the device knows yet whether the update was made.
+    """Advances a scheduler before the host knows whether the device has made the update.
 
-    The learning rate is a tensor there: that of an update made, or that of one skipped. If the
-    host advanced for a skipped update, it undoes that when it reads the result, one update later.
-    A count of updates would not be enough: schedulers have a state, and no step back.
+    The learning rate is a tensor on the device, which chooses the rate for an update that was made
+    or for a skipped one. If the host has advanced for a skipped update, it restores the scheduler's
+    former state when it reads the verdict, one update later. Counting updates would not be enough:
+    schedulers have a state, and cannot go back.
     """
 
     def __init__(
@@ -371,7 +372,7 @@ class DeviceSchedule(Schedule):
 
     @contextmanager
     def rates_as_numbers(self) -> Iterator[None]:
-        """Let the optimizer hold the rates as the host knows them; give it the new ones as tensors."""
+        """Enclose code that reads or changes rates as numbers; put them on the device at the end."""
         self.rates.show_numbers()
         yield
         self.rates.load(None)
@@ -386,13 +387,13 @@ class DeviceSchedule(Schedule):
 
 
 def schedules_made(plan: Plan) -> Iterator[Schedule]:
-    """Yield the schedules of a plan, as far as it is built."""
+    """Yield the schedules of a plan that are built so far."""
     for entry in plan.after_update:
         yield from by_optimizer(entry).values()
 
 
 def by_optimizer(entry: object) -> Mapping[str, Schedule]:
-    """Return a slot function's schedules by name of optimizer, "" for the only one; else none."""
+    """Return a slot function's schedules by optimizer name, "" for a single one; {} for others."""
     if isinstance(entry, Schedules):
         return entry.schedules
     return {"": entry} if isinstance(entry, Schedule) else {}

@@ -11,9 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_fn.core.warn import warn_user
 
 LOOKS = (1, 2, 10, 100)
-"""The advances after which a scheduler's rates are compared with those before the next one."""
+"""The numbers of the advances after which rates are recorded, to compare before the next one."""
 _CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
-"""Checks by the id of their scheduler, which they keep alive; several steps may advance it."""
+"""Each scheduler's check, by the scheduler's id, since several steps may advance a scheduler.
+
+A check keeps its scheduler alive.
+"""
 
 
 def rival_check(scheduler: Any, *, is_main: bool) -> RivalCheck:
@@ -22,13 +25,13 @@ def rival_check(scheduler: Any, *, is_main: bool) -> RivalCheck:
 
 
 class RivalCheck:
-    """Warns once if something else steps a scheduler over the optimizer."""
+    """Warns once if the training loop also steps a scheduler of the optimizer."""
 
     def __init__(self, scheduler: Any, *, is_main: bool) -> None:
         self._scheduler = scheduler
         self._is_on = is_main
         self._left: tuple[Any, list[float]] = None, []
-        """Position and rates after an advance."""
+        """The scheduler's position and rates after an advance."""
         self.num_advances = 0
         self.is_due = False
         """Whether the next advance looks for a rival."""
@@ -47,7 +50,7 @@ class RivalCheck:
         if self._position() == position:
             if self._rates() == rates:
                 return
-            # The loop may set a rate by hand, which is right beside schedules that build on it.
+            # The loop may set a rate by hand, which is allowed: some schedules build on it.
             rivals = self._rivals()
             if not rivals:
                 return

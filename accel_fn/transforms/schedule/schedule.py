@@ -130,7 +130,7 @@ def schedule(
 
 
 def over_optimizers(plan: Plan, name: str | None, by: Any = None) -> Mapping[str, Optimizer]:
-    """Return the optimizers whose rates a schedule changes: one by name, a scheduler's, or all."""
+    """Return the optimizers whose rates a schedule changes: the named, the scheduler's, or all."""
     own = getattr(by, "optimizer", None)
     return {
         each: optimizer
@@ -169,7 +169,7 @@ def scheduled(
     metric: MetricFn | None = None,
     optimizer: str | None = None,
 ) -> UpdateFn:
-    """Make the function that advances the schedule of one step."""
+    """Make, for one step function, the function that advances the schedule."""
     made: dict[str, Schedule] = {}
     for name, each in over_optimizers(plan, optimizer, by).items():
         advance: Advance
@@ -184,7 +184,7 @@ def scheduled(
                 made[name] = StateSchedule(advance, seen)
                 continue
         always = plan.always_applies(state)
-        # A kernel on the host, for offloaded parameters, would read a rate on the device too early.
+        # For offloaded parameters, a kernel on the host would read a rate on the device too early.
         on_host = any(parameter.is_cpu for parameter in trained_by(each))
         waits = always or on_host or state.device.type == "cpu" or not takes_factor(each)
         if every is not None:
@@ -202,7 +202,7 @@ def scheduled(
 
 
 def _counts_batches(plan: Plan, name: str) -> bool:
-    """Return whether a schedule of the optimizer counts batches: it cannot follow device rates."""
+    """Return whether a schedule of the optimizer counts batches, which rules out device rates."""
     optimizer, made = plan.optimizers[name], schedules_made(plan)
     to_come = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
     return any(
@@ -219,7 +219,7 @@ def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
         repair = "for every epoch, give the loader that shard_loader returned: every=loader"
         return check_count("schedule", "every", got, repair=repair)
     facts = every.state_dict()
-    # A batch sampler may make another number of batches in each epoch, whatever its length is.
+    # A batch sampler may make a different number of batches in each epoch.
     if facts.get("num_samples") is None:
         rule, got = "have a length that all of its epochs have", type(every.loader.dataset).__name__
         repair = "give every=n, a number of batches"
@@ -228,7 +228,7 @@ def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
 
 
 def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
-    """Return whether `step` takes a metric, as that of transformers' GreedyLR does, too."""
+    """Return whether a scheduler's `step` takes a metric, as in transformers' GreedyLR."""
     if not isinstance(getattr(scheduler, "optimizer", None), Optimizer):
         return False
     step: Any = getattr(scheduler, "step", None)
@@ -237,10 +237,11 @@ def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
 
 
 def takes_state(function: object) -> bool:
-    """Return whether a function has a parameter `state`; refuse one that needs more than that."""
+    """Return whether a function has a parameter `state`; refuse further required parameters."""
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a class in C has no signature
+    except (TypeError, ValueError):
+        # A class in C has no signature.
         return False
     if "state" not in parameters:
         return False
@@ -256,8 +257,8 @@ def takes_state(function: object) -> bool:
 
 
 def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
-    """Make a function of the number of updates that checks its value; one of state reads `seen`."""
-    # A closure, since a checkpoint would hold the attributes of an object.
+    """Make a function of the number of updates, which may read `seen`, and checks its value."""
+    # Use a closure: if this were an object, a checkpoint would store its attributes.
     of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
 
     def multiplier(num_updates: int) -> float:
