@@ -36,7 +36,7 @@ class Call:
     kwargs: Mapping[str, Any]
     command_line: Sequence[str]
     sources: Mapping[str, Any]
-    """Code without a file, such as that of a notebook's cells: tracebacks show its lines."""
+    """Source code without a file, such as a notebook's cells, so that tracebacks show its lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _run(data: bytes) -> bytes:
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     """Pickle code as cloudpickle does, with the file's name."""
-    # From 3.1.3 on, cloudpickle writes `<dynamic-code>`, of which tracebacks show no line.
+    # From 3.1.3 on, cloudpickle writes `<dynamic-code>` as the name; tracebacks then show no line.
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
     return _make_code, (make, parts, code.co_filename)
 
@@ -125,7 +125,7 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _dump_error(error: BaseException, last_line: str) -> bytes:
-    """Pickle the error, or one of ours if it would exit the caller or cannot be pickled."""
+    """Pickle the error, or a RankError if the error would exit the caller or cannot be pickled."""
     if not isinstance(error, Exception):
         return dumps(RankError(message("launch", "fn", "return or raise an Exception", last_line)))
     text = last_line
@@ -141,7 +141,7 @@ def _dump_error(error: BaseException, last_line: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _ErrorParts:
-    """An error whose `__init__` does not take its own `args`, which pickle expects."""
+    """The parts of an error whose `__init__` does not take its own `args`, as pickle expects."""
 
     kind: type[Exception]
     args: tuple[Any, ...]

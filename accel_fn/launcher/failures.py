@@ -38,7 +38,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of one rank: by an exception, a code, or a signal (a code below zero)."""
+    """The end of one rank: by an exception, an exit code, or a signal (a code below zero)."""
 
     rank: int
     host: str
@@ -50,7 +50,7 @@ class Failure:
     stopped: bool = False
     """Whether the rank was still running when the launcher stopped it after another one failed."""
     place: str = ""
-    """The user's line at which the rank ended, or, if it was stopped, waited."""
+    """The user's line at which the rank ended, or waited when it was stopped."""
 
     @property
     def process(self) -> str:
@@ -96,7 +96,8 @@ class Failure:
         lines = self.last_line.splitlines()
         if self.stopped and not self.exception:
             lines = ["stopped"]
-        # A SyntaxError starts with its place, indented; an error may list ranks below.
+        # Take the first line that is not indented: a SyntaxError starts with its place, indented,
+        # and an error may list ranks below.
         line = f"{self.process}: {next((each for each in lines if not each[:1].isspace()), '')}"
         line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
         return f"{line}, at {self.place}" if self.place else line
@@ -115,10 +116,11 @@ def read_failure(
     """Describe a failed rank, by the record of its end if its folder has one."""
     stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
-    # SIGTERM made it write its stack: the line at which it waited for the rank that failed.
+    # A stopped rank wrote its stack at SIGTERM, which shows where it waited for the failed rank.
     if stopped and not exception:
         place = place_of_wait(_read_stack(folder))
-    # A rank that wrote its record before the world was stopped was only slow to leave.
+    # A rank that wrote its record before the world was stopped counts as failed: it was only slow
+    # to exit.
     return Failure(
         rank=rank,
         host=host,
@@ -141,7 +143,7 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
         record = json.loads((folder / "error.json").read_text())
         if "exception" in record:
             return record["stack"], record["exception"], record["time"], record.get("exit_code")
-        # Else torch's own decorator `record` has written it.
+        # Without this key, torch's own decorator `record` has written the file.
         extra = record["message"]["extraInfo"]
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"]), None
@@ -171,7 +173,7 @@ def has_record(folder: Path) -> bool:
 
 
 def has_failed(folder: Path) -> bool:
-    """Return whether the record is of the rank's end: a program may survive torch's `record`."""
+    """Return whether our record exists: a program may go on after torch's `record` wrote one."""
     try:
         return "exception" in json.loads((folder / "error.json").read_text())
     except (OSError, ValueError):
@@ -189,7 +191,8 @@ def cause(failures: Sequence[Failure]) -> Failure:
     Crashes come first, then errors of ranks, then exits, then errors from lost peers; among equals,
     the earliest.
     """
-    # Time is not enough: a killed rank records none, and its peers notice before the launcher does.
+    # Times are not enough: a killed rank records none, and its peers notice its end before the
+    # launcher does.
     return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
 
 
@@ -202,7 +205,7 @@ def _kind(failure: Failure) -> int:
 
 
 def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool) -> str:
-    """Return a line for each other rank, then the cause: its traceback, its rank, its exception.
+    """Return a line for each other failed rank, then the cause's traceback, rank and exception.
 
     A rank that was stopped is listed only if it waited for the others.
     """
@@ -217,7 +220,7 @@ def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool
         head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
         lines = [head, *lines, ""]
     last = "\n".join([*first.stack.splitlines(), first.process, first.last_line])
-    # An error from a worker of a loader has the worker's traceback in its text.
+    # Fold the error's text too: an error from a loader's worker contains the worker's traceback.
     lines.append(last if full_traceback else fold(last))
     return "\n".join(lines) + "\n"
 
@@ -240,14 +243,14 @@ class _Frame(NamedTuple):
 
 def place_in_traceback(stack: str) -> str:
     """Return the user's innermost line in a traceback; empty if there is none."""
-    # Python prints the tracebacks of an error's causes before its own.
+    # Python prints the tracebacks of an error's causes before the error's own.
     own = stack.rpartition("Traceback (most recent call last):")[2]
     return next((str(each) for each in _frames(own, reverse=True) if _is_users(each)), "")
 
 
 def place_of_wait(dump: str) -> str:
-    """Return the user's innermost line in a stack dump, if it waits there in accel_fn or torch."""
-    # Processes that the rank forked may have written to the file before.
+    """Return the user's innermost line in a stack dump, if that line waits in accel_fn or torch."""
+    # Read the last dump: processes that the rank forked may have written earlier ones.
     own = dump.rpartition("Stack (most recent call first):")[2]
     frames = [each for each in _frames(own) if not is_in_python(each.file)]
     if not frames or _is_users(frames[0]):

@@ -28,7 +28,7 @@ class Processors:
 
 
 def read_processors(root: Path = Path("/"), allowed: Sequence[int] | None = None) -> Processors:
-    """Read the machine's processors, of which `allowed` may be used (default: those of this process)."""
+    """Read the machine's processors that are in `allowed` (default: those of this process)."""
     if allowed is None:
         allowed = _allowed()
     cores = {_siblings(root, cpu) for cpu in allowed}
@@ -78,14 +78,15 @@ def _quota(root: Path) -> float:
     try:
         limit, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
         return int(limit) / int(period)
-    except (OSError, ValueError):  # no limit reads as "max"
+    except (OSError, ValueError):
+        # Without a limit, the file holds "max".
         return math.inf
 
 
 def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...], ...] | None:
     """Choose the processors of each local rank; None if there is nothing to choose.
 
-    Nodes get consecutive ranks; if there are fewer ranks than nodes, each gets several nodes.
+    Nodes get consecutive ranks; if there are fewer ranks than nodes, each rank gets several nodes.
     """
     num_nodes = len(processors.nodes)
     if num_nodes == 1 or num_local == 1:
@@ -103,7 +104,7 @@ def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...],
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0")
-"""Devices of other makers: if one of these exists, torch is imported to count them."""
+"""Device files of other makers: if one exists, torch is imported to count the devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
 
 
 def visible_devices(ids: list[str], variable: str | None) -> list[str]:
-    """Select, from GPUs with these ids, those that CUDA shows.
+    """Select the GPUs that CUDA shows from the GPUs with these ids.
 
     CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
     ends the list, and a repeated entry empties it.
@@ -162,7 +163,10 @@ def visible_devices(ids: list[str], variable: str | None) -> list[str]:
 
 
 def list_gpus() -> list[str]:
-    """List the ids of the GPUs that this process may open, by nvidia-smi; else those that the driver has."""
+    """List the ids of the GPUs that this process may open, as nvidia-smi prints them.
+
+    Without nvidia-smi, list all GPUs of the driver.
+    """
     program = shutil.which("nvidia-smi")
     if program:
         try:

@@ -226,7 +226,7 @@ class Rank:
     process: subprocess.Popen[bytes]
 
     def has_ended(self) -> bool:
-        """Return whether the rank has exited, or written why it will."""
+        """Return whether the rank has exited, or has written the error with which it will exit."""
         return self.process.poll() is not None or (self.folder / RAISED).exists()
 
     def has_failed(self) -> bool:
@@ -269,12 +269,13 @@ def run_ranks(
         (folder / CALL).write_bytes(call)
         for number, own in enumerate(variables):
             ranks.append(_start(number, {**own, **met}, cpus[number], folder, displays))
-            # Ranks are watched one by one: if this process is killed here, none is left behind.
+            # Watch each rank at once: if this process is killed here, no rank is left behind.
             reaper.watch([ranks[-1].process.pid])
         failed_at = _wait(ranks)
         if failed_at is not None:
             raise _failure(ranks, failed_at)
-        # Not a comprehension, which is a frame in some Pythons: `_result` counts frames to warn.
+        # Use `map`: a comprehension is a frame in some Pythons, and `_result` counts frames for its
+        # warning.
         return list(map(_result, ranks))
     finally:
         _stop(ranks)
@@ -302,14 +303,14 @@ def _start(
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         pass_fds=[] if displays is None or number else [displays],
-        # Ctrl-C on a terminal reaches the caller alone, which stops the ranks.
+        # In a separate session, ranks get no Ctrl-C from the terminal: the caller stops them.
         start_new_session=True,
     )
     return Rank(number, own, process)
 
 
 def _wait(ranks: Sequence[Rank]) -> float | None:
-    """Wait until all have ended, or `_SETTLE_S` after one has failed; return when it failed."""
+    """Wait for all ranks, or for `_SETTLE_S` after a failure; return the time of the failure."""
     failed_at = None
     while not all(rank.has_ended() for rank in ranks):
         if failed_at is None and any(rank.has_failed() for rank in ranks):
@@ -321,7 +322,7 @@ def _wait(ranks: Sequence[Rank]) -> float | None:
 
 
 def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
-    """Stop all ranks; return the error of the rank whose failure caused the others'."""
+    """Stop all ranks; return the error of the rank whose failure caused the other failures."""
     running = {rank.number for rank in ranks if not rank.has_ended()}
     _stop(ranks)
     failures = []
@@ -353,7 +354,7 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
     try:
         error: Exception = pickle.loads(raised.error)
     except Exception:
-        # The type of the error can only be loaded in a rank.
+        # The type of the error cannot be loaded here, only in a rank.
         error = RankError(raised.last_line)
     error.__cause__ = RankTraceback(raised.traceback)
     error.add_note(f"on {where}")

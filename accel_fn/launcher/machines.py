@@ -24,11 +24,11 @@ class Machines:
 
     num_machines: int
     machine_rank: int | None
-    """None if the rendezvous decides."""
+    """The number of this machine, from 0; None if the rendezvous decides it."""
     num_local: int
     host: str
     port: int
-    """The port to meet at; 0 for a free one."""
+    """The port of the rendezvous; 0 for a free one."""
     backend: str
     job: str | None
     """The name of this run on all machines, if a cluster has given one."""
@@ -84,7 +84,7 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
 
 
 def _read_node(environment: Mapping[str, str]) -> Node | None:
-    """Read the machine of this launcher from the variables of a cluster; None without any."""
+    """Read the machine of this launcher from a cluster's variables; None outside of a cluster."""
     task = read_task(environment, function="launch")
     node = read_node(environment, function="launch")
     if task is None:
@@ -130,7 +130,8 @@ def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resol
 def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
     count = settings.num_processes or 1
-    # A default counts the devices here for each machine of the settings; the cluster may differ.
+    # A default is the number of devices here times the machines of the settings. The cluster may
+    # have set another number of machines.
     if not resolved.is_given("num_processes"):
         return (node and node.num_local) or count // (settings.num_machines or 1)
     if count % num_machines:
@@ -191,11 +192,11 @@ def check_host(host: str, source: str) -> None:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen at an address of this machine, at a port, or at a free one for 0."""
+    """Listen at an address and a port of this machine; 0 stands for a free port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # On Debian, a machine resolves its own name to a loopback address, which other machines
-        # cannot reach. They resolve the name to its address in the network.
+        # cannot reach. They resolve the name to its address in the network, so listen on all.
         if not alone and address[0] != host and ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, ("", port)
         return socket.create_server(address, family=family)
@@ -213,7 +214,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
 
 
 def free_port(host: str, port: int) -> int:
-    """Return this port of the machine, or a free one for 0, after a check that it can be opened."""
+    """Return this port, or a free one for 0, after a check that the machine can open it."""
     with listen(host, port, alone=True) as listener:
         found: int = listener.getsockname()[1]
         return found
@@ -251,7 +252,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address(interface: str) -> str | None:
-    """Return the IPv4 address of an interface of Linux."""
+    """Return the IPv4 address of a network interface, by a call of Linux."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:

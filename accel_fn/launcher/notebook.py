@@ -26,12 +26,12 @@ def shell_of_kernel() -> Any:
 
 
 def check_unused_accelerator(shell: Any) -> None:
-    """Refuse a notebook that has used an accelerator: its process keeps memory until it ends."""
+    """Refuse a notebook that has used an accelerator, whose memory its process keeps to the end."""
     torch = sys.modules.get("torch")
     device = torch.accelerator.current_accelerator() if torch else None
     if torch is None or device is None:
         return
-    # MPS has no such function.
+    # MPS has no function `is_initialized`.
     is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return
@@ -48,7 +48,7 @@ def check_unused_accelerator(shell: Any) -> None:
 
 @contextmanager
 def shown_displays(shell: Any) -> Iterator[int | None]:
-    """Show rank 0's displays in the running cell; yield its pipe, None outside of notebooks."""
+    """Show rank 0's displays in the running cell; yield the pipe, None outside of notebooks."""
     if shell is None:
         yield None
         return
@@ -58,22 +58,23 @@ def shown_displays(shell: Any) -> Iterator[int | None]:
     try:
         yield writer.fileno()
     finally:
-        # Closing the pipe is not enough: a process that outlives rank 0 may hold it open.
+        # Send an end mark: closing the pipe is not enough, since a process that outlives rank 0
+        # may hold the pipe open.
         with writer, suppress(OSError):
             writer.send(None)
         thread.join()
 
 
 def _show(reader: Connection, publisher: Any) -> None:
-    # EOFError, OSError: rank 0 was killed while it sent. If a display cannot be shown, the pipe is
-    # closed, so that rank 0 fails and does not wait.
+    # If rank 0 is killed while it sends, `recv` raises an EOFError or OSError. If a display cannot
+    # be shown, the pipe is closed, so that rank 0 fails and does not wait.
     with reader, suppress(EOFError, OSError):
         for method, args, kwargs in iter(reader.recv, None):
             getattr(publisher, method)(*args, **kwargs)
 
 
 def send_displays(pipe: int) -> Callable[[], None]:
-    """Let this rank display as a notebook does, into a pipe; without one, nothing is shown.
+    """Send this rank's displays into a pipe, for the notebook; without a pipe, drop them.
 
     Return a function that sends the figures that are still open, as at the end of a cell.
     """

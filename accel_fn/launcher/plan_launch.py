@@ -27,7 +27,7 @@ Kind = Literal["script", "module", "program"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A target of some kind and its arguments."""
+    """A script, module or program to run, and its arguments."""
 
     kind: Kind
     target: str
@@ -49,7 +49,7 @@ class LaunchPlan:
     variables: Sequence[Variable]
     """The variables that are equal for all ranks of this machine."""
     cpus: Sequence[Sequence[int]] | None
-    """The processors of each local rank; None for any."""
+    """The processors of each local rank; None leaves the choice to the system."""
 
 
 def plan_launch(
@@ -59,7 +59,7 @@ def plan_launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """Plan a launch on this machine: start nothing, but raise errors that can be known before."""
+    """Plan a launch on this machine; start nothing, but raise errors that are known already."""
     _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
@@ -78,14 +78,14 @@ def choose_processors(
 ) -> Sequence[Sequence[int]] | None:
     """Choose the processors of each local rank; None leaves them to the system."""
     cpus = bind_ranks(processors, num_local)
-    # A rank should be near its accelerator, and only the driver knows where that is.
+    # A rank should run near its accelerator, and only the driver knows which processors are near.
     has_choice = cpus and (settings.cpu or not detect(environment).num_devices)
     return cpus if has_choice else None
 
 
 def check_temporary_folder() -> None:
     """Refuse a machine on which no temporary file can be made."""
-    # Ranks record their errors there: without it, a failure would have no cause.
+    # Ranks record their errors in this folder: without it, the launcher could report no cause.
     try:
         tempfile.TemporaryFile().close()
     except OSError as error:
@@ -106,7 +106,7 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    """Look for the outermost package only, since its contents are known after an import."""
+    """Look only for the outermost package, since its contents are not known before an import."""
     first, places = target.partition(".")[0], [os.getcwd(), *sys.path]
     if PathFinder.find_spec(first, places) or (first and find_spec(first)):
         return
@@ -134,7 +134,7 @@ _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_p
 ROLE, STORE = "rank", "ACCEL_FN_STORE"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
-"""The largest value that every glibc before 2.36 accepts; a refused one has no effect."""
+"""The largest value that every glibc before 2.36 accepts; larger values have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,8 @@ def threads_variable(
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
     """Make glibc keep freed memory."""
-    # By default glibc returns large tensors to the system at once; each step faults them in again.
+    # By default, glibc returns the memory of large tensors to the system at once, and each step
+    # needs page faults to get it again.
     version = glibc_version()
     if version is None or "malloc" in environment.get("LD_PRELOAD", ""):
         return
@@ -204,7 +205,7 @@ def glibc_version() -> tuple[int, int] | None:
 
 
 def settings_variables(settings: Settings) -> list[Variable]:
-    """Return the variables that hold settings, on any machine."""
+    """Return the variables that hold settings, which are equal on all machines."""
     found = [Variable("ACCEL_FN_DEVICE", "cpu", "cpu")] if settings.cpu else []
     if settings.gpu_ids is not None:
         ids = ",".join(map(str, settings.gpu_ids))
@@ -218,13 +219,13 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
     """Yield variables for the store of torch's rendezvous and for Gloo's interface."""
-    # Torch would give the ranks of a restart the store of the attempt before.
+    # By default, torch gives the ranks of a restart the store of the previous attempt.
     if machines.backend != "static":
         why = "a new store for each attempt"
         yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
     if machines.num_machines == 1:
         return
-    # Gloo would use the address of the host's name, which often is a loopback one.
+    # By default, Gloo uses the address of the host's name, which often is a loopback address.
     name = "GLOO_SOCKET_IFNAME"
     if environment.get(name):
         yield Variable(name, environment[name], "set already")
@@ -235,7 +236,7 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
 def rank_variables(
     machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
 ) -> list[Variable]:
-    """Return variables that torch's agent sets for a rank at first, as far as known before."""
+    """Return the variables that torch's agent sets for a rank; a value not known yet is None."""
     machine = machines.machine_rank
     num_local, world_size = machines.num_local, machines.num_processes
     rank = None if machine is None else machine * num_local + local_rank
@@ -282,7 +283,7 @@ _NETWORKS = (
 
 
 def parent_of_store(environment: Mapping[str, str]) -> str:
-    """Return a folder for the store: XDG_RUNTIME_DIR, else TMPDIR, unless it is in a network."""
+    """Return the first local folder of XDG_RUNTIME_DIR, TMPDIR and /dev/shm, for the store."""
     memory = "/dev/shm"  # noqa: S108 - a folder of mode 0700 is made in it
     for each in (environment.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), memory):
         if each and os.access(each, os.W_OK | os.X_OK) and not _is_in_network(each):
@@ -293,7 +294,7 @@ def parent_of_store(environment: Mapping[str, str]) -> str:
 def store_variables(
     folder: Path, attempt: int, port: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables by which ranks of an attempt find their store and sign its values."""
+    """Return the variables with which ranks of an attempt find their store and sign its values."""
     token = environment.get(TOKEN) or secrets.token_hex(32)
     return {STORE: str(folder / f"store_{attempt}_{port}"), TOKEN: token}
 

@@ -30,24 +30,24 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C ends the launcher, and must not end the reaper first.
+            # In a separate session, the reaper outlives a Ctrl-C that ends the launcher.
             start_new_session=True,
         )
 
     def make_folder(self, parent: str) -> Path:
-        """Make a temporary folder; the reaper learns of it before it exists, and will remove it."""
+        """Make a temporary folder; send its path to the reaper first, which will remove it."""
         folder = Path(parent, f"accel_fn_{os.urandom(8).hex()}")
         self._send(str(folder))
         folder.mkdir(mode=0o700)
         return folder
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Kill these processes, and all others in their sessions, when this process ends."""
+        """Let the reaper kill these ranks, and all processes in their sessions, at the end."""
         self._send([*ranks])
 
     def _send(self, value: object) -> None:
         assert self._process.stdin is not None
-        # Without its reaper, a launch still succeeds.
+        # If the reaper is gone, the launch still succeeds.
         with suppress(OSError):
             self._process.stdin.write(f"{json.dumps(value)}\n".encode())
             self._process.stdin.flush()
@@ -61,7 +61,7 @@ class Reaper:
 def kill_left(ranks: Iterable[int], run_id: str) -> None:
     """Kill processes that are left in the sessions of these ranks, such as workers of loaders.
 
-    A process that opened a separate session is not in them: it was meant to stay.
+    A process that has opened a session itself is left running: it was meant to stay.
     """
     sessions = {*ranks}
     # Repeat, since a process may start another one while the list is read.

@@ -58,10 +58,10 @@ from accel_fn.launcher.store_rendezvous import GONE_AFTER_S, StoreRendezvous
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
 _BARRIER_S = 5
-"""All machines have finished at torch's barrier, except with a rendezvous of torch's."""
+"""The time-out of torch's barrier at the end: with our rendezvous, all machines have finished."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""A failed world ends within five seconds; a world that gets a signal may still save its state."""
+"""A failed world must end within five seconds; after a signal, ranks may save their state."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -132,7 +132,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks."""
         most = worker_group.spec.max_restarts
-        # Torch counts the restarts of this machine alone; those of other machines are attempts, too.
+        # Torch counts only the restarts of this machine, but restarts of other machines are
+        # attempts too.
         if self._machines is not None:
             self._remaining_restarts = max(0, most - self._machines.attempt)
         attempt = most - self._remaining_restarts
@@ -142,11 +143,13 @@ class Agent(LocalElasticAgent):
                 why = cause(self.failures).summary
             _logger.warning("restart %d of %d: %s", attempt, most, why)
         self.failures = []
-        # Ranks inherit the mask: Ctrl-C reaches them once they can end without a traceback.
+        # Block Ctrl-C: ranks inherit the mask, and unblock Ctrl-C when they can end without a
+        # traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started: dict[int, int] = super()._start_workers(worker_group)
-            for number in STOPS:  # torch has set handlers, which would raise each time
+            # Replace torch's handlers, which would raise at every signal.
+            for number in STOPS:
                 signal.signal(number, self._stop)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -162,7 +165,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stop the ranks; kill them if a signal comes during the wait."""
         try:
-            # Close it here, since torch before 2.12 has no timeout to pass on.
+            # Close the ranks here: before 2.12, torch's `_shutdown` takes no timeout.
             if self._pcontext is not None:
                 self._pcontext.close(death_sig, timeout)
             super()._shutdown(death_sig)
@@ -171,7 +174,7 @@ class Agent(LocalElasticAgent):
             raise
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Make the agent stop the ranks; at later signals, kill them, but let clean-ups go on."""
+        """Make the agent stop the ranks; at later signals, kill the ranks, but finish clean-ups."""
         if self._is_stopping:
             self._kill()
             return
@@ -186,7 +189,7 @@ class Agent(LocalElasticAgent):
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Send a signal on to the ranks."""
-        # Ranks that end by the signal save for the next job: they are not started again here.
+        # Do not restart ranks that end by the signal: they save their state for the next job.
         self._remaining_restarts = 0
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
@@ -198,7 +201,7 @@ class Agent(LocalElasticAgent):
         exit_codes = self._poll_until_cause()
         ended, stopped_at = _failed(exit_codes), time.time()
         has_lost = self._has_lost_machine()
-        # Torch would poll again, and could find ends without their causes.
+        # Return before torch polls again: it could find ranks that end before the cause is known.
         if None in exit_codes.values() and not ended and not has_lost:
             return RunResult(state=WorkerState.HEALTHY)
         if ended or has_lost:
@@ -218,7 +221,7 @@ class Agent(LocalElasticAgent):
                 )
                 for rank, failure in result.failures.items()
             ]
-        # Ranks here have finished, but if another machine fails, all machines start again.
+        # Ranks here have finished, but wait: if another machine fails, all machines start again.
         elif not has_lost and self._machines is not None and not self._machines.all_finished():
             return RunResult(state=WorkerState.HEALTHY)
         if has_lost:
@@ -226,7 +229,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _has_lost_machine(self) -> bool:
-        """Return whether another machine has given up for all, or is silent."""
+        """Return whether another machine has ended the run, or is silent."""
         if self._machines is None:
             return False
         if self._machines.has_ended():
@@ -238,7 +241,7 @@ class Agent(LocalElasticAgent):
         return silent is not None
 
     def _poll_until_cause(self) -> dict[int, int | None]:
-        """Return local ranks' exit codes, None while one runs; wait for the cause of a failure."""
+        """Return local exit codes, None for a running rank; wait for the cause of a failure."""
         # A rank that loses a peer ends at once, while the peer may still unwind from its own error.
         deadline = time.monotonic() + _RECORD_WITHIN_S
         folders = self.folders.ranks
@@ -258,7 +261,8 @@ class Agent(LocalElasticAgent):
         assert isinstance(self._pcontext, SubprocessContext)
         processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
         for rank, process in processes.items():
-            # An exit handler may end a rank with 0 after an error; torch reads `returncode`, too.
+            # After an error, an exit handler may end a rank with code 0. Correct `returncode`,
+            # which torch reads too.
             if process.poll() == 0 and has_failed(self.folders.ranks[rank]):
                 process.returncode = 1
         return {rank: process.returncode for rank, process in processes.items()}
@@ -332,18 +336,19 @@ def _wait(
     agent: Agent, handler: RendezvousHandler, machines: Machines, settings: Settings
 ) -> tuple[int, str]:
     """Run the agent to its end; return the exit code and the report."""
-    # Slurm sends SIGUSR1 before a job's time is over.
+    # Forward SIGUSR1, which Slurm sends before a job's time is over.
     before = signal.signal(signal.SIGUSR1, agent.forward_signal)
     try:
         result = agent.run()
     except SignalException as stop:
-        # Nothing is left to stop, and Python resets its handlers before it has ended.
+        # Ignore further signals: no rank is left to stop, and Python resets its handlers before
+        # it ends.
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
-        # With restarts, the other machines wait for a successor of this launcher.
+        # With restarts, do not end the other machines: they wait for a successor of this launcher.
         if isinstance(handler, StoreRendezvous) and not settings.max_restarts:
             handler.leave()
         return 128 + stop.sigval, ""
@@ -364,14 +369,14 @@ def _wait(
         return 1, ""
     text = report(failures, machines.num_processes, full_traceback=settings.full_traceback)
     if settings.log_dir:
-        # Nobody may read stderr, and a full disk must not hide the cause.
+        # Write a file too, since stderr may be lost. A full disk must not hide the cause.
         with suppress(OSError):
             (agent.folders.logs / "report.txt").write_text(text, encoding="utf-8")
     return cause(failures).exit_status, text
 
 
 def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
-    """Our rendezvous, or torch's own if settings name its backend."""
+    """Make our rendezvous, or torch's own if the settings name its backend."""
     if machines.backend == "static":
         assert machines.machine_rank is not None
         return StoreRendezvous(machines, machines.machine_rank, run_id)
@@ -408,7 +413,7 @@ def _log_folder(log_dir: Path | None) -> Path | None:
 
 def _quieten_torch() -> None:
     """Silence torch's agent, unless the user has set a level."""
-    # Its log of a failure would stand between the ranks' output and the report.
+    # Torch would log a failure between the ranks' output and the report.
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):

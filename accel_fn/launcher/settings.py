@@ -134,7 +134,7 @@ def _host(value: Any) -> str:
 
 
 def _indices(value: Any) -> tuple[int, ...] | None:
-    """Read `all`, `0,1` and 0."""
+    """Read indices of devices, from `0,1`, a list or one integer; None for `all`."""
     if isinstance(value, str):
         if value.strip() == "all":
             return None
@@ -146,7 +146,7 @@ def _indices(value: Any) -> tuple[int, ...] | None:
 
 
 def _mesh(value: Any) -> str:
-    """Read `dp=-1,tp=2`, and a mapping in a file."""
+    """Read a mesh as text, from a text such as `dp=-1,tp=2` or from a mapping in a file."""
     if isinstance(value, Mapping):
         value = ",".join(f"{axis}={size}" for axis, size in value.items())
     text: str = re.sub(" ", "", value)
@@ -248,7 +248,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 
 
 class Mistake(NamedTuple):
-    """A wrong setting; the code that reports it has its source."""
+    """A wrong setting, without its source, which the code that reports it adds."""
 
     name: str
     rule: str
@@ -488,7 +488,7 @@ def check_machine(
     environment: Mapping[str, str],
     machine: Machine,
 ) -> None:
-    """Refuse settings that this machine cannot satisfy, a line for each; `where` has sources."""
+    """Refuse settings that this machine cannot satisfy; `where` names each setting's source."""
     _refuse([*_address(settings, environment), *_devices(settings, environment, machine)], where)
 
 

@@ -25,11 +25,11 @@ _OF_ACCELERATE = {"compute_environment", "distributed_type"}
 
 _SECTION = "[tool.accel_fn]"
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""Errors of both parsers: numbers too long for Python and impossible dates are ValueErrors."""
+"""Errors of both parsers; numbers too long for Python and impossible dates raise ValueErrors."""
 
 
 def read_yaml(path: Path) -> Layer:
-    """Read a file of ours, or one that accelerate wrote; refuse one with a mistake."""
+    """Read a file of settings, ours or accelerate's; refuse a file with a mistake."""
     text = _text(path)
     if not text.strip():
         raise SettingsError(message(str(path), "file", "hold settings", "an empty file"))
@@ -48,7 +48,7 @@ def read_yaml(path: Path) -> Layer:
 
 
 def read_pyproject(path: Path) -> Layer | None:
-    """Read the section `[tool.accel_fn]`; None if there is none."""
+    """Read the section `[tool.accel_fn]` of a file; None if the file has no such section."""
     text = _text(path)
     if not re.search("accel[_-]fn", text):
         return None
@@ -136,7 +136,7 @@ def _line(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return f"{name}: {list(value)}\n"
     plain = str(value) if isinstance(value, Path) else value
-    # Any bound on the width would fold long paths into several lines; left unescaped, the
-    # line ends of Unicode would be folded when read.
+    # A bound on the width would fold long paths into several lines. Line ends of Unicode must be
+    # escaped, since a reader would fold them.
     readable = str(plain).isprintable()
     return yaml.safe_dump({name: plain}, allow_unicode=readable, width=math.inf)

@@ -52,7 +52,7 @@ class StoreRendezvous(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         """Return whether ranks use a store that the launcher serves."""
-        # Otherwise rank 0 serves one for scripts that call torch's init_process_group themselves.
+        # On one machine, rank 0 serves a store for scripts that call init_process_group themselves.
         return self._machines.num_machines > 1
 
     def get_backend(self) -> str:
@@ -77,7 +77,8 @@ class StoreRendezvous(RendezvousHandler):
         try:
             return int(self._store.check([f"attempt/{self.attempt + 1}"]))
         except DistError:
-            return 0  # machine 0 is gone: `has_ended` returns True
+            # Machine 0 is gone, so `has_ended` returns True.
+            return 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the latest attempt, or start the next one; wait for all machines."""
@@ -89,7 +90,7 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt += 1
         self._join(self._store)
         if self._rank == 0 and self.attempt > 0 and self._machines.num_machines > 1:
-            # The ranks of an attempt must not read keys of the attempt before.
+            # Serve a new store: the ranks of an attempt must not read keys of the previous attempt.
             self._attempt_store, port = _serve(self._machines, 0)
         own = PrefixStore(f"store/{self.attempt}", self._store)
         info = RendezvousStoreInfo.build(self._rank, own, self._machines.host, port)
@@ -111,7 +112,8 @@ class StoreRendezvous(RendezvousHandler):
 
     def _take_over(self, store: Any) -> None:
         """Take the place of an earlier launcher of this machine, once it has ended."""
-        # It has ended if the other machines are at an attempt without it, or if its beat stops.
+        # The earlier launcher has ended if the other machines are at an attempt without it, or if
+        # its beat stops.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
         first = store.get(beat) if store.check([beat]) else b""
         while time.monotonic() < deadline:
@@ -124,12 +126,12 @@ class StoreRendezvous(RendezvousHandler):
                     f"launch: machine_rank must be another on each machine, got {self._rank} twice"
                 )
             time.sleep(_POLL_S)
-        # `next_rendezvous` counts on from here: the machines that wait leave this attempt for the next.
+        # `next_rendezvous` counts on from this attempt, and the waiting machines join the next one.
         self.attempt = latest
 
     def beat(self) -> int | None:
-        """Show the other machines that this launcher runs; machine 0 returns the first silent one."""
-        # Machine 0 is not watched for silence: its store is gone with it.
+        """Show other machines that this launcher runs; machine 0 returns the first silent machine."""
+        # No machine watches machine 0 for silence: if machine 0 ends, its store is gone.
         now = time.monotonic()
         if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:
             return None
@@ -143,11 +145,12 @@ class StoreRendezvous(RendezvousHandler):
                 if last != beat:
                     self._beats[peer] = beat, now
                 elif now > since + GONE_AFTER_S:
-                    # A launcher that takes its place has as much time for its first beat.
+                    # A launcher in its place gets the same time for its first beat.
                     del self._beats[peer]
                     return peer
         except DistError:
-            pass  # machine 0 is gone: `has_ended` returns True
+            # Machine 0 is gone, so `has_ended` returns True.
+            pass
         return None
 
     def _join(self, store: Any) -> None:
@@ -184,7 +187,7 @@ class StoreRendezvous(RendezvousHandler):
         return self.num_nodes_waiting() > 0 or self.has_ended()
 
     def _wait(self, arrived: Callable[[], bool], peer: str) -> None:
-        """Wait for another machine; log it if that takes long."""
+        """Wait for another machine; log a warning if the wait is long."""
         start, logged = time.monotonic(), False
         while not arrived():
             if self.has_ended():
@@ -203,7 +206,7 @@ class StoreRendezvous(RendezvousHandler):
             time.sleep(_POLL_S)
 
     def _linger(self, store: Any) -> None:
-        """Wait on machine 0, which serves the store, until all machines have read it."""
+        """On machine 0, which serves the store, wait until all machines have read from it."""
         store.add("left", 1)
         deadline = time.monotonic() + _LINGER_S
         while self._rank == 0 and time.monotonic() < deadline:
@@ -221,13 +224,13 @@ class StoreRendezvous(RendezvousHandler):
             return True
 
     def leave(self) -> None:
-        """Make the other machines end, too."""
+        """Make the other machines end too."""
         if self._store is not None:
             with suppress(DistError):
                 self._store.set("ended", "")
 
     def all_finished(self) -> bool:
-        """Record that the ranks of this machine have ended well; return whether all ranks have."""
+        """Record that the ranks of this machine have finished; return whether all ranks have."""
         if self._machines.num_machines == 1 or self._store is None:
             return True
         peers = range(self._machines.num_machines)
@@ -235,10 +238,11 @@ class StoreRendezvous(RendezvousHandler):
             self._store.set(f"done/{self.attempt}/{self._rank}", "")
             return bool(self._store.check([f"done/{self.attempt}/{peer}" for peer in peers]))
         except DistError:
-            return False  # machine 0 is gone: `has_ended` returns True
+            # Machine 0 is gone, so `has_ended` returns True.
+            return False
 
     def exchange_reports(self, report: str) -> list[str]:
-        """Send the report of this machine's ranks to all machines; return those that arrive.
+        """Send the report of this machine's ranks to all machines; return the reports that arrive.
 
         Cost: up to a few seconds if another machine does not answer.
         """
@@ -256,7 +260,8 @@ class StoreRendezvous(RendezvousHandler):
                 time.sleep(_POLL_S)
             self._linger(self._store)
         except DistError:
-            pass  # machine 0 is gone: the reports that have arrived must do
+            # Machine 0 is gone, so return the reports that have arrived.
+            pass
         return list(reports.values())
 
 
@@ -266,12 +271,12 @@ def _readable(rank: int, size: str) -> str:
 
 
 def _signed(store: TCPStore) -> Any:
-    """Sign values where the run has a token."""
+    """Return a store that signs its values, if the run has a token."""
     return SignedStore(store) if run_token() else store
 
 
 def _serve(machines: Machines, port: int) -> tuple[Any, int]:
-    """Serve a store at a port of this machine's address, or a free one for 0; return both."""
+    """Serve a store at this port, or at a free one for 0; return the store and the port."""
     listener = listen(machines.host, port, alone=machines.num_machines == 1)
     port = listener.getsockname()[1]
     store = TCPStore(

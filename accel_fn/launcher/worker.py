@@ -35,7 +35,8 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
-        # Python's handler would only record a Ctrl-C just before the exec, which discards it.
+        # Let the system handle Ctrl-C: Python's handler would only record a Ctrl-C that comes just
+        # before the exec, and the exec discards the record.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         _unblock_ctrl_c()
@@ -52,15 +53,17 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
         threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
-    # The launcher may have ended before the line above, which then waits for another parent's end.
+    # The launcher may have ended before the lines above. They would wait for the end of another
+    # parent then.
     if os.getppid() != launcher:
         os._exit(1)
 
 
 def open_streams() -> None:
-    """Open standard streams that the parent closed: stderr as a copy of stdout, others on no file.
+    """Open standard streams that the parent closed: stderr as stdout, others on /dev/null.
 
-    The next file or socket would get the number of a closed stream, and native code would print into it.
+    Otherwise the next file or socket would get the number of a closed stream, and native code would
+    print into it.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -73,9 +76,10 @@ def open_streams() -> None:
 
 
 def print_whole_lines() -> None:
-    """Write each printed line at its end, in one piece, so that lines of ranks do not mix."""
+    """Write each printed line in one piece, so that the lines of ranks do not mix."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not one of a notebook
+        # A notebook replaces streams by objects of another class.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
@@ -88,7 +92,7 @@ def record_stacks(path: Path) -> None:
         os._exit(1)
     faulthandler.enable(file)
     faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
-    # A process that the rank forks has these handlers, and must not write as if it were the rank.
+    # A process that the rank forks inherits these handlers, but must not write the rank's stack.
     os.register_at_fork(after_in_child=lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), file))
 
 
@@ -118,8 +122,8 @@ def _run(
     *,
     show: bool,
 ) -> None:
-    """Run the user's program; write its error to a file. The launcher prints that of one rank."""
-    # Read now, since the program may empty os.environ.
+    """Run the user's program; write its error to a file, for the launcher to print one rank's."""
+    # Read RANK now, since the program may empty os.environ.
     hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]
     if not show:
         sys.excepthook = hook
@@ -143,12 +147,12 @@ def _run(
         text = _record(error, frames, file)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
-        # Python sets this for an error that ends a program, and exit handlers read it.
+        # Set `last_value`, as Python does for an error that ends a program: exit handlers read it.
         hook.recorded = sys.last_value = error
         sys.excepthook(type(error), error, frames)
     else:
         return
-    # Threads and exit handlers may keep a failed rank alive, and its peers waiting for it.
+    # Threads and exit handlers may keep a failed rank alive, and its peers would wait for it.
     reason = "" if show else f"rank {rank} has failed and is slow to end\n{text}"
     threading.Thread(target=_end_if_slow, args=(reason,), daemon=True).start()
     sys.exit(1)
@@ -201,7 +205,8 @@ def _search_first(folder: str) -> None:
 
 def _replace_main(**attributes: object) -> ModuleType:
     """Make a new `__main__`."""
-    # The module stays for the program's threads; runpy would restore this file's at the end.
+    # Do not use runpy here: at the end, it would restore this file's `__main__`, while the
+    # program's threads still need theirs.
     main_module = ModuleType("__main__")
     main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
     sys.modules["__main__"] = main_module
@@ -209,7 +214,7 @@ def _replace_main(**attributes: object) -> ModuleType:
 
 
 def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames below those of this file and of runpy."""
+    """Return the frames of the program, without the outer ones of this file and of runpy."""
     starts = (__file__, "<frozen runpy>", runpy.__file__)
     while frames is not None and frames.tb_frame.f_code.co_filename in starts:
         frames = frames.tb_next
@@ -234,7 +239,7 @@ def _record(error: BaseException, frames: TracebackType | None, file: Path) -> s
         "time": now,
     }
     try:
-        # The file is renamed, so that the launcher finds a whole one or none.
+        # Rename a finished file, so that the launcher finds a whole file or no file.
         Path(f"{file}.new").write_text(json.dumps(content))
         os.replace(f"{file}.new", file)
     except OSError:
