@@ -15,14 +15,16 @@ from accel_fn.launcher.worker import open_streams
 def main() -> None:
     """Run the command line."""
     open_streams()
-    # If the parent ignores SIGCHLD, the system drops the exit codes of ranks, and all are 0.
+    # Do not inherit a SIGCHLD that is ignored: the system would drop the exit codes of ranks, and
+    # all would be 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A shell ignores Ctrl-C for a command that it starts with `&`.
+    # A shell starts background commands with Ctrl-C ignored; keep it ignored.
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
         _find_temporary_folder()
-    # Imported late: click takes time, in which Ctrl-C would print a traceback.
+    # Import click only now: the import takes time, and without a handler, a Ctrl-C in that time
+    # would print a traceback.
     from accel_fn.cli.app import app
 
     app(prog_name="accel-fn")
@@ -32,7 +34,7 @@ def _find_temporary_folder() -> None:
     """Find the temporary folder now: the search writes a test file, which Ctrl-C could leave."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        # Not every command needs a temporary folder.
+        # Ignore an error here, since not every command needs a temporary folder.
         with suppress(OSError):
             tempfile.gettempdir()
     finally:
@@ -40,7 +42,10 @@ def _find_temporary_folder() -> None:
 
 
 def _exit_on_ctrl_c(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C until torch's agent or the command does: an import of torch may lose an exception."""
+    """Exit on Ctrl-C, until the command or torch's agent handles it.
+
+    A KeyboardInterrupt would not do, since it may get lost in an import of torch.
+    """
     try:
         os.write(2, f"accel-fn {sys.argv[1]}: stopped by Ctrl-C\n".encode())
     finally:

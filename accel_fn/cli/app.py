@@ -28,18 +28,18 @@ _COMMANDS = {
     "migrate": ("migrate.command", "Print what takes the place of accelerate in a script."),
     "explain": ("cli.explain", "Print what one step of a plan does, phase by phase."),
 }
-"""By name: the module that has a function of this name, ours or a plug-in's, and a line of help."""
+"""For each command, the module of its function, ours or a plug-in's, and a line of help."""
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command when it is called, and none to list them."""
+    """A group that imports a command's module when it is called, and no module to list commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command of that name; None if there is none."""
+        """Import the command of this name; return None for an unknown name."""
         if cmd_name not in _COMMANDS:
             return None
         name, _ = _COMMANDS[cmd_name]
@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; if there is none, fail with the nearest name."""
+        """Find the command; for an unknown name, fail with the nearest known name."""
         near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
         if near and args[0] not in _COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")

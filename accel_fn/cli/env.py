@@ -82,7 +82,8 @@ def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def _part(find: Callable[[], Any]) -> Any:
     try:
         return find()
-    except Exception as error:  # half a report is better than none
+    except Exception as error:
+        # An incomplete report is better than no report.
         return {"error": repr(error)}
 
 
@@ -109,7 +110,8 @@ def _requirements() -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[str, str | None]] = {}
     for line in lines:
         [(name, extra)] = re.findall(r"^([\w.-]+)(?:.*\bextra\s*==\s*['\"]([\w-]+))?", line)
-        if extra != "all":  # it repeats the other extras
+        # The extra `all` only repeats the other extras.
+        if extra != "all":
             found.setdefault(extra or "accel-fn", {})[name] = version(name)
     return found
 
@@ -146,7 +148,8 @@ def _processor() -> dict[str, int]:
 def _memory() -> dict[str, int]:
     """Return the machine's memory, and the limit of the cgroup if there is one, in bytes."""
     found = {"total": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
+    # Without a limit, the file holds "max".
+    with contextlib.suppress(OSError, ValueError):
         found["limit"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
     return found
 

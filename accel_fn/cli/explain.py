@@ -61,7 +61,7 @@ def explain(
 
     with interruptible(), one_line_errors():
         settings = resolve_settings({"mesh": mesh}, config_file).settings
-        # The plan reads the variables that such a launch would give its ranks.
+        # Set the variables that a launch with these settings would set, since the plan reads them.
         for each in settings_variables(settings):
             os.environ[each.name] = str(each.value)
         num_processes = num_processes or settings.num_processes or 1
@@ -79,7 +79,7 @@ def explain(
 
 
 def _wrapped(text: str) -> str:
-    """Wrap lines at words for a terminal; they hang below where their text starts."""
+    """Wrap lines at words for a terminal; indent continued lines to the start of the text."""
     columns = shutil.get_terminal_size().columns
     return "\n".join(
         textwrap.fill(
@@ -94,7 +94,7 @@ def _wrapped(text: str) -> str:
 
 
 def _device(name: str | None) -> torch.device:
-    """Return the device: any that torch knows will do, since nothing runs."""
+    """Return the device; any device that torch knows is allowed, since nothing runs."""
     import torch
 
     name = name or os.environ.get("ACCEL_FN_DEVICE") or None

@@ -49,8 +49,10 @@ def setting_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command(
     context_settings={
-        "allow_interspersed_args": False,  # arguments after the script belong to it
-        "token_normalize_func": lambda name: name.replace("_", "-"),  # as accelerate
+        # Arguments after the script belong to the script.
+        "allow_interspersed_args": False,
+        # Accept underscores in the names of options, as accelerate does.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
 @setting_options
@@ -79,7 +81,7 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + the signal if it was killed.
     """
-    # Collecting garbage would take a tenth of the time of the imports.
+    # Collect no garbage during the imports: that would take a tenth of their time.
     gc.disable()
     if module and no_python:
         raise click.UsageError("--module cannot be combined with --no-python")
@@ -95,18 +97,19 @@ def launch(
             _show(plan, as_json=as_json)
             return
         exit_code, report = _start(plan)
-    _print("", sys.stdout)  # flush, so that the output of ranks comes before the report
+    # Flush stdout, so that the output of ranks comes before the report.
+    _print("", sys.stdout)
     _print(report, sys.stderr)
     sys.exit(exit_code)
 
 
 def _start(plan: LaunchPlan) -> tuple[int, str]:
-    """Import torch so that its stores do not warn of machines that are gone; then run the plan."""
+    """Run the plan, with torch imported so that its stores do not warn of lost machines."""
     is_set = "TORCH_CPP_LOG_LEVEL" in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from accel_fn.launcher.run import run
 
-    # The variable is for this process, not for the ranks.
+    # The variable is for the stores of this process: ranks must not inherit it.
     if not is_set:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     gc.enable()
@@ -126,7 +129,7 @@ def _print(text: str, stream: TextIO) -> None:
     try:
         print(text, end="", file=stream, flush=True)
     except OSError:
-        # Python flushes it again when it exits, which would fail, too.
+        # Send the stream to /dev/null: Python flushes it again at exit, which would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -158,7 +161,7 @@ def _show(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _merge(values: list[str]) -> str:
-    """Join values: one if all are equal, else each; if there are many, the first and the last."""
+    """Join values: one if all are equal, else all; of many values, the first and the last."""
     if len(set(values)) == 1:
         return values[0]
     return ", ".join(values) if len(values) <= _FEW else f"{values[0]}, ..., {values[-1]}"

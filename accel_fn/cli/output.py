@@ -19,7 +19,7 @@ from accel_fn.launcher.settings import Resolved, resolve
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 SHELL_FILE = click.Path(readable=False)
-"""A file name, as shells complete it; the command checks it."""
+"""The name of a file, which shells can complete; the command checks that it exists."""
 
 Cell = tuple[str, str]
 """Text, and the style in which a terminal shows it."""
@@ -152,7 +152,7 @@ def one_line_errors() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl-C, so that clean-up code runs; then exit the command."""
     before = signal.getsignal(signal.SIGINT)
-    # A shell ignores Ctrl-C for a command in the background, which then must not stop by it.
+    # A shell starts background commands with Ctrl-C ignored; keep it ignored.
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 
-NUM_EPOCHS, BATCH_SIZE = 5, 64  # samples in a batch of all processes together
-FOLDER = "checkpoints"  # a run resumes from the newest; name another folder for a new run
+# BATCH_SIZE is the number of samples in a batch of all processes together.
+NUM_EPOCHS, BATCH_SIZE = 5, 64
+# A run resumes from the newest checkpoint in this folder; name another folder for a new run.
+FOLDER = "checkpoints"
 
 
 def make_data(num_samples: int, seed: int) -> TensorDataset:

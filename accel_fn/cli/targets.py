@@ -54,7 +54,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look their module up there.
+    # Register the module before it runs: dataclasses and pickle look it up by its name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -66,7 +66,8 @@ def _load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # If the missing module is neither this one nor a parent, this one imports it and fails.
+            # If the missing module is neither this module nor a parent of it, this module exists
+            # and imports a missing one: raise that error.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""

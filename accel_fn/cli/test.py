@@ -71,7 +71,7 @@ def _check_new_world(
             f"({resolved.sources['num_machines']}); start it on each machine: "
             "accel-fn launch -m accel_fn.cli test"
         )
-    # One rank on the CPU would share nothing, so there is little that could break.
+    # On the CPU, start two ranks by default: one rank shares nothing, so little could break.
     on_cpu = settings.cpu or not detect().num_devices
     count = settings.num_processes or 1
     if on_cpu and not resolved.is_given("num_processes"):
@@ -94,7 +94,8 @@ def check_this_world(*, as_json: bool) -> bool:
     from accel_fn.parallel.world import init
     from accel_fn.testing.promises import check_promises
 
-    state = init(mesh={"dp": -1})  # the promises are about ranks that share each batch
+    # The promises are about ranks that share each batch, so put all ranks along `dp`.
+    state = init(mesh={"dp": -1})
     prints_rows = state.is_main and not as_json
     if prints_rows:
         click.echo("verdict   largest   bound  promise")
