@@ -177,7 +177,7 @@ class FiniteNorm:
             setattr(self, f"_{name}", each.tolist())
 
     def commit(self) -> None:
-        """Take over the counts of this update; *apply* calls this when nothing can raise any more."""
+        """Take over the counts of this update; *apply* calls this once nothing can raise."""
         vars(self).update(self._pending)
         self._pending = {}
 

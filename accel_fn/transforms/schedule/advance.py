@@ -372,7 +372,7 @@ class DeviceSchedule(Schedule):
 
     @contextmanager
     def rates_as_numbers(self) -> Iterator[None]:
-        """Enclose code that reads or changes rates as numbers; put them on the device at the end."""
+        """Enclose code that uses the rates as numbers; put them on the device at the end."""
         self.rates.show_numbers()
         yield
         self.rates.load(None)
