@@ -121,7 +121,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Keep accelerate from wrapping the model, and from splitting batches and scaling losses."""
         self.args = copy.copy(self.args)
-        # The step knows the items of all ranks: a loss is the mean over those of its micro-batch.
+        # The step counts the items of all ranks, so a loss must be the mean over its micro-batch.
         self.args.average_tokens_across_devices = False
         _check(self.args)
         super().create_accelerator_and_postprocess()
@@ -137,7 +137,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return {**found, "mixed_precision": "no"}
 
     def _part_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the loader of this rank: its part of batches over all ranks."""
+        """Return a loader of this rank's part of each batch of all ranks."""
         if isinstance(loader.dataset, IterableDataset):
             if self._state.world_size > 1:
                 raise ArgumentTypeError(
@@ -145,7 +145,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"ranks, got a {type(loader.dataset).__name__}; give a map-style data set"
                 )
             return loader
-        if loader.batch_size is None:  # a batch sampler makes the batches
+        # Without a batch size, a batch sampler makes the batches.
+        if loader.batch_size is None:
             if self._state.world_size > 1:
                 raise ArgumentTypeError(
                     "Trainer: a DataLoader that accelerator.prepare takes must have a batch_size on several "
@@ -179,7 +180,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         plan: Plan[Any] = compose(*parts)(
             Plan(self._loss, self.model, self.optimizer.optimizer, weight_fn=self._num_items)
         )
-        if not clipped and not plan.having("collectives_in_apply"):  # whose gradients an engine has
+        # Read the norm for the log, unless a clip does so or an engine keeps the gradients.
+        if not clipped and not plan.having("collectives_in_apply"):
             plan = fill(gradients=_read_norm)(plan)
         if not plan.strategy:
             unused = bool(args.ddp_find_unused_parameters)
@@ -215,7 +217,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self._step is not None
         model.train()
         if inputs.pop(_IS_STAND_IN, False):
-            # The Trainer counts tokens and operations of the batch: a stand-in must have none.
+            # The Trainer counts the tokens and operations of a batch, so a stand-in must have no
+            # rows.
             inputs.update(pytree.tree_map_only(Tensor, lambda each: each[:0], dict(inputs)))
         else:
             self._parts.append(dict(inputs))
@@ -268,7 +271,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             for name in names
         }
         metrics: dict[str, Any] = {}
-        sums = torch.zeros(3, dtype=torch.float64)  # losses, items, samples
+        # The sums of losses, items and samples.
+        sums = torch.zeros(3, dtype=torch.float64)
         with self._evaluating() as model:
             for number, batch in enumerate(dataloader, 1):
                 rows, parts = self._predict(model, batch, loss_only, ignore_keys)
@@ -323,7 +327,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return this rank's sums of losses, items and samples of a batch, and its rows by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
-        with self.autocast_smart_context_manager():  # also for a prediction_step of the user's
+        # A `prediction_step` of the user's must compute in the precision of the step too.
+        with self.autocast_smart_context_manager():
             loss, logits, labels = self.prediction_step(
                 model, batch, loss_only, ignore_keys=ignore_keys
             )
@@ -344,7 +349,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return sums, rows
 
     def _padded(self, tree: Any) -> Any:
-        """Pad rows to the length of the longest of all ranks."""
+        """Pad rows to the length of the longest row on any rank."""
         return self.accelerator.pad_across_processes(tree, dim=1, pad_index=-100)
 
     def _gathered(self, rows: dict[str, Any]) -> dict[str, Any]:
@@ -367,7 +372,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
         save(self._step, self._state, Path(output_dir, _FOLDER))
-        # The lock of the folder would stay open as long as the step; nothing more is saved in this one.
+        # Release the lock of the folder, which would stay open as long as the step: nothing more is
+        # saved in this folder.
         self._step.notes.pop("locks", None)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -375,11 +381,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, _FOLDER).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint)  # a checkpoint of a plain Trainer
+            # This is a checkpoint of a plain Trainer.
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         saved = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
-        self._checkpoint = Path(checkpoint, _FOLDER)  # loaded once the step is built
+        # Load this folder later, when the step is built.
+        self._checkpoint = Path(checkpoint, _FOLDER)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Do nothing: `load` reads the loss scale."""
@@ -412,7 +420,8 @@ class RankBatches:
         self._drop_last = loader.drop_last
         self._num_samples = len(loader.sampler)  # type: ignore[arg-type]
         self.sampler = _repeatable(loader.sampler, seed)
-        self.batch_sampler = self  # the Trainer sets the epoch of `.batch_sampler.batch_sampler`
+        # The Trainer sets the epoch of `.batch_sampler.batch_sampler`.
+        self.batch_sampler = self
         self.batch_size = loader.batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -427,7 +436,8 @@ class RankBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         order = [*self.sampler]
         state = self._state
-        # Any other sampler may draw from a generator that differs between ranks.
+        # Take the main rank's order from any other sampler, whose generator may differ between
+        # ranks.
         if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
             order = broadcast(order, state)
         for number in range(len(self)):
@@ -477,7 +487,7 @@ class _Collate:
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The optimizer as the Trainer sees it. The step has run it when the Trainer calls it."""
+    """The optimizer for the Trainer; the step has made the update before the Trainer calls it."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -579,7 +589,7 @@ _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "torch_empty_cache_steps": (lambda args: args.torch_empty_cache_steps, "call it in a callback"),
 }
-"""Arguments that are refused: the test that one is set, and the reason or the repair."""
+"""Refused arguments by name: a test whether the argument is set, and the reason or the repair."""
 
 
 def _check_mesh(state: DistState) -> None:

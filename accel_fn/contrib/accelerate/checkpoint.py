@@ -51,14 +51,14 @@ _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _INDEX = "model.safetensors.index.json"
 _SCALER = "scaler.pt"
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options of a group that choose an implementation: those of the running program stay."""
+"""Options of a group that choose an implementation; the running program's values stay."""
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *_IMPLEMENTATION}
 
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
 _LIKE = {"exp_avg", "momentum_buffer", *_SQUARES}
 """Keys of optimizer state that have the shape and the dtype of their parameter."""
 _COUNTS = ("last_epoch", "_step_count")
-"""Keys of schedulers that count."""
+"""Keys of a scheduler's state that hold counts."""
 _LARGEST_COUNT = 2**53
 
 
@@ -142,7 +142,7 @@ class _Saved:
     schedulers: Sequence[Any]
     has_scale: bool
     scaler: LossScale | None
-    """The program's loss scale, with the saved values of one."""
+    """The program's loss scale, with the saved values if there are any."""
 
 
 def _files(kind: str, count: int) -> list[str]:
@@ -157,7 +157,8 @@ def _read(
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
     for function in step.plan.entries():
-        getattr(function, "check_loaded", lambda: None)()  # raises if it cannot be loaded now
+        # This raises if the function's state cannot be loaded now.
+        getattr(function, "check_loaded", lambda: None)()
     if not isinstance(schedulers, Sequence) or not all(
         hasattr(each, "load_state_dict") for each in schedulers
     ):
@@ -212,7 +213,7 @@ def _check_folder(path: Path, names: Sequence[str], num_optimizers: int) -> None
 
 
 def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
-    """Refuse the state of another scheduler; private keys differ between versions of torch."""
+    """Refuse another scheduler's state; ignore private keys, which depend on torch's version."""
     if not hasattr(scheduler, "state_dict"):
         return
     here = scheduler.state_dict()
@@ -272,7 +273,7 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str
 
 
 def _odd_state(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
-    """Describe state of parameters that no run of this program saves."""
+    """Describe each parameter's state that a run of this program cannot have saved."""
     keys = {key for values in saved["state"].values() for key in values} & {*_LIKE, "step"}
     for number, parameter, values in _by_parameter(saved, optimizer):
         for key in sorted(keys) if values else ():
@@ -330,7 +331,7 @@ def _by_parameter(
 
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
-    """Overwrite all but the weights, which are only compared; add the way back to `undo`."""
+    """Overwrite all but the weights, which are only compared; `undo` gets the former values."""
     for optimizer, each in zip(step.plan.optimizers.values(), saved.optimizers, strict=True):
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         state = {

@@ -62,10 +62,10 @@ _KEYS = {
 SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {section: tuple(keys.split()) for section, keys in _KEYS.items()}
 )
-"""The keys of each section: those of accelerate 1.15 and of older versions."""
+"""The keys of each section, in accelerate 1.15 and in older versions."""
 
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-"""Prefixes of sections: accelerate reads the keys of these with and without the prefix."""
+"""Prefixes of keys, by section; accelerate reads these keys with and without the prefix."""
 
 _NOT_RESHARDED = "wrap_fsdp(reshard_after_forward=False)"
 _SHARDING = {
@@ -123,24 +123,24 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "main_training_function=main": "",
     }
 )
-"""The counterpart of a key, or of one value of it; empty if accel_fn does it anyway."""
+"""The counterpart of a key, or of a key with a value; empty if accel_fn needs none."""
 
 _SAME = (
     *("num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("rdzv_backend", "gpu_ids"),
 )
-"""Keys that mean the same here."""
+"""Keys with the same name and meaning in accel_fn."""
 
 _BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
-"""The first two hold in any case: machines meet by address, collectives are always checked."""
+"""The first two change nothing: machines meet by address, and collectives are always checked."""
 
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
 _WRAPPED = MappingProxyType({"FSDP": "fsdp", "DEEPSPEED": "deepspeed"})
-"""Types and the names that `wrap_as_launched` has for them."""
+"""Values of `distributed_type`, and the names that `wrap_as_launched` has for them."""
 
 _OTHER_TYPES = ("MEGATRON_LM", "TP", "XLA")
-"""Types that need more than processes with replicas or shards."""
+"""Values of `distributed_type` that need more than processes with replicas or shards."""
 
 _TYPES = (*_PLAIN, *_WRAPPED, *_OTHER_TYPES)
 _SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -150,13 +150,13 @@ _SAGEMAKER_JOB = (
     *("pytorch_version", "transformers_version", "py_version", "additional_args"),
     *("sagemaker_inputs_file", "sagemaker_metrics_file"),
 )
-"""Keys by which accelerate starts a job, and which its processes do not use."""
+"""Keys with which accelerate starts a job; the processes of the job do not use them."""
 
 _OTHERS = (
     *("main_training_function", "downcast_bf16", "dynamo_backend", "command_file", "commands"),
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
 )
-"""Keys, beside the sections, that are not settings here."""
+"""Keys outside of the sections for which accel_fn has no setting."""
 
 _KNOWN = (
     *("compute_environment", "distributed_type", "num_processes", "use_cpu"),
@@ -176,7 +176,7 @@ _SPLIT_BY = {
 }
 
 _Entry = tuple[str, str, object]
-"""A section (or none), a key and its value."""
+"""The section of a key (empty outside of sections), the key, and its value."""
 
 
 class UnusedSettingsWarning(UserWarning):
@@ -186,7 +186,8 @@ class UnusedSettingsWarning(UserWarning):
 def translate(given: Mapping[str, Given]) -> Layer:
     """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys.
 
-    A null is a question that accelerate's dialogue left open, which may be one of a later version.
+    Keys with null are left out, unknown keys too: accelerate's dialogue left the question open, and
+    it may be a question of a later version.
     """
     environment = given.get("compute_environment")
     sagemaker = environment if environment and environment.value == _SAGEMAKER else None
@@ -223,7 +224,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
                 "accel_fn starts no job: give its estimator an entry point that calls accel-fn "
                 "launch, which reads this file there",
             )
-        # Devices that are named and do not exist are refused later, by name.
+        # If `gpu_ids` names devices that do not exist, a later check refuses them by name.
         uses_cpu = on_cpu or settings.cpu
         if kind.value != "NO" and not (uses_cpu or settings.gpu_ids or num_devices):
             rule, repair = (
@@ -236,7 +237,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
-    """Read a section, by the keys that accelerate writes today."""
+    """Read a section; spell its keys as accelerate writes them today."""
     if not isinstance(each.value, dict):
         each.refuse(name, "be a section")
     keys = {key: value for key, value in each.value.items() if value is not None}
@@ -257,7 +258,7 @@ def _distributed_type(given: Mapping[str, Given], types: tuple[str, ...]) -> Giv
         known = [each.lower() for each in types]
         near = difflib.get_close_matches(str(kind.value).lower(), known, n=1, cutoff=0.7)
         meant = "".join(near).upper()
-        # Accelerate's question calls it TPU, and its file XLA.
+        # Accelerate's dialogue calls this type TPU, but its file has XLA.
         meant = "XLA" if kind.value == "TPU" else meant
         repair = f"did you mean {meant}?" if meant else ""
         kind.refuse("distributed_type", f"be one of {', '.join(types)}", repair)
@@ -265,7 +266,7 @@ def _distributed_type(given: Mapping[str, Given], types: tuple[str, ...]) -> Giv
 
 
 def _processes(count: Given | None, kind: Given) -> Given | None:
-    """Read the number of processes; -1 leaves it open, and NO is one."""
+    """Read the number of processes; -1 leaves it open, and the type NO means one process."""
     if kind.value != "NO":
         return None if count is not None and count.value == -1 else count
     if count is not None and count.value != 1:
@@ -308,7 +309,7 @@ def _microbatches(
 
 
 def _mesh(given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]) -> Given | None:
-    """Make a mesh where an axis has several ranks; replicas and shards are both ranks along `dp`."""
+    """Make a mesh if an axis has several ranks; replicas and shards are both ranks along `dp`."""
     sizes = _sizes(sections)
     if not sizes:
         return None
@@ -326,7 +327,7 @@ def _sizes(sections: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
 
 def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Entry]:
-    """Yield entries outside of the sections that are not settings here."""
+    """Yield the entries outside of the sections for which accel_fn has no setting."""
     if kind.value in _OTHER_TYPES:
         yield "", f"distributed_type {kind.value}", True
     if "enable_cpu_affinity" in given and not on_cpu:
@@ -339,7 +340,7 @@ def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterat
 def _in_sections(
     sections: Mapping[str, Mapping[str, object]], values: Mapping[str, Given]
 ) -> Iterator[_Entry]:
-    """Yield entries in the sections that are not settings here."""
+    """Yield the entries in the sections for which accel_fn has no setting."""
     taken = [key for _, key in _MICROBATCHES] if "num_microbatches" in values else []
     for name, section in sections.items():
         if not is_set(section.get("dynamo_backend", True)):
@@ -351,7 +352,7 @@ def _in_sections(
 
 
 def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
-    """Return whether all ranks of a replica shard it, as they do here."""
+    """Return whether each replica is sharded over all of its ranks, as accel_fn does."""
     keys = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
     given = [section.get(key, 1) for key in (*keys, *_AXES.values())]
     sizes = [size for size in given if isinstance(size, int)]
@@ -382,7 +383,7 @@ def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None
 
 
 def spelled_today(section: str, key: str) -> str:
-    """Spell a key as accelerate writes it today; leave unknown ones as they are."""
+    """Spell a key as accelerate writes it today; return an unknown key unchanged."""
     prefix = _PREFIXES.get(section, "")
     spellings = (key, prefix + key, key.removeprefix(prefix))
     return next((each for each in spellings if each in SECTIONS[section]), key)
@@ -406,7 +407,7 @@ def _plain(value: object) -> str:
 
 
 def is_set(value: object) -> bool:
-    """Return whether a value is not empty."""
+    """Return whether a value sets something: it is not empty, false, "none" or "auto"."""
     if isinstance(value, list):
         return any(map(is_set, value))
     if isinstance(value, str):

@@ -62,11 +62,11 @@ class OneRank(Strategy):
         self._clips = clips
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the slot that the strategy has taken over, as other strategies leave it."""
+        """Return the clips that the strategy has taken over, as a checkpoint compares them."""
         return signature_of(self._clips)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Run stage one; clip as the plan does, since the strategy has taken that over."""
+        """Clip as the plan does, since the strategy has its clips; then run stage one."""
         for each in self._clips:
             grads = each(state, grads)
         return super().prepare(plan, state, grads, report)
@@ -98,7 +98,7 @@ class ZeRO(Strategy):
         """Whether the engine holds gradients of a step that it has not applied."""
         self._state = state
         self._names = {id(p): name for name, p in plan.model.named_parameters() if p.requires_grad}
-        """The trained parameters, by their ids."""
+        """The names of the parameters that require a gradient, by the parameters' ids."""
         self._is_due = True
         """Whether the next backward checks which parameters the loss reaches."""
         self.parameters.known = {*self._names}
@@ -120,19 +120,20 @@ class ZeRO(Strategy):
                 dist_init_required=False,
             )
         self._engine.set_gradient_accumulation_boundary(True)
-        # The engine's optimizer holds flat shards. The plan's holds the model's parameters, also
-        # between updates, as the checks of a step, schedules and `explain` expect.
+        # The engine puts flat shards into the optimizer. Between updates, the optimizer must hold
+        # the model's parameters, which the checks of a step, schedules and `explain` expect.
         self._flat = [group["params"] for group in self._optimizer.param_groups]
         self._own = own
         self._put(own)
         self.module = self.loss_module = self._engine
-        self.halves = []  # the engine adds up gradients, in the dtype of its settings
+        # The engine adds up gradients itself, in the dtype of its settings.
+        self.halves = []
         if self._stage:
             refuse_state_dicts(plan.model, self._optimizer)
 
     @contextmanager
     def _local_rank(self) -> Iterator[None]:
-        """Set LOCAL_RANK, by which DeepSpeed finds its device, where the launcher has not."""
+        """Set LOCAL_RANK, from which DeepSpeed chooses its device, if the launcher has not."""
         if "LOCAL_RANK" in os.environ:
             yield
             return
@@ -167,7 +168,7 @@ class ZeRO(Strategy):
             self._put(self._own)
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
-        """Refuse to go on after a failure: the engine cannot forget the gradients of a part of a batch."""
+        """Refuse to go on after a failure: the engine keeps the gradients of the failed batch."""
         if self._is_open and torch.is_grad_enabled():
             raise StateError(
                 "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine "
@@ -193,7 +194,8 @@ class ZeRO(Strategy):
         counted = [each for each in zip(parts, weights, strict=True) if each[1]]
         if self.pads and (self._stage == 3 or torch.is_grad_enabled()):
             if mean is not None:
-                mean.total()  # if one rank could not count its batch, all raise here
+                # If a rank could not count its batch, all ranks raise here.
+                mean.total()
             counts = [len(counted)]
             if state.world_size > 1:
                 counts = exchange_number(len(counted), state, "step")
@@ -230,14 +232,15 @@ class ZeRO(Strategy):
             self._engine.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Add the gradients of `seed * loss` to the engine's."""
+        """Add the gradients of `seed * loss` to the gradients that the engine keeps."""
         if self._is_due:
             self._is_due = False
             self._check_reached(loss)
         try:
             with self._local_rank():
                 self._engine.backward(loss if seed is None else (loss * seed).sum())
-        except AssertionError as error:  # DeepSpeed's, of gradients that it has already
+        except AssertionError as error:
+            # DeepSpeed raises this if a parameter has a gradient already.
             raise LossError(
                 "step: wrap_deepspeed must have no backward beside the step, since its engine adds those "
                 "gradients to the batch's, got one; call torch.autograd.grad, or make a copy of the model"
@@ -254,13 +257,14 @@ class ZeRO(Strategy):
             raise
 
     def _check_reached(self, loss: Tensor) -> None:
-        """Refuse a loss that reaches no parameter, another engine's, or different ones on ranks."""
+        """Refuse a loss that reaches no parameter, another engine's, or different ones per rank."""
         leaves = {id(each): each for each in _leaves(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
         foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
         is_written = self._stage > 0 and is_overwritten(self._engine.optimizer, self.trained)
         mine = names, len(foreign), is_written
-        # At stage 0 ranks may run other numbers of micro-batches, and reduce gradients by parameter.
+        # Do not exchange at stage 0: ranks may run different numbers of micro-batches, and reduce
+        # gradients by parameter.
         every = exchange(mine, self._state, "step") if self._stage else [mine]
         if any(is_written for *_, is_written in every):
             raise StateError(
@@ -286,12 +290,13 @@ class ZeRO(Strategy):
         check_equal([", ".join(found) for found, *_ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
-        """Do nothing: own micro-batches of weight 0 are not run, and a spare one is finite."""
+        """Do nothing: own micro-batches of weight 0 do not run, and a spare loss is finite."""
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Let the engine reduce remaining gradients, clip and update, by collectives."""
         for each in self._beside:
-            each.grad = None  # at stage 0 the engine would clip by it, too
+            # At stage 0, the engine would count this gradient in the norm for clipping.
+            each.grad = None
         norm = self._norm_at_stage_0()
         with self._local_rank(), self._engine_groups():
             self._engine.step()
@@ -301,7 +306,7 @@ class ZeRO(Strategy):
             # The engine reports -1 for a norm that is not finite.
             norm = None if found is None else torch.as_tensor(float(found), device=state.device)
             norm = norm if norm is None or norm >= 0 else torch.full_like(norm, torch.nan)
-        # From stage 1 on the engine makes no update by gradients that are not finite.
+        # From stage 1 on, the engine skips an update if gradients are not finite.
         applied = self._always if self._engine.was_step_applied() else ~self._always
         report = replace(prepared.report, grad_norm=norm, applied=applied)
         return state.advanced(None, report.samples, report.weight), report
@@ -313,7 +318,7 @@ class ZeRO(Strategy):
         return self.norm([each.grad for each in self.trained if each.grad is not None])
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the slot that the strategy has taken over, as other strategies leave it."""
+        """Return the clips that the strategy has taken over, as a checkpoint compares them."""
         return self._signature
 
     @contextmanager
@@ -351,7 +356,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _cannot_be_sent(parameter: Tensor) -> bool:
-    """Return whether DeepSpeed fails to send a parameter: it is 0-dim, or in channels last."""
+    """Return whether DeepSpeed fails to send a parameter, which is 0-dim or in channels last."""
     return not parameter.dim() or parameter.stride(-1) != 1
 
 
@@ -362,12 +367,14 @@ def _sent(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _unsent(model: nn.Module, *, is_sharded: bool) -> Iterator[None]:
-    """Let the engine leave out the parameters that `_sent` has."""
+    """Make the engine skip the parameters that `_sent` returns: rank 0 has sent them already."""
     held: list[Any] = [each for each in model.parameters() if _cannot_be_sent(each)]
     for each in held if is_sharded else ():
-        each.data = each.data.contiguous()  # stage 3 sends all, and shards flat parameters
+        # Stage 3 sends every parameter, and shards flat parameters.
+        each.data = each.data.contiguous()
     for each in held:
-        each.ds_optim_param = True  # by which DeepSpeed knows parameters that it must not send
+        # DeepSpeed does not send parameters with this attribute.
+        each.ds_optim_param = True
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accel_fn.errors import StateError
 
 IS_GATHERED = ContextVar("IS_GATHERED", default=False)
-"""Whether the program may use parameters and optimizer state, which `whole` has gathered."""
+"""Whether `whole` has gathered parameters and optimizer state, so that the program may use them."""
 
 
 def is_held(parameter: Tensor) -> bool:
@@ -24,7 +24,7 @@ def is_held(parameter: Tensor) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
-    """Give every rank the whole parameters inside. With `writes`, keep those that rank 0 wrote."""
+    """Give every rank the whole parameters. With `writes`, keep the values that rank 0 wrote."""
     import deepspeed
 
     parameters = [*model.parameters()]
@@ -43,9 +43,10 @@ def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
 
 
 def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse state that is empty, in shards, or overwritten by the next update."""
+    """Refuse to read state that is empty or in shards, or to write what an update overwrites."""
     for module in model.modules():
-        # Functions of a module, so that a copy of the model can be pickled.
+        # Register functions of this module, not closures, so that a copy of the model can be
+        # pickled.
         module.register_state_dict_pre_hook(_check_read)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_check_write)  # type: ignore[no-untyped-call]
     optimizer.register_state_dict_pre_hook(_refuse("optimizer.state_dict"))
@@ -53,7 +54,8 @@ def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_read(module: nn.Module, *_: Any) -> None:
-    held: list[Any] = [*module.parameters(recurse=False)]  # DeepSpeed has added attributes
+    # `Any`, since DeepSpeed has added attributes to parameters.
+    held: list[Any] = [*module.parameters(recurse=False)]
     if any(each.numel() != getattr(each, "ds_numel", each.numel()) for each in held):
         raise StateError(
             "state_dict: model must be whole, got empty tensors by wrap_deepspeed(stage=3), whose ranks "
@@ -90,22 +92,27 @@ def is_overwritten(zero: Any, parameters: Sequence[nn.Parameter]) -> bool:
 
 def _copies(zero: Any, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield parts of the model's parameters, and the engine's copies of them."""
-    if hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+    # Only stages 1 and 2 have this attribute.
+    if hasattr(zero, "single_partition_of_fp32_groups"):
         for number, copy in enumerate(zero.single_partition_of_fp32_groups):
             rank = torch.distributed.get_rank(zero.real_dp_process_group[number])
             yield zero.parallel_partitioned_bit16_groups[number][rank], copy
     elif getattr(zero, "optimizer_swapper", None) is None and not zero.params_in_nvme_and_cpu:
-        held: list[Any] = [*parameters]  # DeepSpeed has added attributes
+        # `Any`, since DeepSpeed has added attributes to parameters.
+        held: list[Any] = [*parameters]
         for each in held:
             size = each.ds_tensor.numel()
             start = size * torch.distributed.get_rank()
-            num = max(0, min(size, each.ds_numel - start))  # the rest is padding
+            # The rest of the shard is padding.
+            num = max(0, min(size, each.ds_numel - start))
             shard, offset, _ = zero.grad_position[zero.get_param_id(each)]
             yield each.ds_tensor[:num], zero.fp32_partitioned_groups_flat[shard][offset:][:num]
-            if each.numel() == each.ds_numel:  # small parameters stay whole
+            # Small parameters stay whole, so compare the whole parameter with its shard, too.
+            if each.numel() == each.ds_numel:
                 yield each.flatten()[start:][:num], each.ds_tensor[:num]
 
 
 def _equal_bits(first: Tensor, second: Tensor) -> bool:
     first, second = first.detach(), second.detach().to(first.device)
-    return torch.equal(first.view(torch.int32), second.view(torch.int32))  # NaN equals NaN
+    # Compare bits, so that NaN equals NaN.
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))

@@ -43,7 +43,7 @@ _OTHERS = (
     *("use_node_local_storage", "wall_clock_breakdown", "weight_quantization"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
 )
-"""The other sections that DeepSpeed 0.19 knows, also to refuse them."""
+"""The other sections that DeepSpeed 0.19 knows, for the check of spelling."""
 _OF_ZERO = (
     *("offload_optimizer", "offload_param", "sub_group_size", "overlap_comm", "reduce_scatter"),
     *("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"),
@@ -57,7 +57,10 @@ _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
     "stage3_param_persistence_threshold": lambda size: 10 * size,
 }
-"""The value of "auto" in zero_optimization by the model's hidden size, as in transformers."""
+"""Settings of zero_optimization whose "auto" is computed from the model's hidden size.
+
+transformers computes them in the same way.
+"""
 
 
 def read_settings(
@@ -147,7 +150,10 @@ def _differs(key: str, first: Any, second: Any) -> ArgumentError:
 
 
 def _decided(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out "auto" and None, which the plan or a default decides; `build` fills in the rest."""
+    """Leave out values "auto" and None, which the plan or a default decides.
+
+    An "auto" that is computed from the hidden size stays, for `build` to fill in.
+    """
     found = {
         key: value
         for key, value in section.items()
@@ -196,7 +202,8 @@ def _check_offload(zero: Mapping[str, Any], offload: str | None) -> None:
 
 
 def _check_nvme(stage: int, key: str, path: Any) -> None:
-    if stage != 3:  # DeepSpeed would use host memory
+    # Below stage 3, DeepSpeed would use host memory instead.
+    if stage != 3:
         rule, repair = 'be None or "cpu" below stage 3', "use stage=3"
         raise ArgumentError(message(_FUNCTION, "offload", rule, "nvme", repair))
     if not path:
@@ -223,7 +230,7 @@ def autocast_dtype(plan: Plan) -> torch.dtype | None:
 
 
 def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None) -> None:
-    """Refuse a configuration that differs from the plan, with both values."""
+    """Refuse a configuration that differs from the plan; show both values."""
     for key, theirs, ours, repair in _both(settings, plan, max_norm):
         if theirs != ours:
             raise PlanError(
@@ -234,7 +241,7 @@ def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 def _both(
     settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 ) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield settings of both: key, value in the configuration, value of the plan, repair."""
+    """Yield each setting that configuration and plan both have: key, the two values, repair."""
     if "gradient_accumulation_steps" in settings:
         num = [getattr(each, "keywords", {}).get("num_parts") for each in plan.split] or [1]
         theirs = settings["gradient_accumulation_steps"]
@@ -271,7 +278,7 @@ def _plain(value: Any) -> Any:
 def engine_config(
     settings: Mapping[str, Any], max_norm: float | None, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the configuration of the engine: batches, micro-batches and precision are the step's."""
+    """Return the engine's configuration: the step decides batches, micro-batches and precision."""
     given = {key: value for key, value in settings.items() if key not in _OWNED}
     return {
         "zero_allow_untested_optimizer": True,
@@ -286,23 +293,25 @@ def engine_config(
 
 
 def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
-    """Fill in each "auto", or drop it without a hidden size; set the values that files need."""
+    """Fill in each "auto", or drop it without a hidden size; set what offloading to files needs."""
     found = {key: value for key, value in zero.items() if value != "auto"}
     if size is not None:
         found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
     if device_of(zero, "offload_optimizer") == "nvme":
         # DeepSpeed reads a gradient wrongly if it begins inside of a block of the file.
         found["sub_group_size"] = 1
-        # A parameter, its gradient, and as many tensors of state as AdamW has with amsgrad.
+        # The buffers hold a parameter, its gradient, and three tensors of state, as many as AdamW
+        # has with amsgrad.
         found["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
     if device_of(zero, "offload_param") == "nvme":
-        # Its prefetch requests parameters twice that forward and backward both need, and fails.
+        # Switch off DeepSpeed's prefetch: it fails, since it requests a parameter twice if forward
+        # and backward both need the parameter.
         found["stage3_prefetch_bucket_size"] = 0
     return found
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the hidden size in the configuration of a model; the largest, if there are several."""
+    """Return the hidden size in a model's configuration; of several sizes, the largest."""
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         sizes = getattr(each, "hidden_sizes", None) or ()
@@ -318,5 +327,5 @@ def bound_of(clips: Sequence[Any]) -> float | None:
 
 
 def signature_of(clips: Sequence[Any]) -> dict[str, Any]:
-    """Return the values of clips that a checkpoint compares, as if they were in their slot."""
+    """Return the clips as a checkpoint compares them, as if they were in their slot."""
     return {"gradients": ["clip"] * len(clips)} if clips else {}

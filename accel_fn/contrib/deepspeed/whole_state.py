@@ -56,7 +56,8 @@ def write_state(
 
 def _link(zero: Any) -> None:
     """Link parameters with their parts of the optimizer's state."""
-    # At stages 1 and 2 DeepSpeed links once the first group has state; others' would be missing.
+    # At stages 1 and 2, DeepSpeed links only once, when the first group has state. Link again:
+    # otherwise the state of other groups would be missing.
     if not _is_stage_3(zero):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
@@ -103,8 +104,8 @@ def _make_entries(
     parameters: Sequence[nn.Parameter],
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Give a shard the entries that its parameters have."""
-    # State of a 0-dim parameter has the shape of a count, so look at others of the group.
+    """Give a shard's state the entries that the state of its parameters has."""
+    # A 0-dim parameter's state has the shape of a count, so look at the group's other parameters.
     items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
     of_elements = {
         k for p, k, v in items if p.ndim and isinstance(v, Tensor) and v.shape == p.shape
@@ -146,7 +147,8 @@ def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
             safe_set_full_optimizer_state(parameter, value, key)
         return
     # DeepSpeed pads a parameter to shards of one size, and its function for whole values does not.
-    held: Any = parameter  # DeepSpeed has added attributes
+    # `Any`, since DeepSpeed has added attributes to parameters.
+    held: Any = parameter
     size = held.ds_tensor.numel()
     padded = value.new_zeros(size * torch.distributed.get_world_size())
     padded[: value.numel()] = value.flatten()

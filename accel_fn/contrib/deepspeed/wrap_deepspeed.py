@@ -37,7 +37,7 @@ _REFUSED_SLOTS = (
     "gradients",
 )
 _NOT_FLAT = (Adafactor, Adagrad, Muon)
-"""Optimizers that use the shape of a parameter, or that DeepSpeed replaces by another one."""
+"""Optimizers that use a parameter's shape, or that DeepSpeed replaces by another optimizer."""
 
 
 @transform
@@ -121,7 +121,7 @@ class DeepSpeedSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: at stage 3 a forward gathers, which "shards" stands for."""
+        """Return the traits: "shards" if a forward gathers parameters, as at stage 3."""
         shards = {"shards"} if self._stage == 3 else set()
         skips = {"may_skip"} if self._stage else set()
         return frozenset({"collectives_in_apply", *shards, *skips})
@@ -144,7 +144,7 @@ class DeepSpeedSlot(SlotFunction):
         return other
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a plan that the engine would not follow, or not in the same way."""
+        """Refuse a plan that the engine would not carry out as the step does."""
         for slot in _REFUSED_SLOTS:
             if getattr(plan, slot):
                 calls = " and ".join(map(describe, getattr(plan, slot)))
@@ -256,7 +256,7 @@ def _check_world(state: DistState) -> None:
 
 
 def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
-    """Refuse the lock of a killed build, for which DeepSpeed would wait without end."""
+    """Refuse to start if a killed build has left a lock, for which DeepSpeed would wait forever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     needed = [
@@ -301,7 +301,7 @@ def make_zero(
     settings: Mapping[str, Any],
     clips: tuple[Any, ...],
 ) -> Strategy:
-    """Make DeepSpeed's engine, or one rank in a world of one."""
+    """Make the strategy: DeepSpeed's engine, or `OneRank` in a world of one without offloading."""
     if state.scaler is not None:
         raise PlanError(
             "build: wrap_deepspeed must be used without a loss scale, since the engine has the gradients, "
@@ -311,7 +311,8 @@ def make_zero(
         return OneRank(state, module, plan, clips=clips)
     import deepspeed
 
-    if not torch.distributed.is_initialized():  # DeepSpeed needs a group for one rank, too
+    # DeepSpeed needs a process group even for one rank.
+    if not torch.distributed.is_initialized():
         backend = None if state.device.type != "cpu" else "gloo"
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_init_required=False)

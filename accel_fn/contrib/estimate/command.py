@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from accel_fn.contrib.estimate.memory import MemoryEstimate
 
 _PARTS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "peak")
-_COLUMNS = 4  # estimates side by side, for terminals of 80 columns
+# A terminal of 80 columns has room for four estimates side by side.
+_COLUMNS = 4
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:

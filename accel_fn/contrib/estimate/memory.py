@@ -203,9 +203,10 @@ class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _made(
     make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
 ) -> tuple[nn.Module, Any]:
-    """Make model and batch, by one function or two; move a model from the meta device to `device`."""
+    """Make model and batch by one function or two; move the model off the meta device."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy
+        # `deepcopy` in the user's function causes this warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         made = make_model()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -235,7 +236,7 @@ def _made_frozen(
 
 
 def _leave_meta(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Replace tensors on the meta device, or of another floating dtype, by empty ones; ties stay."""
+    """Replace tensors on the meta device, or of another dtype, by empty ones; keep ties."""
     moved: dict[Tensor, Tensor] = {}
     slots: list[dict[str, Any]] = []
     for module in model.modules():
@@ -257,7 +258,7 @@ def _emptied(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) ->
 
 
 def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
-    """Make an optimizer and do its first step, so that all its state exists."""
+    """Make an optimizer and run its first step, so that all of its state exists."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         rule = "have parameters that require a gradient"
@@ -358,7 +359,7 @@ def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Add up the bytes of their storages, each once."""
+    """Add up the bytes of the tensors' storages; count a shared storage once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

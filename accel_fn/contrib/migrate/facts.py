@@ -21,9 +21,12 @@ _KINDS = {
     "optimizer": r"optim|^opt|Adam|SGD|Adafactor|RMSprop|Lion",
     "loader": r"loader|^dl|_dl$",
 }
-"""Patterns of the names and calls by which the kind of an argument of prepare is known; else a model."""
+"""Patterns for the kind of an argument of `prepare`, by its name or by the call that makes it.
+
+An argument that matches no pattern is a model.
+"""
 _SET_SEED_OF_TRANSFORMERS = "transformers.set_seed"
-"""Scripts import it in place of accelerate's, which does the same."""
+"""Scripts import this function in place of accelerate's `set_seed`, which does the same."""
 _RANK = r"[\w.]+\.(local_)?process_index"
 _TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
 
@@ -72,7 +75,7 @@ class Facts:
 
     def _imported(self, node: cst.CSTNode) -> str | None:
         names = self._qualified.get(node, ())
-        # libcst gives a function where it has not looked for the names yet.
+        # libcst has a function in place of the names that it has not computed yet.
         for each in names() if callable(names) else names:
             if each.name.startswith("accelerate.") or each.name == _SET_SEED_OF_TRANSFORMERS:
                 return str(each.name)
@@ -151,7 +154,7 @@ class Facts:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Names of the script that the texts of the table may need."""
+        """Names in the script that fill the placeholders in the table's texts."""
         found = {kind: kind for kind in ("model", "optimizer", "loader", "scheduler")}
         found |= {kind: name for name, kind in reversed(self.kinds.items())}
         if self.training_loaders:
@@ -165,14 +168,14 @@ class Facts:
             yield 'device="cpu"' if cpu == "True" else f'device="cpu" if {cpu} else None'
         for call in self._calls:
             if self.name_in_accelerate(call.func) == "set_seed" and call.args:
-                # A seed is that of the run, so a rank's number is left out.
+                # `af.init` takes the seed of the run, so leave out the rank's number.
                 seed = re.sub(rf" *\+ *{_RANK}", "", self.code(call.args[0].value))
                 yield f"seed={seed}"
                 break
 
     @cached_property
     def _backward_of(self) -> dict[cst.For, cst.Call]:
-        """Each loop that is the innermost around a backward, and that call."""
+        """The innermost loops around calls of backward, each with its call."""
         found = {}
         for call in self._method_calls("backward"):
             loop = self._loop_around(call)
@@ -210,7 +213,7 @@ class Facts:
 
     @cached_property
     def epoch_loops(self) -> set[cst.For]:
-        """The loops around those over batches."""
+        """The loops around the training loops, which go over epochs."""
         return {outer for loop in self.training_loops if (outer := self._loop_around(loop))}
 
     def _loop_around(self, node: cst.CSTNode) -> cst.For | None:
@@ -243,7 +246,7 @@ class Facts:
 
     @cached_property
     def evaluation_loops(self) -> dict[cst.For, str]:
-        """The loops over batches in which the script gathers and does not train, and their loaders."""
+        """The loops in which the script gathers and does not train, and the loader of each loop."""
         found = {}
         for call in self._method_calls("gather", "gather_for_metrics"):
             loop = self._loop_around(call)
@@ -258,7 +261,7 @@ class Facts:
 
     @cached_property
     def counting_ifs(self) -> dict[cst.If, str]:
-        """The ifs that let an optimizer step after a number of batches, and that number."""
+        """The `if`s that let an optimizer step after a number of batches, each with this number."""
         found = {}
         for node in self._nodes:
             name = self.code(node.value) if isinstance(node, cst.Attribute) else ""
@@ -356,7 +359,7 @@ class Facts:
         )
 
     def _ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield the nodes around one, from the inside."""
+        """Yield the nodes around a node, from the inside out."""
         while not isinstance(node, cst.Module):
             node = self._parents[node]
             yield node

@@ -24,7 +24,7 @@ _FIRST = (
     "local_sgd",
     "accumulate",
 )
-"""The first transforms of the recipe; others follow as they stand in the script."""
+"""The first transforms of the recipe; other transforms follow in the script's order."""
 _LONGEST = 60
 """The most characters of an argument in a replacement."""
 
@@ -35,9 +35,9 @@ class Use:
 
     name: str
     replacement: str | None
-    """The code in its place; None for none, "" if the line stays."""
+    """The code in place of the name; None if the name goes, "" if the line stays."""
     part: str = ""
-    """The part of the line that is meant; empty where it is all of it."""
+    """The part of the line that is replaced; empty for the whole line."""
     why: str = ""
     differences: tuple[int, ...] = ()
     is_known: bool = True
@@ -116,7 +116,7 @@ def _name(transform: str) -> str:
 
 
 class _Arguments(dict[str, str]):
-    """The arguments of a call by name; missing and long ones are three dots."""
+    """The arguments of a call by name; a missing or long argument reads as three dots."""
 
     def __missing__(self, name: str) -> str:
         return "..."
@@ -232,7 +232,7 @@ class _Reader:
             self._add_use(node, key, {"name": name})
 
     def _read_loop(self, node: cst.For) -> None:
-        """Add the use of a loop over batches in which the script trains, or of one over epochs."""
+        """Add the use of a loop that trains, goes over epochs, or evaluates."""
         loader = self.facts.training_loops.get(node)
         if loader is not None:
             head = self.facts.code(node.iter)
@@ -297,7 +297,7 @@ class _Reader:
             self.transforms.append(row.transform.format_map(filled))
 
     def _arguments(self, node: cst.CSTNode, names: str) -> dict[str, str]:
-        """Return the arguments of the call of a name, or that argument of a constructor."""
+        """Return the arguments of a call by name; for a constructor's argument, this one alone."""
         if isinstance(node, cst.Arg) and node.keyword is not None:
             return {node.keyword.value: self.facts.code(node.value)}
         call = self.parents[node]
@@ -315,7 +315,7 @@ class _Reader:
         return found
 
     def _up_to_statement(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield the nodes around one, up to its statement or decorator."""
+        """Yield the nodes around a node, up to its statement or decorator."""
         while not isinstance(node, cst.BaseStatement | cst.Decorator | cst.Module):
             node = self.parents[node]
             yield node

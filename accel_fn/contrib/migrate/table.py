@@ -17,7 +17,7 @@ class Row:
     arguments: str = ""
     """Names of the positional arguments of a call."""
     transform: str = ""
-    """The transform that it adds to the recipe."""
+    """The transform that the name adds to the recipe; empty if it adds none."""
 
 
 @dataclass(frozen=True)
@@ -487,7 +487,10 @@ TABLE: dict[str, Row] = {
     "is_torch_version": Row("torch.__version__"),
     "is_*_available": Row("importlib.util.find_spec(...)"),
 }
-"""Rows by name in accelerate; `accelerator.` for methods, `Accelerator(...)` for arguments."""
+"""Rows by name in accelerate.
+
+Names of methods begin with `accelerator.`; arguments are written as `Accelerator(argument)`.
+"""
 
 DIFFERENCES: dict[int, Difference] = {
     1: Difference(
@@ -587,4 +590,4 @@ DIFFERENCES: dict[int, Difference] = {
         'after minutes, "timed out" on every rank, without a line (seen once, not tested)',
     ),
 }
-"""Differences by their row of docs/differences.md."""
+"""Differences by their row number in docs/differences.md."""

@@ -22,7 +22,7 @@ COLORS = (
 """The colours of runs, which start again after the last; each can be seen on white and on black."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""The dashes of names in a chart of several runs, in line widths; they start again, too."""
+"""The dashes of names in a chart of several runs, in line widths; used in turn, again and again."""
 
 _MEMORY = "peak_memory (GiB)"
 _FIRST = ("loss",)
@@ -36,8 +36,10 @@ _LAST = (
     "loss_scale",
 )
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
-_MOST_WIDE = 4  # runs whose curves differ in width
-_LOG_FROM = 100  # the ratio of highest to lowest at which a linear axis hides the end of a curve
+# Up to this number of runs, the curves of runs differ in width.
+_MOST_WIDE = 4
+# From this ratio of highest to lowest value on, a linear axis hides the end of a curve.
+_LOG_FROM = 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Curve:
     """The values of one name in one run, and their look."""
 
     run: int
-    """The place of the run."""
+    """The index of the run among all runs."""
 
     name: str
     column: Column
@@ -104,7 +106,8 @@ def _curves(runs: Sequence[Run], names: list[str]) -> Iterator[Curve]:
         if name in run.columns:
             column = run.columns[name]
             color, dash = (run_place, place) if len(runs) > 1 else (place, 0)
-            # A later run is thinner, so that equal curves show below it.
+            # Draw a later run with a thinner line, so that an equal curve of an earlier run shows
+            # below it.
             width = 1.3 + len(runs) - 1 - run_place if len(runs) <= _MOST_WIDE else 1.3
             look = (COLORS[color % len(COLORS)], DASHES[dash % len(DASHES)], width)
             yield Curve(

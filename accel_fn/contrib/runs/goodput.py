@@ -29,7 +29,7 @@ _SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluati
 """The category of each kind of event that takes time."""
 
 _PRIORITY = ("down", "compile", "repeated", "checkpoints", "evaluation", "start", "other")
-"""Where categories overlap, the first counts: the save of a lost step is lost time."""
+"""Categories in order of priority where they overlap: the save of a lost step is lost time."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def _entries(run: Run) -> Iterator[_Entry]:
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
         if (time := _microseconds(seconds)) is not None:
-            # For each plan, steps of another plan are time between its steps.
+            # Each plan counts the steps of other plans as time between its own steps, so add up the
+            # time in steps over all plans.
             in_steps = sum(1 - min(wait, 1.0) for wait in waits[step])
             wait = max(1 - in_steps, 0.0) if waits[step] else 0.0
             values = {"event": "line", "data_wait": wait, "skipped": sum(skips[step])}
@@ -146,7 +147,8 @@ def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
     found = defaultdict(list)
     for column in columns:
         for step, value in zip(*column, strict=True):
-            found[step].append(value if value > 0 else 0.0)  # nan counts as none
+            # A value of nan counts as 0.
+            found[step].append(value if value > 0 else 0.0)
     return found
 
 
@@ -156,7 +158,7 @@ def _processes(entries: list[_Entry]) -> Iterator[_Process]:
     for entry in entries:
         if entry.kind == "start":
             began = _microseconds(entry.values.get("process_began")) or entry.time
-            # Of several plans of one process, only the first begins it.
+            # If a process starts several plans, only the first start begins the process.
             if began > started:
                 begins.append(began)
             started = entry.time
@@ -196,7 +198,7 @@ def _usual_step(processes: list[_Process]) -> int:
     for process in processes:
         times = [entry.time for entry in process.entries]
         events = [0, *itertools.accumulate(entry.spent for entry in process.entries)]
-        # The first window has the first step.
+        # Skip the first window, which contains the first step.
         for window in itertools.islice(_windows(process), 1, None):
             first, last = bisect_right(times, window.begin), bisect_right(times, window.end)
             length = window.end - window.begin
@@ -221,7 +223,7 @@ def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
 
 
 def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
-    """Yield the time of steps that a later process, or this one after a load, repeated."""
+    """Yield the time of steps that were repeated, by a later process or after a load."""
     kept: list[_Entry] = []
     for entry in entries:
         if entry.kind in ("load", "start"):

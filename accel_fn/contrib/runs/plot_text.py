@@ -12,8 +12,10 @@ from rich.text import Text
 from accel_fn.contrib.runs.charts import COLORS, Chart, arrange, marks, thinned
 from accel_fn.contrib.runs.run_log import Run
 
-_NARROWEST, _LOWEST = 38, 9  # columns and lines of a chart that can be read
-_LABEL = 9  # columns of the numbers beside an axis
+# The fewest columns and lines with which a chart can be read.
+_NARROWEST, _LOWEST = 38, 9
+# The number of columns for the numbers beside an axis.
+_LABEL = 9
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bits of a character of braille, by row and column."""

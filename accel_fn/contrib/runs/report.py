@@ -133,7 +133,7 @@ def _check_column(option: str, name: str, known: Sequence[str]) -> None:
 def _columns(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
     """Return the headings of the table of runs, whose values have these names."""
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
-    # One loss, so that the table fits 80 columns.
+    # Show only one loss, so that the table fits 80 columns.
     return list(
         dict.fromkeys(["run", "step", *losses[:1], *chosen, "goodput", "time", "samples/s"])
     )
@@ -201,7 +201,7 @@ def _percent(tenths: int) -> str:
 
 
 def _shares(parts: Sequence[int]) -> list[int]:
-    """Return tenths of a percent that sum to 1000: those that lost most are rounded up."""
+    """Return tenths of a percent that sum to 1000; shares with the largest remainders round up."""
     whole = sum(parts)
     found = [1000 * part // whole for part in parts]
     by_rest = sorted(range(len(parts)), key=lambda place: -(1000 * parts[place] % whole))

@@ -14,13 +14,14 @@ from accel_fn.extend import log_events, log_lines
 _EVENTS = ".events.jsonl"
 _SUFFIXES = (".csv", ".jsonl")
 _LONGEST_S = 1e12
-_FEW = 10  # lines of a file that show whether it is a log: data sets end in .jsonl, too
+# Read this many lines to find out whether a file is a log: data sets end in .jsonl too.
+_FEW = 10
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, ends of lines, and halves of characters, which UTF-8 does not have."""
+"""Control characters, ends of lines, and surrogates, which UTF-8 cannot encode."""
 
 
 class Column(NamedTuple):
-    """The values of one name, and the steps at which they were logged, which rise."""
+    """The values of one name, and the steps at which they were logged, in rising order."""
 
     steps: list[int]
     values: list[float]
@@ -31,7 +32,7 @@ class Run:
     """The content of one log."""
 
     name: str
-    """The path of the run's folder, or of the log where its folder has several."""
+    """The path of the run's folder, or of the log if the folder has several logs."""
 
     columns: dict[str, Column]
     """Columns by name, in the order of the log; `time` is one of them."""
@@ -41,7 +42,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step that has values, or that of the newest event; 0 without any."""
+        """The last step with values or with the newest event; 0 if there are neither."""
         lasts = [column.steps[-1] for column in self.columns.values()]
         return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
@@ -65,7 +66,7 @@ def read_runs(function: str, paths: Sequence[Path]) -> tuple[list[Run], list[Pat
         raise ArgumentError(f"{function}: {at} cannot be read: {error.strerror}") from None
     if not runs:
         raise ArgumentError(f"{function}: no log in {', '.join(map(str, paths))}; {_repair(paths)}")
-    # runs/* also gives files that lie beside the runs.
+    # Leave out files without a log: a pattern such as runs/* also matches files beside the runs.
     return runs, [path for path, logs in found.items() if not logs and path.is_dir()]
 
 
@@ -85,7 +86,7 @@ def find_logs(path: Path) -> list[Path]:
             each for each in path.iterdir() if each.suffix in _SUFFIXES and each.is_file()
         )
     logs = [each for each in files if not each.name.endswith(_EVENTS) and _is_log(each)]
-    # A .csv and a .jsonl of one name are of one run; the second one counts.
+    # A .csv and a .jsonl of one name are of one run; keep the .jsonl, which comes second.
     return [*{each.with_suffix(""): each for each in logs}.values()]
 
 
@@ -97,7 +98,7 @@ def _is_log(file: Path) -> bool:
 
 def read_run(file: Path, name: str) -> Run:
     """Read one log and its events. Lines that were cut in their middle are left out."""
-    # A value that was logged late may come after later steps.
+    # Sort by step, since a value that was logged late may come after values of later steps.
     by_step: dict[int, dict[str, float]] = {}
     for line in log_lines(file):
         by_step.setdefault(int(line.pop("step")), {}).update(line)

@@ -44,7 +44,8 @@ def _follow(paths: Sequence[Path], console: Console) -> None:
     from rich.live import Live
 
     before = None
-    runs, _ = read_runs("watch", paths)  # an error is printed before the screen is cleared
+    # Read the logs once before the screen is cleared, so that an error stays visible.
+    runs, _ = read_runs("watch", paths)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             began = time.monotonic()
@@ -54,7 +55,7 @@ def _follow(paths: Sequence[Path], console: Console) -> None:
                 runs, _ = read_runs("watch", paths)
                 live.update(_drawn(runs, console.width, console.height), refresh=True)
                 before = now
-            # Reading a long log takes a while, and most of the time must be left to the run.
+            # Reading a long log takes time. Sleep five times as long, to leave the CPU to the run.
             time.sleep(max(_LOOK_EVERY_S, 5 * (time.monotonic() - began)))
 
 
