@@ -33,8 +33,8 @@ def has_own_forward(layer: nn.Module) -> bool:
 class SyncedBatchNorm:
     """Forwards for the BatchNorm layers of a model, over the rows of all ranks.
 
-    Every rank must call the same layers in the same order, in the forward and in the backward, with rows
-    that may count nothing.
+    Every rank must call the same layers in the same order, in the forward and in the backward. Rows
+    of a spare micro-batch do not enter the statistics.
 
     Cost: one collective a call of a layer in the forward, and one in the backward.
     """

@@ -95,7 +95,7 @@ def wrap_ddp(
 
 
 class DDPSlot(SlotFunction):
-    """`make_ddp` with its settings."""
+    """The slot function of wrap_ddp: `make_ddp` with its settings."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
@@ -189,7 +189,7 @@ class SplitReplicas(Strategy):
 
 
 class _Turn:
-    """Which strategy ran the last backward, for all strategies over one parameter."""
+    """Records which of the strategies over one parameter ran the last backward."""
 
     last = 0
     """The id of the strategy; 0 before the first backward."""

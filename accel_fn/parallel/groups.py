@@ -101,7 +101,7 @@ def make_group(
     kind = ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, gloo)
-    # A mesh finds a group by its name.
+    # Register the group under a name, by which a mesh finds the group.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
     # Destroying such a group can deadlock on the GIL, while a thread of Gloo's releases a tensor.

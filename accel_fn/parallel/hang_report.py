@@ -65,7 +65,7 @@ class Collective(NamedTuple):
     """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """Equal on all ranks that take part; 0 for a message between two ranks."""
+    """The collective's number, equal on all ranks that take part; 0 for a message of two ranks."""
     function: str
     axis: str
     """The mesh axis that the collective runs over; empty for all ranks."""
@@ -112,7 +112,7 @@ class Stack:
 
     @classmethod
     def of_error(cls, error: BaseException) -> Stack:
-        """Return where an error was raised, below the calls that have not returned yet."""
+        """Return the stack of an error: calls that are still running, then those that it left."""
         trace = error.__traceback__
         inner = tuple(traceback.walk_tb(trace))
         outer = cls.of_thread(trace.tb_frame.f_back if trace else None)

@@ -85,7 +85,7 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
 
 @cache
 def _alone() -> ProcessGroup:
-    """Return a group of one rank, which all states of one rank share: no collective of it waits."""
+    """Return a group of one rank, which all states of one rank share, since it never waits."""
     return make_group(HashStore(), 0, 1, _TIMEOUT_S)
 
 

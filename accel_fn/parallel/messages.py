@@ -135,7 +135,7 @@ class Channel:
         return _Failure(PeerError, f"shard_loader: failed on rank {self.state.rank}: {error!r}")
 
     def _verdict(self, error: Exception) -> _Failure:
-        """Return rank 0's failure; every rank raises an AccelError with its own class and text."""
+        """Return rank 0's failure for all ranks; an AccelError keeps its class and its text."""
         if isinstance(error, AccelError):
             return _Failure(type(error), str(error))
         return self._failure(error)

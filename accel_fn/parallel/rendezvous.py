@@ -122,7 +122,7 @@ def join_world(
 
 
 def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, int], T]) -> T:
-    """Wait until all ranks are here; return the group that `make` returns.
+    """Wait until all ranks have come; return the group that `make` returns.
 
     `make` is given a store of this world alone, and the largest `num_groups` of all ranks.
     """
@@ -252,7 +252,7 @@ def _make_group(
     backend: str, me: JoiningRank, mesh: Mapping[str, int], store: Store, num_groups: int
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     timeout = timedelta(seconds=me.timeout_s)
-    # Torch names groups by this count, which a failed try has increased on some ranks only.
+    # Torch names groups by this count, which a failed try may have increased on this rank.
     dist.distributed_c10d._world.group_count = num_groups
     if dist.is_initialized():
         group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)

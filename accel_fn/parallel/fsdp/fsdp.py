@@ -149,7 +149,7 @@ def wrap_fsdp(
 
 
 class FSDPSlot(SlotFunction):
-    """`make_fsdp` with its settings."""
+    """The slot function of wrap_fsdp: `make_fsdp` with its settings."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]

@@ -77,7 +77,7 @@ def try_optimizer(
 
 
 def _length(size: int, first: int) -> int:
-    """Return the rows of a small tensor, cut evenly over the ranks if the parameter's rows are."""
+    """Return a small tensor's number of rows, cut evenly if the parameter's rows are."""
     # Every rank gets rows. A rank without rows may fail alone, and its peers would wait in vain.
     return 3 * size - 1 if first % size else 2 * size
 
@@ -201,7 +201,7 @@ def _twin(
 
 
 def _is_alike(group: Group, other: Group) -> bool:
-    """Return whether two groups differ only in floats, and have parameters of the same kinds."""
+    """Return whether groups differ only in floats and tensors, and have like parameters."""
 
     def kinds(settings: Group) -> dict[str, Any]:
         names = [name for name in settings if name != "params"]

@@ -33,7 +33,7 @@ class Event:
     """A collective of a unit, or the end of a pass."""
 
     code: tuple[int, ...]
-    """Equal on ranks whose next collective is the same."""
+    """A code of the event, equal on ranks whose next collective is the same."""
     text: str = field(compare=False)
     stand_in: Callable[[], object] | None = field(compare=False)
     """Joins the collective with zeros; None at the end of a pass, where ranks always compare."""

@@ -134,7 +134,7 @@ class VirtualRanks(Strategy):
     def _metric_vector(
         self, state: DistState, metrics: Sequence[MetricSums], like: Tensor
     ) -> list[Tensor]:
-        """Sum the metrics of this rank's slices; the first element is not 0 if their names differ.
+        """Sum the metrics of this rank's slices; the first element is not 0 if metrics differ.
 
         Without metrics, the list is empty.
         """

@@ -307,8 +307,8 @@ def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Draw values near a parameter's, equal on all ranks, that keep the scale of activations."""
-    # With the initial values, a block may hide its faults: its last layer may be zero, all weights
-    # of a norm may be one, or weights so small that every head attends to all tokens equally.
+    # With the initial values, a block may hide its faults: its last layer may be zero, or all
+    # weights may be one, or so small that every head attends to all tokens equally.
     if not tensor.is_floating_point():
         return tensor
     drawn: Tensor = torch.empty_like(tensor).normal_(generator=generator)

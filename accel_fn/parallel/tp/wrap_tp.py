@@ -93,7 +93,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
 
 
 class TPSlot(SlotFunction):
-    """`split_over_axis` with its settings."""
+    """The slot function of wrap_tp: `split_over_axis` with its settings."""
 
     traits = frozenset({"shards"})
 
