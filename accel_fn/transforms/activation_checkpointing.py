@@ -86,7 +86,7 @@ forward_contexts=[checkpoint_activations(blocks='layers')])
 
 
 class CheckpointSlot(Stateful):
-    """`recompute` with its settings."""
+    """The slot function of checkpoint_activations: `recompute` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse blocks that match nothing, and graphs that would have to include blocks."""

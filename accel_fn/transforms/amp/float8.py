@@ -24,7 +24,7 @@ _FIRST_CAPABILITY = (8, 9)
 
 
 class Float8Slot(Stateful):
-    """`in_float8` as a slot function."""
+    """`in_float8` as a slot function, with checks of device and model."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a device that has no kernels for float8, and a model without layers for them."""

@@ -45,7 +45,7 @@ def _num_elements(node: Node) -> int:
 
 
 def _is_computed(node: Node) -> bool:
-    """Return whether a scalar is computed; an input is in memory already, a constant in a loop."""
+    """Return whether a scalar is computed: inputs are in memory, constants are part of a loop."""
     value = node.meta.get("val")
     is_number = isinstance(value, Tensor) and not value.ndim
     return is_number and node.op == "call_function" and bool(node.all_input_nodes)
