@@ -41,7 +41,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A launch before it starts."""
+    """A planned launch: everything that is known before the start."""
 
     command: Command
     settings: Settings
