@@ -457,7 +457,7 @@ class _Marked(list[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Samples(Dataset[Any]):
-    """A data set that marks batches which are stand-ins."""
+    """A data set that marks the samples of a stand-in."""
 
     data: Any
 
@@ -494,7 +494,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.was_skipped = False
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing: the update is made."""
+        """Do nothing: the step has made the update already."""
 
     @property
     def step_was_skipped(self) -> bool:

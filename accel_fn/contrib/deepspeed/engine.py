@@ -53,7 +53,7 @@ _EMPTY = (
 
 
 class OneRank(Strategy):
-    """A world of one, which has nothing to shard: the update of any plan, with its clipping."""
+    """A strategy for a world of one, which shards nothing but clips and updates as any plan."""
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, *, clips: Sequence[Any]

@@ -117,7 +117,7 @@ def wrap_deepspeed(
 
 
 class DeepSpeedSlot(SlotFunction):
-    """`make_zero` with its settings."""
+    """The slot function of wrap_deepspeed: `make_zero` with its settings."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]

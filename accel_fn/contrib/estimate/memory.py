@@ -205,7 +205,7 @@ def _made(
 ) -> tuple[nn.Module, Any]:
     """Make model and batch by one function or two; move the model off the meta device."""
     with warnings.catch_warnings():
-        # `deepcopy` in the user's function causes this warning.
+        # `deepcopy` in the user's function may cause this warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         made = make_model()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

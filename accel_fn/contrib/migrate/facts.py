@@ -302,7 +302,7 @@ class Facts:
 
     @cached_property
     def _constructor(self) -> dict[str, str]:
-        """The arguments of the accelerators by name."""
+        """The arguments by name with which the script makes accelerators."""
         return {
             each.keyword.value: self.code(each.value)
             for call in self._calls

@@ -22,7 +22,10 @@ COLORS = (
 """The colours of runs, which start again after the last; each can be seen on white and on black."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""The dashes of names in a chart of several runs, in line widths; used in turn, again and again."""
+"""The dashes of names in a chart of several runs, in line widths.
+
+After the last, they start again.
+"""
 
 _MEMORY = "peak_memory (GiB)"
 _FIRST = ("loss",)
