@@ -58,7 +58,7 @@ from accel_fn.launcher.store_rendezvous import GONE_AFTER_S, StoreRendezvous
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
 _BARRIER_S = 5
-"""The time-out of torch's barrier at the end: with our rendezvous, all machines have finished."""
+"""The time-out of torch's barrier: with our rendezvous, all machines have finished before it."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
 """A failed world must end within five seconds; after a signal, ranks may save their state."""

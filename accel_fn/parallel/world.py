@@ -302,7 +302,7 @@ def pick_device(
     local_world_size: int,
     world_size: int,
 ) -> torch.device:
-    """Return the device of a local rank, and make it torch's current device.
+    """Return the device of a local rank; an accelerator becomes torch's current device.
 
     Without a local rank, return the current device: a script that joined its world by itself has
     set it.

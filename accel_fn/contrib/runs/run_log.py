@@ -47,7 +47,7 @@ class Run:
         return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
     def of_plans(self, name: str) -> list[Column]:
-        """Return the columns of this name, one for each plan; plans that share a log add prefixes."""
+        """Return the columns of this name, one for each plan: plans in one log have prefixes."""
         names = [each for each in self.columns if each == name or each.endswith(f"/{name}")]
         return [self.columns[each] for each in names]
 
