@@ -89,7 +89,7 @@ def run_state_of(steps: Steps) -> RunState:
         extra_state = _add_model(found, prefix_of("model", name), unwrapped(plan.model))
         for each, model in plan.frozen.items():
             prefix = f"{prefix_of('frozen', name)}{each}/"
-            # The values include tied tensors.
+            # `state_dict` lists a tied tensor under each of its names, `named_parameters` once.
             values = model.state_dict().items()
             found.frozen.update({f"{prefix}{k}": v for k, v in values if isinstance(v, Tensor)})
         transforms = {}

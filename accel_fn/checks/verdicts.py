@@ -133,7 +133,7 @@ class Verdicts:
         return fits and self._wrong(gradients, every[0].precisions) is None
 
     def _judge_cut(self, every: Sequence[Found], number: int) -> None:
-        """Refuse a plan with another reduction; warn once of a program that depends on the cut."""
+        """Refuse a loss that fits another reduction; warn once if results depend on the cut of a batch."""
         declared, precisions = self._declared, every[0].precisions
         # A loss that differs from run to run keeps state that could not be put back.
         differing = next(filter(None, [each.differing() for each in every]), None)
@@ -269,7 +269,8 @@ class Verdicts:
             "a batch and its parts, though their losses agree; so the result depends on their number. What "
             "the loss computes over the whole batch (a value that it is divided by, a detached mean, its "
             "own autograd.grad) must be over the rows of all ranks: gather the rows, or reduce_mean, without "
-            "accumulate; or build(..., check_loss=False)"
+            "accumulate. Means over different items need a weight_fn of each, a mapping for several. Or "
+            "build(..., check_loss=False)"
         )
         return True
 

@@ -92,7 +92,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """A node for pytree: the values of a mapping, and the form that rebuilds it."""
+    """A node for pytree: the values of a mapping or dataclass, and the form that rebuilds it."""
 
     values: list[Any]
     form: _Form

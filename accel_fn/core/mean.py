@@ -231,7 +231,8 @@ class MetricSums:
         sizes: dict[str, int] = {}
         means: list[Tensor] = []
         pairs: list[Tensor] = []
-        for name, value in sorted(metrics.items()):
+        for name in sorted(metrics):
+            value = metrics[name]
             if isinstance(value, str):
                 self.wrong = self.wrong or f"step: loss_fn must {value}"
             elif isinstance(value, tuple):

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph, Node
 from torch.nn.modules import module as _everywhere
 from torch.utils._pytree import tree_map_only
 
@@ -93,36 +91,6 @@ class ModuleGuards:
         ]
 
 
-_ATEN = torch.ops.aten
-
-
-class Addends(CustomGraphPass):
-    """Writes `add(a, b, alpha=number)` as `a + number * b`.
-
-    torch 2.13 fuses a matrix product and an addition and loses the number: weight decay of a
-    gradient that is a product, for example, would be added as if it were 1.
-    """
-
-    def __call__(self, graph: Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=_ATEN.add.Tensor):
-            first, second = node.args
-            alpha = node.kwargs.get("alpha", 1)
-            if alpha == 1 or not isinstance(second, Node):
-                continue
-            with graph.inserting_before(node):
-                product = graph.call_function(_ATEN.mul.Tensor, (second, alpha))
-            product.meta["val"] = second.meta["val"] * _value(alpha)
-            node.args, node.kwargs = (first, product), {}
-
-    def uuid(self) -> Any:
-        """Return the key of cached graphs: another pass makes another graph."""
-        return get_hash_for_files((__file__,))
-
-
-def _value(number: Any) -> Any:
-    return number.meta["val"] if isinstance(number, Node) else number
-
-
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes whose graphs on CUDA write into the same memory at every run."""
@@ -149,6 +117,9 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 
 def options_of(mode: str) -> dict[str, Any]:
     """Return a mode of `torch.compile` as options, with the pass of `Addends`."""
+    # Imported where it is used, since it imports torch's compiler.
+    from accel_fn.core.add_alpha import Addends
+
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
     # A pass that the user has set stays.
     if torch._inductor.config.post_grad_custom_pre_pass is None:

@@ -285,7 +285,7 @@ def _empty(order: Order, epoch: int, batch: int) -> EmptyPart:
 class SamplerBatches:
     """The global batches of every epoch."""
 
-    # The samples of each batch, or its key.
+    # Yields the indices of each batch, or one key per batch if the data set returns whole batches.
     batch_sampler: Iterable[Any]
     # Seeds all random numbers that the sampler draws.
     seed: int

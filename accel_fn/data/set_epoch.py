@@ -30,7 +30,7 @@ class _Shared:
         self.epoch: int | None = None
         """The epoch that a pass has set; None if it is unknown."""
         self.shown: list[int] = []
-        """The epoch numbers that the object showed after a pass had set its epoch."""
+        """The integers in the object's "epoch" attributes, read right after a pass has set its epoch."""
 
 
 _LOCK = threading.Lock()

@@ -245,7 +245,7 @@ class StreamSource:
         if self._num_items is not None and self.num_batches() > 0:
             return divmod(step, -(-self.num_batches() // window))
         find = partial(find_by_counting, step, self._count, window)
-        # Ranks that read shards count the batches together.
+        # With shards, counting exchanges before each batch, so all ranks find the same position.
         if self._channel is None or self._options.split or self._num_items is not None:
             return find()
         state = self._channel.state

@@ -196,7 +196,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # On Debian, a machine resolves its own name to a loopback address, which other machines
-        # cannot reach. They resolve the name to its address in the network, so listen on all.
+        # cannot reach. These resolve the name to its network address, so listen on all interfaces.
         if not alone and address[0] != host and ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, ("", port)
         return socket.create_server(address, family=family)

@@ -70,7 +70,7 @@ _NAMES = (
 )
 """The names of the step's own values in a line; a user's values may not have these names."""
 _MEMORY_S = 1.0
-"""The largest age of the peak memory in a line."""
+"""Seconds for which a reading of the peak memory is used again: a reading takes its time."""
 _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()
 _END_S = 10.0

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from accel_fn.core.torch_compile import Addends, compile_function, options_of
+from accel_fn.core.add_alpha import Addends
+from accel_fn.core.torch_compile import compile_function, options_of
 from tests.support.compilers import compiles
 
 

@@ -20,7 +20,7 @@ DEEP_LINE = re.compile(
 )
 PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.contrib.transformers")
 DEEP = {
-    "core/test_add_alpha.py": {"core.torch_compile"},
+    "core/test_add_alpha.py": {"core.add_alpha", "core.torch_compile"},
     "core/test_batches.py": {"core.split_batch"},
     "checkpoint/test_weights.py": {"checkpoint.weights"},
     "cli/commands.py": {"cli"},

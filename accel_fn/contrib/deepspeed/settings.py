@@ -32,7 +32,7 @@ _REPAIRS = {
     "managed_gradient_accumulation": "use accumulate",
     **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "use log_to"),
 }
-"""The repair for each section that must be left out."""
+"""For each setting that `config` must not have: what to do instead, or why."""
 _OTHERS = (
     *("activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile"),
     *("communication_data_type", "data_efficiency", "data_types", "dataloader_drop_last"),

@@ -32,7 +32,7 @@ class Run:
     """The content of one log."""
 
     name: str
-    """The path of the run's folder, or of the log if the folder has several logs."""
+    """The path that was given, or the path of the log if it is a folder with several logs."""
 
     columns: dict[str, Column]
     """Columns by name, in the order of the log; `time` is one of them."""

@@ -57,7 +57,7 @@ class ShardedLoss(nn.Module):
         self._is_running = False
         """Whether a loss is being computed, with gradients or without."""
         self._watches = True
-        """Whether no loss has been computed yet: the first must not read a number from shards."""
+        """Whether the next loss is the first, which runs under `WholeNumbers`."""
         self._whole: set[nn.Module] = set()
         """Units whose parameters are all whole while a loss is computed."""
         self._held: dict[nn.Module, list[Any]] = {}

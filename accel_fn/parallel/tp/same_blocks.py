@@ -162,7 +162,7 @@ class _Comparison:
         return True
 
     def _compared(self, module: nn.Module, call: Any, dtype: torch.dtype | None) -> list[_Outcome]:
-        """Compare a module with itself unsplit; return the outcomes of all ranks along the axis."""
+        """Run a module with split and with whole layers; return the outcome of each rank of the axis."""
         try:
             own = _compare(module, call, dtype, self._axis, self._state.device)
         except Exception as error:

@@ -84,8 +84,11 @@ def describe_import(imported: ImportCost) -> str:
     head = ["CPU time on top of `import torch`", "ms"]
     lines = [
         [f"`import accel_fn`, which {torch_too} torch by itself", f"{imported.package_ms:.1f}"],
-        ["every name but `wrap_fsdp`", f"{imported.names_ms:.0f}"],
-        ["`wrap_fsdp` alone, which imports torch's FSDP", f"{imported.fsdp_ms:.0f}"],
+        ["`from accel_fn import *`, after an optimizer of torch", f"{imported.names_ms:.0f}"],
+        [
+            "the first optimizer of torch, which imports its compiler, DTensor and FSDP",
+            f"{imported.optimizer_ms:.0f}",
+        ],
     ]
     return _markdown(head, lines)
 

@@ -1,0 +1,38 @@
+"""A pass of torch's compiler that keeps the factor of an addition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+_ATEN = torch.ops.aten
+
+
+class Addends(CustomGraphPass):
+    """Writes `add(a, b, alpha=number)` as `a + number * b`.
+
+    torch 2.13 fuses a matrix product and an addition and loses the number: weight decay of a
+    gradient that is a product, for example, would be added as if it were 1.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=_ATEN.add.Tensor):
+            first, second = node.args
+            alpha = node.kwargs.get("alpha", 1)
+            if alpha == 1 or not isinstance(second, Node):
+                continue
+            with graph.inserting_before(node):
+                product = graph.call_function(_ATEN.mul.Tensor, (second, alpha))
+            product.meta["val"] = second.meta["val"] * _value(alpha)
+            node.args, node.kwargs = (first, product), {}
+
+    def uuid(self) -> Any:
+        """Return the key of cached graphs: another pass makes another graph."""
+        return get_hash_for_files((__file__,))
+
+
+def _value(number: Any) -> Any:
+    return number.meta["val"] if isinstance(number, Node) else number
