@@ -183,7 +183,7 @@ def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, st
     if obstacles:
         raise PlanError(f"build: schedules must reach the update of the run\n{listed(obstacles)}")
     placed = _placed(tensors, step, after, moved, names)
-    put_back(step.plan, "", placed, found.rests[""], optimizers=moved, fresh=())
+    put_back(step, "", placed, found.rests[""], optimizers=moved, fresh=())
     resumed.follow(state)
     return found.new
 

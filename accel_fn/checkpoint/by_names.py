@@ -73,6 +73,7 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
                 n: translation.optimizer(n, each) for n, each in plan.optimizers.items()
             },
             "transforms": translation.transforms(own_rest["transforms"]),
+            "weight": run.rests[step].get("weight", 0.0),
         }
     return found
 

@@ -395,7 +395,7 @@ class _Loading:
         for name, step in self._steps.items():
             rest, optimizers = self._before.rest[name], [*step.plan.optimizers]
             tensors = self._before.tensors
-            put_back(step.plan, name, tensors, rest, optimizers=optimizers, fresh=())
+            put_back(step, name, tensors, rest, optimizers=optimizers, fresh=())
         restore_random(self._random, self._state.device)
 
     def _position(self) -> DistState:
@@ -415,8 +415,8 @@ class _Loading:
         """Load the non-tensor state, with the current tensors; return the state at its position."""
         state, loaded = self._state, self._position()
         for name, options in self._options.items():
-            plan = self._steps[name].plan
-            put_back(plan, name, self._tensors, dict(self._rests[name]), **options, again=again)
+            step = self._steps[name]
+            put_back(step, name, self._tensors, dict(self._rests[name]), **options, again=again)
         self._schedules.follow(loaded, calls=calls)
         if self._is_known:
             restore_random(self._of_rank["random"], state.device)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from math import inf
 from operator import methodcaller
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,8 @@ def run_state_of(steps: Steps) -> RunState:
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
             found.stateful[place] = of_step(where, name)
             transforms[where] = {key: saved[key] for key in saved if key not in tensors}
-        rest = {"model": extra_state, "transforms": transforms, "optimizers": {}}
+        rest: dict[str, Any] = {"model": extra_state, "transforms": transforms, "optimizers": {}}
+        rest["weight"] = float(sum(step.strategy.layout.last_total))
         for each, optimizer in plan.optimizers.items():
             prefix = prefix_of(each, name)
             rest["optimizers"][each] = _add_optimizer(found, prefix, plan, optimizer)
@@ -208,8 +210,8 @@ def targets_for(
 
 
 def put_back(
-    plan: Plan,
-    step: str,
+    step: Step,
+    name: str,
     tensors: Mapping[str, Tensor],
     rest: dict[str, Any],
     *,
@@ -222,18 +224,21 @@ def put_back(
     Transforms whose entries begin with one of `fresh` do not change. With `again`, the same
     tensors were loaded before, and their values have changed since.
     """
+    plan, weight = step.plan, rest.get("weight")
+    is_known = isinstance(weight, float) and 0 < weight < inf
+    step.strategy.layout.last_total = (cast("float", weight),) if is_known else ()
     _put_back_model(
-        unwrapped(plan.model), with_prefix(prefix_of("model", step), tensors), rest["model"]
+        unwrapped(plan.model), with_prefix(prefix_of("model", name), tensors), rest["model"]
     )
-    for name in optimizers:
-        own, optimizer = with_prefix(prefix_of(name, step), tensors), plan.optimizers[name]
+    for each in optimizers:
+        own, optimizer = with_prefix(prefix_of(each, name), tensors), plan.optimizers[each]
         if again and _holds(plan, optimizer, own):
-            groups = rest["optimizers"][name]["others"]["param_groups"]
+            groups = rest["optimizers"][each]["others"]["param_groups"]
             for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
                 ours.update({k: deepcopy(v) for k, v in theirs.items() if k not in _KEPT})
         else:
-            _put_back_optimizer(plan, optimizer, own, rest["optimizers"][name])
-    for place, where, function in stateful_functions(plan, step):
+            _put_back_optimizer(plan, optimizer, own, rest["optimizers"][each])
+    for place, where, function in stateful_functions(plan, name):
         if where in rest["transforms"] and place not in fresh:
             function.load_state_dict({**rest["transforms"][where], **with_prefix(place, tensors)})
 

@@ -12,25 +12,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 
-# BATCH_SIZE is the number of samples in a batch of all processes together.
-NUM_EPOCHS, BATCH_SIZE = 5, 64
-# A run resumes from the newest checkpoint in this folder; name another folder for a new run.
-FOLDER = "checkpoints"
+NUM_EPOCHS, BATCH_SIZE = 5, 64  # a batch is that of all processes together
+FOLDER = "checkpoints"  # a run resumes from the newest; name another folder for a new run
 
 
 def make_data(num_samples: int, seed: int) -> TensorDataset:
-    """Make points of a plane, and whether each lies in the unit circle: put your data here."""
+    """Points of a plane, and whether each lies in the unit circle: put your data here."""
     points = torch.randn(num_samples, 2, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(points, (points.norm(dim=1) < 1).long())
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute the mean loss over the samples of a batch."""
+    """The mean loss over the samples of a batch."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def metric_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Compute the metrics of a batch, one value for each sample."""
+    """Metrics of a batch, one value for each sample."""
     return {"accuracy": model(batch[0]).argmax(dim=1) == batch[1]}
 
 

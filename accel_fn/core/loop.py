@@ -113,6 +113,7 @@ class Strategy:
         if refused:
             self.layout.counts = ()
         self.counts_first |= any(each.dtype == torch.float16 for each in self.reachable)
+        self.layout.predicts = not (self.counts_first or self.retries)
         self.parameters = TrainedParameters(plan)
         self._settles = type(self).settle is not Strategy.settle
         self.awaits_total = False
@@ -144,6 +145,8 @@ class Strategy:
             raise
         if mean.is_open and counted_in(metrics):
             grads = grads.scaled(mean.open_factor(metrics))
+        if mean.correction != 1.0:
+            grads = grads.scaled(mean.correction)
         extras, samples = mean.extras(plan), mean.samples
         report = self.layout.report(loss, total, samples=samples, metrics=metrics, extras=extras)
         return state, grads, report
@@ -324,6 +327,9 @@ class Strategy:
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Run the optimizers and adjust the loss scale: local writes alone."""
+        weight = prepared.report.weight
+        # Only now: a step that fails changes nothing.
+        self.layout.last_total = (weight,) if weight and not isinstance(weight, Mapping) else ()
         return apply(plan, state, prepared, self._optimizers, self._always)
 
     def placements(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:

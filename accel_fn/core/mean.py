@@ -50,6 +50,11 @@ class Layout:
         """The names of the `(sum, count)` terms; () for a loss of means. None: not known yet."""
         self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
         """Functions of the means of a step, whose values are metrics too."""
+        self.predicts = True
+        """Whether a backward may start from a weight that is corrected later."""
+        self.last_total: Weight = ()
+        """The weight of the last global batch that a step has trained on; `PredictedMean` expects
+        it again."""
         self.pending_error: LossError | None = None
         """Error that all ranks raise in the next step."""
 
@@ -284,12 +289,14 @@ def differing_elsewhere(layout: Layout) -> LossError:
     )
 
 
+NUM_FACTS = 4
+"""How many numbers a message of a step has between those of the terms and of the metrics."""
 _PACK = 1 << 21
 """More than twice the number of micro-batches of a rank."""
 
 
 def packed(place: int, num_microbatches: int, *, stop: bool) -> float:
-    """Pack three facts of a rank into one number, since a message's head holds three numbers."""
+    """Pack three facts of a rank into one number, since a message's head holds five numbers."""
     return float(_PACK * place + 2 * num_microbatches + stop)
 
 
@@ -316,6 +323,8 @@ class GlobalMean:
     the loss."""
     is_evenly_split = False
     calls_collectives = False
+    correction = 1.0
+    """Once the total is known: the factor of the gradients, of which the backward knew another."""
 
     def __init__(
         self,
@@ -347,6 +356,8 @@ class GlobalMean:
         self._metrics = MetricSums()
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: Weight | None = None
+        self._divisor: Weight | None = None
+        """The total that shares are parts of; None: it is to be waited for."""
         self.num_microbatches = len(weights)
         self.is_open = False
         """With a `(sum, count)` loss: whether gradients are those of the sum, not divided yet."""
@@ -361,28 +372,36 @@ class GlobalMean:
         """Once the total is known: the number of rows of the global batch."""
         if state.world_size == 1:
             self._mean = layout.zero(state)
-            self._total = checked_total(numbers, failure)
+            self._total = self._divisor = checked_total(numbers, failure)
         else:
-            self._sums = torch.zeros(len(numbers) + 2, dtype=layout.dtype, device=state.device)
-            """Sum of the loss (or of each term), number of ranks whose metrics differ, a 0 where
-            `_totals` has the rows, sums of metrics."""
+            self._sums = torch.zeros(
+                len(numbers) + NUM_FACTS, dtype=layout.dtype, device=state.device
+            )
+            """Sum of the loss (or of each term), number of ranks whose metrics differ, zeros where
+            other messages have facts, sums of metrics."""
             self._mean = self._losses()
             # Weights are summed on the host in float64, exact for integers up to 2**53: an
             # accelerator is not kept waiting and need not support float64, and the error of a rank
             # is known without it. The tensor is as long as the sums of losses and metrics, so that
             # a rank that is a step ahead is noticed.
-            more = [0.0] * sum((layout.sizes or {}).values())
+            more = [0.0] * (NUM_FACTS - 2 + sum((layout.sizes or {}).values()))
             self._num_ranks = state.data.world_size
             self._data = over(state)
             """The ranks that share the batch."""
             count = packed(number_of(place), len(weights), stop=stop)
-            self._totals = torch.tensor([*numbers, count, rows, *more], dtype=torch.float64)
-            self._weights = self._sum(self._totals, state, "weights")
-            self._pending.append(self._weights)
+            self._facts = (*numbers, count, float(rows))
+            """What the ranks must know of this rank's batch."""
+            self._begin([*self._facts, *more])
             if self._num_ranks < state.world_size:
                 # Wait here: ranks along other axes may meet in a collective of the forward, which a
                 # rank that failed never reaches.
                 self.total()
+
+    def _begin(self, message: Sequence[float]) -> None:
+        """Start the sum of the weights."""
+        self._totals = torch.tensor(message, dtype=torch.float64)
+        self._weights = self._sum(self._totals, self._state, "weights")
+        self._pending.append(self._weights)
 
     def _sum(
         self, tensor: Tensor, state: DistState, what: str
@@ -400,13 +419,13 @@ class GlobalMean:
         if self._total is None:
             self._wait()
             num = self._num_terms
-            numbers = tuple(self._totals[:num].tolist())
-            assert isinstance(self._weights, primitives.PendingTotal)
-            every = self._weights.ranks
+            every = self._facts_of_ranks()
             own = every[data_places(self._state)]
+            numbers = tuple([sum(each) for each in zip(*every, strict=True)][:num])
             if self._state.axes and not any(map(math.isnan, numbers)):
                 numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
             self._total = checked_total(numbers, self._failure)
+            self._divisor = self._divisor or self._total
             self.samples = int(sum(each[num + 1] for each in own))
             places, counts, stops = zip(*[unpacked(int(each[num])) for each in every], strict=True)
             check_same_place(places)
@@ -416,6 +435,11 @@ class GlobalMean:
             self.stop = any(stops)
         return self._total
 
+    def _facts_of_ranks(self) -> Sequence[tuple[float, ...]]:
+        """Return weights, packed facts and rows of each rank, once they have come."""
+        assert isinstance(self._weights, primitives.PendingTotal)
+        return self._weights.ranks
+
     def _wait(self) -> None:
         for each in self._pending:
             each.wait()
@@ -423,7 +447,7 @@ class GlobalMean:
 
     def share(self, weight: Weight) -> Weight:
         """Return the factor that the backward of a micro-batch of this weight starts from."""
-        total = self.total() if self._total is None else self._total
+        total = self.total() if self._divisor is None else self._divisor
         if self.layout.is_sum:
             return (float(self._num_ranks),) if weight else ()
         share = shares(weight, total, self._num_ranks)
@@ -433,7 +457,7 @@ class GlobalMean:
 
     def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
         """Count the mean loss and the metrics of a micro-batch."""
-        total = self.total() if self._total is None else self._total
+        total = self.total() if self._divisor is None else self._divisor
         known, factor = self._factor
         self.add_scaled(loss, metrics, factor if known is weight else shares(weight, total))
 
@@ -489,7 +513,7 @@ class GlobalMean:
     def _means(self, total: Weight) -> dict[str, Tensor]:
         several = self._state.world_size > 1
         sums = (
-            self.layout.unpacked(self._sums[self._num_terms + 2 :])
+            self.layout.unpacked(self._sums[self._num_terms + NUM_FACTS :])
             if several
             else self._metrics.found or {}
         )

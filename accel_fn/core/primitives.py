@@ -117,8 +117,8 @@ def current_world() -> tuple[int, int] | None:
 
 Work = dist.Work
 
-_NUMBERS_BYTES, _NAME_BYTES = 24, 24
-"""Bytes in a head for up to three numbers (more, if all ranks have as many), and for the name of
+_NUMBERS_BYTES, _NAME_BYTES = 40, 24
+"""Bytes in a head for up to five numbers (more, if all ranks have as many), and for the name of
 the collective."""
 _UNWATCHED = nullcontext()
 
@@ -230,7 +230,7 @@ def start_total(
     loss. Here numbers are gathered, each with a name that all ranks must share.
 
     Args:
-        numbers: up to three, or more where all ranks have as many, of any floating dtype.
+        numbers: up to five, or more where all ranks have as many, of any floating dtype.
         state: of this rank.
         function: the public one, for errors and hang reports.
         what: what is summed and in which step, such as "losses 12"; at most 24 bytes count.

@@ -20,6 +20,7 @@ from accel_fn.core.loop import Strategy
 from accel_fn.core.loss import loss_module_of, sparse_tables
 from accel_fn.core.parameters import not_reached
 from accel_fn.core.plan import Plan, SlotFunction, describe
+from accel_fn.core.predicted_mean import PredictedMean
 from accel_fn.core.primitives import device_backend
 from accel_fn.core.state import DistState, over
 from accel_fn.core.transform import Transform, fill, transform
@@ -205,6 +206,8 @@ The strategies of a parameter keep the parameter and its turn alive.
 class DDP(Strategy):
     """Replicas whose gradients DistributedDataParallel averages in the last backward."""
 
+    mean_type = PredictedMean
+
     def __init__(
         self,
         state: DistState,
@@ -261,6 +264,10 @@ class DDP(Strategy):
         except BaseException:
             # With retries, backwards run under no_sync, where DDP waits for no gradient.
             self._is_unfinished = not self.retries
+            if self._is_unfinished:
+                # Its next forward begins anew. Before that, a trial of the checks may run a backward,
+                # in which the hooks of the failed forward would start all-reduces.
+                self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             raise
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:

@@ -337,6 +337,7 @@ def test_a_step_that_fails_before_it_is_applied_never_happened(setting):
         Setting("backward of a layer", "ddp, small buckets", 3, microbatches=2),
         Setting("loss_fn", microbatches="auto", passes=1),
         Setting("weight_fn", "ddp", 3, microbatches="auto", memory=True, culprit=0),
+        Setting("weight_fn", "ddp, unused", 2, culprit=0),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import accel_fn as af
 from tests.package.sources import PACKAGE, SOURCES, nodes, parsed
 
 # Objects of the package, generators or pipes, whose methods are named like collectives.
-OURS = ("primitives", "self", "channel", "connection", "mean", "reader", "writer")
+OURS = ("primitives", "self", "super()", "channel", "connection", "mean", "reader", "writer")
 
 
 def test_one_module_alone_calls_collectives():

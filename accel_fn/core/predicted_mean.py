@@ -1,0 +1,87 @@
+"""A global mean for whose weight no backward waits: that of the last batch stands in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_fn.core.mean import NUM_FACTS, GlobalMean, Layout
+from accel_fn.core.state import DistState
+from accel_fn.core.weights import Weight
+
+
+class PredictedMean(GlobalMean):
+    """A global mean whose backwards start from shares of the last batch's weight.
+
+    Most batches weigh the same. Where the batch turns out to weigh something else, `correction` makes the
+    gradients those of its own mean: a factor, so exact up to rounding. On the CPU, one message beside the
+    last backward carries weights, losses, metrics, failures and stops. On an accelerator, weights travel
+    on the host from the start of the step, and are awaited once the last backward is launched.
+
+    Nothing is predicted in the first step, after a batch that weighed nothing, in a forward alone, and
+    where several numbers or float16 need the total first: terms, `(sum, count)`, a loss scale.
+    """
+
+    def __init__(
+        self, state: DistState, weights: Sequence[Weight], *args: Any, layout: Layout, **facts: Any
+    ) -> None:
+        is_mean = not (layout.counts or layout.terms or layout.is_sum)
+        is_step = not facts.get("is_forward") and state.scaler is None and not state.axes
+        self._predicted = layout.last_total if layout.predicts and is_mean and is_step else ()
+        # In the first step after a `load`, the ranks still have to agree on the metrics.
+        is_known = layout.counts == () and layout.sizes is not None
+        self._is_joined = bool(self._predicted) and is_known and state.device.type == "cpu"
+        self._message: Sequence[float] = ()
+        super().__init__(state, weights, *args, layout=layout, **facts)
+        if self._predicted:
+            self._divisor = self._predicted
+
+    def _begin(self, message: Sequence[float]) -> None:
+        if self._is_joined:
+            self._message = message
+        else:
+            super()._begin(message)
+
+    def total(self) -> Weight:
+        """Wait for the weight of the global batch, and return it; before `send`, nothing is predicted."""
+        if self._is_joined and not self._pending and self._total is None:
+            self._predicted, self._is_joined, self._divisor = (), False, None
+            super()._begin(self._message)
+        return super().total()
+
+    def send(self) -> None:
+        """Start the sum over the ranks, on the CPU with the weights in it."""
+        if not self._is_joined:
+            super().send()
+            return
+        self._settle_metrics()
+        loss, wrong, *_ = self._sums.tolist()
+        metrics = self._sums[1 + NUM_FACTS :].double()
+        facts = torch.tensor([loss, wrong, *self._facts], dtype=torch.float64)
+        self._totals = torch.cat([facts, metrics])
+        self._weights = self._sum(self._totals, self._state, "losses")
+        self._pending.append(self._weights)
+
+    def _facts_of_ranks(self) -> Sequence[tuple[float, ...]]:
+        every = super()._facts_of_ranks()
+        return [each[2:5] for each in every] if self._is_joined else every
+
+    def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
+        """Return means and weight of the global batch, and metrics; waits for the sums."""
+        if not self._predicted:
+            return super().close()
+        total = self.total()
+        if self._is_joined:
+            self._sums = self._totals.to(self._sums.dtype)
+            self._mean = self._losses()
+        if total and total != self._predicted and not self.layout.counts:
+            self.correction = self._predicted[0] / total[0]
+        loss, metrics, total = super().close()
+        if self.correction != 1.0:
+            loss = loss * self.correction
+            sizes = self.layout.sizes or {}
+            metrics = {n: v * self.correction if sizes[n] == 1 else v for n, v in metrics.items()}
+        return loss, metrics, total
