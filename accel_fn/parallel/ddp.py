@@ -69,8 +69,9 @@ def wrap_ddp(
             cannot sum them.
 
     Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
-    the last backward, and two small collectives: of weights, started before the first forward
-    and awaited before the first backward, and of losses, beside the last backward. With
+    the last backward, and one small collective of weights and losses beside the last backward. On an
+    accelerator, in the first step, and where the weight must be known (several terms, a loss scale,
+    `accumulate("auto")`), two: of weights, started before the first forward, and of losses. With
     `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
     widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
     than another computes one of the other's with weight 0. A loss that raises on one rank then
