@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -300,10 +301,10 @@ def packed(place: int, num_microbatches: int, *, stop: bool) -> float:
     return float(_PACK * place + 2 * num_microbatches + stop)
 
 
-def unpacked(count: int) -> tuple[int, int, bool]:
-    """Return place, number of micro-batches and `stop` of a packed number."""
-    place, rest = divmod(count, _PACK)
-    return place, rest // 2, bool(rest % 2)
+def unpacked(counts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return places, numbers of micro-batches and `stop` of packed integers, [ranks] each."""
+    places, rest = np.divmod(counts, _PACK)
+    return places, rest // 2, rest % 2
 
 
 class GlobalMean:
@@ -421,22 +422,22 @@ class GlobalMean:
             num = self._num_terms
             every = self._facts_of_ranks()
             own = every[data_places(self._state)]
-            numbers = tuple([sum(each) for each in zip(*every, strict=True)][:num])
-            if self._state.axes and not any(map(math.isnan, numbers)):
-                numbers = tuple([sum(each) for each in zip(*own, strict=True)][:num])
+            weights, counts = every[:, :num], every[:, num].astype(np.int64)
+            # A rank that cannot count its batch concerns all, also along other axes.
+            counted = every if np.isnan(weights).any() else own
+            numbers = tuple(counted[:, :num].sum(0).tolist())
             self._total = checked_total(numbers, self._failure)
             self._divisor = self._divisor or self._total
-            self.samples = int(sum(each[num + 1] for each in own))
-            places, counts, stops = zip(*[unpacked(int(each[num])) for each in every], strict=True)
-            check_same_place(places)
-            self.of_ranks = [
-                (any(each[:num]), count) for each, count in zip(every, counts, strict=True)
-            ]
-            self.stop = any(stops)
+            self.samples = int(own[:, num + 1].sum())
+            places, nums, stops = unpacked(counts)
+            check_same_place(places.tolist())
+            weigh: list[bool] = (weights != 0).max(1).tolist()
+            self.of_ranks = [*zip(weigh, nums.tolist(), strict=True)]
+            self.stop = bool(stops.any())
         return self._total
 
-    def _facts_of_ranks(self) -> Sequence[tuple[float, ...]]:
-        """Return weights, packed facts and rows of each rank, once they have come."""
+    def _facts_of_ranks(self) -> np.ndarray[Any, Any]:
+        """Return weights, packed facts and rows of each rank, [ranks, ...], once they have come."""
         assert isinstance(self._weights, primitives.PendingTotal)
         return self._weights.ranks
 

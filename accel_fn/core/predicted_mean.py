@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,9 +66,9 @@ class PredictedMean(GlobalMean):
         self._weights = self._sum(self._totals, self._state, "losses")
         self._pending.append(self._weights)
 
-    def _facts_of_ranks(self) -> Sequence[tuple[float, ...]]:
+    def _facts_of_ranks(self) -> np.ndarray[Any, Any]:
         every = super()._facts_of_ranks()
-        return [each[2:5] for each in every] if self._is_joined else every
+        return every[:, 2:5] if self._is_joined else every
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
         """Return means and weight of the global batch, and metrics; waits for the sums."""
