@@ -7,13 +7,16 @@ moves, only this page changes, and no test.
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 from unittest.mock import patch
+
+import torch
 
 from accel_fn.checkpoint import background, compare, files, store, tensors
 from accel_fn.checkpoint.background import Writing
@@ -321,3 +324,16 @@ lock a log."""
 def recorders(step: Step) -> list[Any]:
     """List the objects that read the device's values for the logs of a step."""
     return [vars(each)["_recorder"] for each in step.observers.every if "_recorder" in vars(each)]
+
+
+# ---- many ranks
+
+
+def reading_from(num_ranks: int) -> Callable[[], None]:
+    """Return a function that reads the message of a step, as if so many ranks had sent theirs."""
+    head = struct.pack("5d", 0.5, 0.0, 8.0, 2.0, 8.0) + b"losses 7".ljust(24, b"\0")
+    heads = object.__new__(primitives._Heads)
+    heads._received = torch.frombuffer(bytearray(head * num_ranks), dtype=torch.uint8)
+    heads._state, heads._function = DistState(world_size=num_ranks), "step"
+    heads._work = mock.Mock()
+    return primitives.PendingTotal(torch.zeros(5).double(), heads, nullcontext()).wait
