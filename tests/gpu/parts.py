@@ -143,15 +143,20 @@ def lm_batches(number: int, seed: int = 0) -> list[Tensor]:
 
 
 def by_hand(
-    forward: Callable[..., Any], model: Any, optimizer: torch.optim.Optimizer, device: Any
+    forward: Callable[..., Any],
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    device: Any,
+    num_microbatches: int = 1,
 ) -> Callable[[Any], Tensor]:
     """Return a step of torch alone: bf16, clipping, and `forward`, which may be a wrapped `model`."""
     device = torch.device(device)
 
     def step(tokens):
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = lm_loss(forward, tokens.to(device, non_blocking=True))
-        loss.backward()
+        for part in tokens.to(device, non_blocking=True).chunk(num_microbatches):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = lm_loss(forward, part)
+            (loss / num_microbatches).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -187,10 +192,27 @@ def measured(run: Callable[[Any], Tensor], data: list[Any]) -> str:
     step_ms = (time.perf_counter() - start) / number * 1e3
     host_ms = statistics.median(host_times_ms(run, data))
     rate = data[0].numel() / step_ms * 1e3
+    idle = f"idle {idle_share(run, data):4.0%}  " if DEVICE == "cuda" else ""
     return (
-        f"{rate:9.0f} tokens/s a rank  step {step_ms:8.2f} ms  host {host_ms:8.2f} ms  "
+        f"{rate:9.0f} tokens/s a rank  step {step_ms:8.2f} ms  host {host_ms:8.2f} ms  {idle}"
         f"peak {peak_gib():6.2f} GiB  loss {float(loss):.4f}"
     )
+
+
+def idle_share(run: Callable[[Any], Tensor], data: list[Any]) -> float:
+    """Return the share of three steps in which a CUDA device runs no kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for batch in data[:3]:
+            run(batch)
+        synchronize()
+    kinds = torch.autograd.DeviceType.CUDA
+    spans = [each.time_range for each in profiled.events() if each.device_type == kinds]
+    spans.sort(key=lambda each: each.start)
+    busy, end = 0.0, spans[0].start
+    for each in spans:
+        busy += max(0.0, each.end - max(end, each.start))
+        end = max(end, each.end)
+    return 1 - busy / (end - spans[0].start)
 
 
 def host_times_ms(run: Callable[[Any], Tensor], data: list[Any]) -> Iterator[float]:

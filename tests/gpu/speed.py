@@ -26,11 +26,11 @@ def parts():
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
-def by_torch(*, compiles=False):
+def by_torch(*, compiles=False, num_microbatches=1):
     model, optimizer = parts()
     model.to(DEVICE)
     forward = torch.compile(model) if compiles else model
-    return by_hand(forward, model, optimizer, DEVICE)
+    return by_hand(forward, model, optimizer, DEVICE, num_microbatches)
 
 
 def by_accelerate():
@@ -69,6 +69,9 @@ RUNS = {
     "accel_fn, compiled loss": lambda: ours(af.compiled()),
     "accel_fn, compiled blocks": lambda: ours(af.compiled(scope="blocks")),
     "accel_fn, compiled step": lambda: ours(af.compiled(scope="step")),
+    "torch, compiled, 4 parts": lambda: by_torch(compiles=True, num_microbatches=4),
+    "accel_fn, compiled loss, 4 parts": lambda: ours(af.compiled(), af.accumulate(4)),
+    "accel_fn, compiled step, 4 parts": lambda: ours(af.compiled(scope="step"), af.accumulate(4)),
 }
 
 
@@ -82,7 +85,7 @@ def main():
             result = measured(RUNS[name](), data)
         except Exception as error:
             result = reason(error)
-        print(f"{name:30} {result}", flush=True)
+        print(f"{name:33} {result}", flush=True)
 
 
 if __name__ == "__main__":
