@@ -33,8 +33,7 @@ from accel_fn.core.primitives import num_calls, start_total, waiting
 from accel_fn.core.signed import signed, verified
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step
-from accel_fn.core.torch_internals import run_optimizer
-from accel_fn.core.update import apply_update, follow_parameters
+from accel_fn.core.update import apply_update, follow_parameters, multiply
 from accel_fn.core.warn import warn_user
 from accel_fn.data import prefetch, workers
 from accel_fn.data.loader import ShardedLoader
@@ -86,11 +85,11 @@ __all__ = [
     "make_mesh",
     "may_draw",
     "meet",
+    "multiply",
     "num_calls",
     "open_channel",
     "place_of_rate",
     "read_manifest",
-    "run_optimizer",
     "shard_like",
     "signed",
     "start_total",
@@ -98,7 +97,7 @@ __all__ = [
     "waiting",
     "warn_user",
     "whole",
-    "with_run_optimizer",
+    "with_multiply",
 ]
 
 # ---- step
@@ -111,9 +110,9 @@ def ddp_of(step: Step) -> Any:
     return step.strategy.ddp  # type: ignore[attr-defined]
 
 
-def with_run_optimizer(run: Callable[[Any], None]) -> AbstractContextManager[Any]:
-    """Let updates call this function in place of `run_optimizer`."""
-    return patch.object(update, "run_optimizer", run)
+def with_multiply(multiply: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
+    """Let updates call this function in place of `multiply`, which applies an open factor."""
+    return patch.object(update, "multiply", multiply)
 
 
 # ---- ranks

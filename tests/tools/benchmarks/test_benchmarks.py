@@ -56,7 +56,7 @@ def test_a_table_is_measured_and_printed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "scenario", ["tiny, fused, average", "two ranks, middle, fused, check_replicas(8)"]
+    "scenario", ["tiny, fused, ema", "two ranks, middle, fused, check_replicas(8)"]
 )
 def test_a_row_of_a_transform_is_measured_and_printed(scenario):
     assert 0 < float(measured(scenario)["accel_fn"]) < math.inf

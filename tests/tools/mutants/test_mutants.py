@@ -67,7 +67,7 @@ def test_a_bug_is_noticed_by_all_that_can(monkeypatch):
 
 def planted(**changes):
     """Plant a bug from a new process: copies would inherit the ranks that were simulated in this."""
-    (mutant,) = [each for each in MUTANTS if each.name == "a fused kernel multiplies by the scale"]
+    (mutant,) = [each for each in MUTANTS if each.name == "clipping before unscaling"]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as new:
         task = new.submit(plant_all, [replace(mutant, **changes)], jobs=1, deadline=math.inf)
         return task.result()[mutant.name]
@@ -93,7 +93,7 @@ def test_programs_that_people_write_bring_out_a_bug(mutant, tmp_path):
 
 @pytest.mark.slow
 def test_a_change_that_is_no_bug_is_noticed_by_nothing():
-    (old,) = [each.old for each in MUTANTS if each.name == "a fused kernel multiplies by the scale"]
+    (old,) = [each.old for each in MUTANTS if each.name == "clipping before unscaling"]
     assert not any(planted(new=f"{old}  # as it was").values())
 
 
