@@ -92,6 +92,26 @@ def test_a_look_leaves_everything_as_it_was():
         assert same(with_looks, without)
 
 
+@pytest.mark.filterwarnings("ignore:step. loss_fn should")
+@pytest.mark.parametrize("draw", [np.random.rand, random.random, lambda: float(torch.rand(()))])
+def test_a_look_at_a_loss_that_draws_leaves_the_generators_as_they_were(draw):
+    """As mixup does; a check must not change what the run draws."""
+
+    def loss_fn(model, batch):
+        share = draw()
+        return ours.mse(model, (share * batch[0] + (1 - share) * batch[0].flip(0), batch[1]))
+
+    ends = []
+    for check_loss in (True, False):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = ours.regression_model()
+        stepped(model, loss_fn, num_steps=3, check_loss=check_loss)
+        ends.append((model.state_dict(), (torch.rand(2), random.random(), np.random.rand())))
+    assert same(*ends)
+
+
 def test_a_forward_that_fails_in_the_middle_leaves_the_mode_of_the_model():
     def loss_fn(model, batch):
         if len(batch[0]) < 8:

@@ -454,10 +454,9 @@ MUTANTS = [
     Mutant(
         "the check of the loss moves the random generators",
         "checks/writes.py",
-        "        torch.set_rng_state(self._states[2])\n",
+        "        np.random.set_state(self._states[1])\n",
         "        pass\n",
         "tests/core/test_comparison.py",
-        kind="losses.noise",
     ),
     Mutant(
         "a loss that is neither a mean nor a sum is passed over",
@@ -473,7 +472,6 @@ MUTANTS = [
         "_LOOKS = (1, 2, 10, 100)",
         "_LOOKS = (1,)",
         f"{LAWS}03_reduction.py tests/core/test_reduction.py",
-        kind="losses.policy_gradient",
     ),
     Mutant(
         "equal batches on all ranks are passed over",
@@ -513,7 +511,6 @@ MUTANTS = [
         "sizes[dim] = 1 if self._rows is None else self._num_rows",
         "sizes[dim] = shape[dim] if self._rows is None else self._num_rows",
         f"{LAWS}03_reduction.py tests/core/test_reduction.py",
-        kind="cuts.sum_beside_noise",
     ),
     Mutant(
         "weights that are drawn are passed over",
