@@ -40,9 +40,9 @@ def run_fused(
     factor: Tensor | None,
     ok: Tensor | None,
 ) -> bool:
-    """Do what `optimizer.step()` does with `factor * gradients`, or nothing and return False.
+    """Do what `optimizer.step()` does with `factor * gradients`, by torch's kernels alone.
 
-    It returns False where torch would run other code than the kernel: for an optimizer of another
+    It does nothing where torch would run other code than the kernel: for an optimizer of another
     class, with hooks or under a profiler, in the first step, which makes the state, or with tensors
     of several kinds.
 
@@ -51,6 +51,9 @@ def run_fused(
         gradients: one for each parameter of its groups, or None.
         factor: [], float32; None is one.
         ok: [], bool: the kernel leaves everything as it is where this is False. None: it runs.
+
+    Returns:
+        Whether it has done it.
     """
     calls = _calls(optimizer, gradients)
     if calls is None:
