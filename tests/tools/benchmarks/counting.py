@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -33,12 +34,16 @@ def count(update: Update, *, warm_up: int = WARM_UP) -> Counts:
         nonlocal calls
         calls += event == "call"
 
+    # A collection would call back for the garbage of whatever ran before.
+    gc.collect()
+    gc.disable()
     sys.setprofile(on_event)
     try:
         for index in range(NUM_BATCHES):
             update(index)
     finally:
         sys.setprofile(None)
+        gc.enable()
     with _Ops() as mode:
         for index in range(NUM_BATCHES):
             update(index)
