@@ -1,4 +1,4 @@
-"""What one training step is: a loop over micro-batches around one exact mean.
+"""The core of a training step: a loop over micro-batches around one exact mean.
 
 `build(plan, state, observers=())` makes a step that these observers and those of the plan watch;
 `accel_fn.build` adds the checks.

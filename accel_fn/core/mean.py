@@ -391,7 +391,7 @@ class GlobalMean:
             """The ranks that share the batch."""
             count = packed(number_of(place), len(weights), stop=stop)
             self._facts = (*numbers, count, float(rows))
-            """What the ranks must know of this rank's batch."""
+            """Weights, packed facts and rows of this rank's batch, which travel to all ranks."""
             self._begin([*self._facts, *more])
             if self._num_ranks < state.world_size:
                 # Wait here: ranks along other axes may meet in a collective of the forward, which a

@@ -117,3 +117,17 @@ def test_a_steady_step_sends_as_many_messages_as_the_docs_say(recipe, messages, 
         return found[2:]
 
     assert simulate(run, world_size=world_size)[0] == [messages] * 2
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_checkpoint_has_as_many_files_as_the_docs_say(wrap, world_size, tmp_path):
+    def run(state):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+        plan = af.Plan(mse, model, torch.optim.AdamW(model.parameters()))
+        state, step = af.build(wrap(plan), state, checks=())
+        state, _ = step(state, (torch.ones(8, 64), torch.ones(8, 1)))
+        af.save(step, state, tmp_path)
+
+    simulate(run, world_size=world_size)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2 * world_size + 3
