@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from accel_fn.core.batch import shapes_of
-from accel_fn.core.loop import Strategy, cut, splits_of
+from accel_fn.core.loop import Strategy
+from accel_fn.core.microbatches import cut, splits_of
 from accel_fn.core.plan import Plan
 from accel_fn.core.state import DistState
 from accel_fn.core.warn import warn_user

@@ -27,7 +27,8 @@ from accel_fn.checks.parts import (
 from accel_fn.checks.trial import couples
 from accel_fn.checks.verdicts import Verdicts
 from accel_fn.core import primitives
-from accel_fn.core.loop import Strategy, in_microbatches
+from accel_fn.core.loop import Strategy
+from accel_fn.core.microbatches import in_microbatches
 from accel_fn.core.plan import Plan
 from accel_fn.core.state import DistState
 from accel_fn.core.torch_internals import is_memory

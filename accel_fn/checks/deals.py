@@ -24,7 +24,8 @@ from accel_fn.checks.trial import Trial
 from accel_fn.core import primitives
 from accel_fn.core.batch import count_samples
 from accel_fn.core.dtensor import local
-from accel_fn.core.loop import Strategy, in_microbatches
+from accel_fn.core.loop import Strategy
+from accel_fn.core.microbatches import in_microbatches
 from accel_fn.core.plan import Plan
 from accel_fn.core.split_batch import interleaved_parts, part_sizes, split_rows
 from accel_fn.core.state import DistState, over

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from accel_fn.checks.comparison import is_cut
 from accel_fn.core.batch import count_samples, shapes_of
 from accel_fn.core.given_batches import samples_of
-from accel_fn.core.loop import splits_of
+from accel_fn.core.microbatches import splits_of
 from accel_fn.core.plan import Plan
 from accel_fn.core.state import DistState
 from accel_fn.errors import BatchError

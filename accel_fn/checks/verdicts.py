@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 from accel_fn.checks.findings import Cut, Found, Gradients, Reads, Write, wrong_gradient
-from accel_fn.core.loop import in_microbatches
 from accel_fn.core.loss import COUNTED
+from accel_fn.core.microbatches import in_microbatches
 from accel_fn.core.plan import Plan
 from accel_fn.core.state import DistState
 from accel_fn.core.warn import warn_user

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import call
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.core import primitives
-from accel_fn.core.batch import rows_of, tensors_of
 from accel_fn.core.collectives import broadcast, exchange_failures
 from accel_fn.core.counted_loss import CountedLoss, counts_refused
 from accel_fn.core.dtensor import is_sharded, place_gradients, place_of
@@ -28,25 +27,22 @@ from accel_fn.core.loss import (
     run_terms,
 )
 from accel_fn.core.mean import GlobalMean, Layout, seed_of
-from accel_fn.core.observers import FailedBatch, Observers
+from accel_fn.core.microbatches import Parts, Weights, microbatches_or_failure
+from accel_fn.core.observers import Observers
 from accel_fn.core.parameters import Reached, TrainedParameters
 from accel_fn.core.plan import Plan, describe_with_source, trained_by
 from accel_fn.core.report import Report
 from accel_fn.core.restored import main_buffers
 from accel_fn.core.state import DistState, data_places, over
-from accel_fn.core.torch_internals import is_memory, run_backward
+from accel_fn.core.torch_internals import run_backward
 from accel_fn.core.update import Prepared, apply, prepare
-from accel_fn.core.weights import Weight, weigh
+from accel_fn.core.weights import Weight
 from accel_fn.errors import (
     ArgumentTypeError,
-    BatchError,
-    OutOfMemoryError,
     PeerOutOfMemoryError,
     message,
 )
 
-Parts = Sequence[Any]
-Weights = Sequence[Weight]
 _NOTHING = nullcontext()
 
 
@@ -463,91 +459,6 @@ class PaddingStrategy(Strategy):
 
 def _nothing(with_gradients: bool, num_microbatches: int) -> None:
     """Do nothing: the default for strategies that do not count passes."""
-
-
-def microbatches(
-    plan: Plan, batch: Any, *, with_weightless: bool = False
-) -> tuple[Parts, Weights, int]:
-    """Return the micro-batches of positive weight, their weights, and the batch's number of rows.
-
-    With `with_weightless`, micro-batches of weight 0 that have samples come first.
-    """
-    # Split and weigh before placement: weights are counted on the host, without waiting for an
-    # accelerator, and only one micro-batch at a time is on the device.
-    split, rows = cut(plan, batch)
-    weights = weigh(plan.weight_fn, split)
-    if all(weights):
-        return split, weights, rows
-    counted = [each for each in zip(split, weights, strict=True) if each[1]]
-    if with_weightless:
-        # Parameters that only weightless micro-batches reach then get a gradient of zeros, as on
-        # one rank, not None.
-        weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
-        counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
-    return [part for part, _ in counted], [weight for _, weight in counted], rows
-
-
-def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
-    """Return the micro-batches of a batch that have rows, and the number of their rows."""
-    if batch is None:
-        return (), 0
-    if type(batch) is FailedBatch:
-        raise batch.error
-    split = plan.split[0](batch) if plan.split else (batch,)
-    if not isinstance(split, list | tuple):
-        _check_split(split)
-    counts = [*map(rows_of, split)]
-    if None in counts:
-        split = [part for part, rows in zip(split, counts, strict=True) if rows is not None]
-    return split, sum(filter(None, counts))
-
-
-def splits_of(plan: Plan) -> list[Any]:
-    """Return the plan's `split`, unless it gives the whole batch as one part."""
-    return [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
-
-
-def in_microbatches(plan: Plan) -> bool:
-    """Return whether a rank computes its part of a batch in several forwards."""
-    return bool(splits_of(plan) or plan.having("virtual_ranks"))
-
-
-def _has_samples(part: Any) -> bool:
-    return any(tensor.numel() for tensor in tensors_of(part))
-
-
-def _check_split(split: object) -> None:
-    """Refuse a `split` result that is not iterable, or whose items are keys, letters or rows."""
-    if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
-        rule = "return a sequence of micro-batches"
-        raise BatchError(message("step", "split", rule, type(split).__name__))
-
-
-def microbatches_or_failure(
-    plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
-) -> tuple[Parts, Weights, int, Exception | None]:
-    """Call `microbatches`; return its error instead of raising: one rank must not raise alone.
-
-    A step passes `check`, which checks its parameters, and then also gets micro-batches of weight
-    0.
-    """
-    try:
-        if check is not None:
-            check()
-        return *microbatches(plan, batch, with_weightless=check is not None), None
-    except Exception as error:
-        return (), (), 0, _not_retried(error) if retries else error
-
-
-def _not_retried(failure: Exception) -> Exception:
-    """Make an OOM error final: the other ranks raise theirs without a vote."""
-    if not is_memory(failure):
-        return failure
-    error = OutOfMemoryError(
-        f"step: batch must be split and weighed within memory, got {failure!r}; use a smaller batch"
-    )
-    error.__cause__ = failure
-    return error
 
 
 def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:

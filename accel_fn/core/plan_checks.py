@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from accel_fn.core import primitives
 from accel_fn.core.dtensor import is_sharded
-from accel_fn.core.loop import in_microbatches
 from accel_fn.core.loss import check_frozen, tensors_of_frozen
 from accel_fn.core.mesh_axes import mesh_name
+from accel_fn.core.microbatches import in_microbatches
 from accel_fn.core.parameters import check_hooks, shares_gradients
 from accel_fn.core.plan import Plan, SlotFunction, describe, slot_names
 from accel_fn.core.state import DistState, mesh_of

@@ -14,7 +14,6 @@ from torch import Tensor
 from accel_fn.checks.first_batches import Looks
 from accel_fn.checks.metrics import MetricsLook
 from accel_fn.checks.trial import Outputs
-from accel_fn.core.loop import Parts, Weights, microbatches
 from accel_fn.core.loss import (
     COUNTED,
     Outcome,
@@ -32,6 +31,7 @@ from accel_fn.core.loss import (
     stacked,
 )
 from accel_fn.core.mean import finish_means
+from accel_fn.core.microbatches import Parts, Weights, microbatches
 from accel_fn.core.plan import FinishFn, Plan, check_finish
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step

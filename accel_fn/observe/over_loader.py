@@ -16,8 +16,9 @@ from accel_fn.checks.first_batches import Looks, check_copies, looks_of, warn_of
 from accel_fn.core import primitives
 from accel_fn.core.batch import count_samples
 from accel_fn.core.collectives import agreed
-from accel_fn.core.loop import Strategy, cut
+from accel_fn.core.loop import Strategy
 from accel_fn.core.loss import run_placed
+from accel_fn.core.microbatches import cut
 from accel_fn.core.plan import Plan
 from accel_fn.core.restored import in_eval_mode, restored_random
 from accel_fn.core.state import DistState, check_state, data_places

@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from accel_fn.core.loop import PaddingStrategy, Parts, Weights
+from accel_fn.core.loop import PaddingStrategy
 from accel_fn.core.loss import Outcome, leave_out, loss_module_of
+from accel_fn.core.microbatches import Parts, Weights
 from accel_fn.core.plan import Plan, describe
 from accel_fn.core.restored import with_forwards
 from accel_fn.core.state import DistState, over

@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 from accel_fn.core import primitives
 from accel_fn.core.grads import Grads
-from accel_fn.core.loop import Parts, Strategy, Weights
+from accel_fn.core.loop import Strategy
 from accel_fn.core.loss import Metrics, sparse_tables
 from accel_fn.core.mean import GlobalMean
+from accel_fn.core.microbatches import Parts, Weights
 from accel_fn.core.plan import Plan, SlotFunction, Stateful, describe
 from accel_fn.core.plan_checks import leave_out_one
 from accel_fn.core.report import Report

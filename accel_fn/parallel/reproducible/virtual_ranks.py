@@ -19,9 +19,10 @@ from accel_fn.core.collectives import exchange_failures
 from accel_fn.core.differentiable import loss_of
 from accel_fn.core.given_batches import check_same_place, number_of, place_of
 from accel_fn.core.grads import Grads, wide_backward
-from accel_fn.core.loop import Parts, Strategy, Weights, microbatches, take_gradients
+from accel_fn.core.loop import Strategy, take_gradients
 from accel_fn.core.loss import by_count, counted_in, loss_module_of
 from accel_fn.core.mean import MetricSums, checked_total, differing_elsewhere, seed_of, weighed
+from accel_fn.core.microbatches import Parts, Weights, microbatches
 from accel_fn.core.observers import FailedBatch
 from accel_fn.core.plan import Plan
 from accel_fn.core.report import Report

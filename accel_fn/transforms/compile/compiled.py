@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_fn.core.collectives import all_or_none
-from accel_fn.core.loop import splits_of
+from accel_fn.core.microbatches import splits_of
 from accel_fn.core.plan import Plan, SlotFunction, describe
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Stages

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from accel_fn.core.grads import HALF, Grads
-from accel_fn.core.loop import Parts, Weights, microbatches
 from accel_fn.core.loss import LossModule, in_contexts, loss_module_of, placed
 from accel_fn.core.mean import Layout, MetricSums, sizes_of
+from accel_fn.core.microbatches import Parts, Weights, microbatches
 from accel_fn.core.plan import Plan, trained_by
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState, LossScale
