@@ -3,9 +3,10 @@
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
 
@@ -86,6 +87,90 @@ def install(session: nox.Session, *extras: str, groups: tuple[str, ...] = ()) ->
     session.install("--constraint", CONSTRAINTS, *build, *needed, silent=False)
 
 
+class Row(NamedTuple):
+    """A session that installs the package and runs one command, with the arguments after `--`."""
+
+    about: str
+    command: tuple[str, ...]
+    extras: tuple[str, ...] = EVERYTHING
+    groups: tuple[str, ...] = ("tests",)
+    env: Mapping[str, str | None] = ONE_THREAD
+
+
+ALONE = ("testing",)
+SLOW_TOO = ("-m", "slow or not slow")
+TABLE = {
+    "types": Row("mypy --strict on the package.", ("mypy",), ALONE, ("types",)),
+    "tests": Row(
+        "Unit tests, laws on simulated ranks, real processes: `-- -k NAME` for some of them.",
+        ("pytest", *IN_PARALLEL, *APART),
+    ),
+    "slow": Row(
+        "The slow tests: many processes, compilers, long training.",
+        ("pytest", *IN_PARALLEL, *APART, "-m", "slow"),
+    ),
+    "nightly": Row(
+        "All tests, slow ones too, with thousands of examples a law.",
+        ("pytest", "--timeout=7200", *SLOW_TOO),
+        env={**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"},
+    ),
+    "examples": Row(
+        "The tests of the examples, slow ones too.",
+        ("pytest", *IN_PARALLEL, "tests/examples", *SLOW_TOO),
+    ),
+    "trainer": Row(
+        "The Trainer of transformers over accel_fn's step, on one and two processes.",
+        ("pytest", *IN_PARALLEL, "tests/contrib/transformers", *SLOW_TOO),
+        ("testing", "transformers"),
+    ),
+    "ray": Row(
+        "An example on workers of Ray: one, two, and one that is killed.",
+        ("pytest", "tests/ray"),
+        ("testing", "examples"),
+        ("ray",),
+    ),
+    "gpu": Row(
+        "Ten programs on this machine's accelerator, and a report to send: `-- --only NAME` for one.",
+        ("python", "-m", "tests.gpu"),
+    ),
+    "fuzz": Row(
+        "Random programs of users against the loop by hand: `-- --minutes 15 --seed 0 --only KIND`.",
+        ("python", "-m", "tests.tools.fuzz"),
+        ALONE,
+    ),
+    "soak": Row(
+        "Runs of 1 to 3 ranks that save, evaluate, are killed and resume: `-- --minutes 15 --seed 0`.",
+        ("python", "-m", "tests.tools.soak"),
+        ALONE,
+    ),
+    "mutants": Row(
+        "Plant known bugs and write what notices each to docs; `-- --seed N --number 300`: drawn ones.",
+        ("python", "-m", "tests.tools.mutants"),
+    ),
+    "bench": Row(
+        "Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs.",
+        ("python", "-m", "tests.tools.benchmarks"),
+        (),
+        ("bench",),
+    ),
+}
+
+
+def session_of(row: Row) -> Callable[[nox.Session], None]:
+    """The function of a session in the table."""
+
+    def run(session: nox.Session) -> None:
+        install(session, *row.extras, groups=row.groups)
+        session.run(*row.command, *session.posargs, env=row.env)
+
+    run.__doc__ = row.about
+    return run
+
+
+for name, row in TABLE.items():
+    nox.session(session_of(row), name=name)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format, rules, docstrings, layers."""
@@ -96,33 +181,11 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-@nox.session
-def types(session: nox.Session) -> None:
-    """mypy --strict on the package."""
-    install(session, "testing", groups=("types",))
-    session.run("mypy")
-
-
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Unit tests, laws on simulated ranks, real processes: `-- -k NAME` for some of them."""
-    install(session, *EVERYTHING, groups=("tests",))
-    session.run("pytest", *IN_PARALLEL, *APART, *session.posargs, env=ONE_THREAD)
-
-
 @nox.session(python=classified_pythons())
 def pythons(session: nox.Session) -> None:
     """The tests on every supported Python that is installed: `-s pythons-3.12` for one of them."""
     install(session, *EVERYTHING, groups=("tests",))
     session.run("pytest", *IN_PARALLEL, *APART, *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def slow(session: nox.Session) -> None:
-    """The slow tests: many processes, compilers, long training."""
-    install(session, *EVERYTHING, groups=("tests",))
-    some = (*IN_PARALLEL, *APART, "-m", "slow")
-    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -157,13 +220,6 @@ def deepspeed(session: nox.Session) -> None:
 
 
 @nox.session
-def ray(session: nox.Session) -> None:
-    """An example on workers of Ray: one, two, and one that is killed."""
-    install(session, "testing", "examples", groups=("ray",))
-    session.run("pytest", "tests/ray", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
 @nox.parametrize("library", MPIS, ids=[each.partition("=")[0] for each in MPIS])
 def mpi(session: nox.Session, library: str) -> None:
     """Worlds that the mpirun of Open MPI, MPICH and Intel MPI start on this machine."""
@@ -171,29 +227,6 @@ def mpi(session: nox.Session, library: str) -> None:
     session.install("--constraint", CONSTRAINTS, library)
     here = {**ONE_THREAD, "I_MPI_ROOT": session.virtualenv.location}
     session.run("pytest", "tests/mpi", *session.posargs, env=here)
-
-
-@nox.session
-def gpu(session: nox.Session) -> None:
-    """Ten programs on this machine's accelerator, and a report to send: `-- --only NAME` for one."""
-    install(session, *EVERYTHING, groups=("tests",))
-    session.run("python", "-m", "tests.gpu", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def examples(session: nox.Session) -> None:
-    """The tests of the examples, slow ones too."""
-    install(session, *EVERYTHING, groups=("tests",))
-    some = (*IN_PARALLEL, "tests/examples", "-m", "slow or not slow")
-    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def trainer(session: nox.Session) -> None:
-    """The Trainer of transformers over accel_fn's step, on one and two processes."""
-    install(session, "testing", "transformers", groups=("tests",))
-    some = (*IN_PARALLEL, "tests/contrib/transformers", "-m", "slow or not slow")
-    session.run("pytest", *some, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -271,42 +304,12 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session
-def nightly(session: nox.Session) -> None:
-    """All tests, slow ones too, with thousands of examples a law."""
-    install(session, *EVERYTHING, groups=("tests",))
-    env = {**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"}
-    everything = ("-m", "slow or not slow")
-    session.run("pytest", "--timeout=7200", *everything, *session.posargs, env=env)
-
-
-@nox.session
 def kernels(session: nox.Session) -> None:
     """The laws, steps and transforms under the kernels of other processors, within the same tolerances."""
     install(session, *EVERYTHING, groups=("tests",))
     some = (*IN_PARALLEL, "tests/laws", "tests/core", "tests/transforms")
     for chosen in KERNELS:
         session.run("pytest", *some, *session.posargs, env={**ONE_THREAD, **chosen})
-
-
-@nox.session
-def fuzz(session: nox.Session) -> None:
-    """Random programs of users against the loop by hand: `-- --minutes 15 --seed 0 --only KIND`."""
-    install(session, "testing", groups=("tests",))
-    session.run("python", "-m", "tests.tools.fuzz", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def soak(session: nox.Session) -> None:
-    """Runs of 1 to 3 ranks that save, evaluate, are killed and resume: `-- --minutes 15 --seed 0`."""
-    install(session, "testing", groups=("tests",))
-    session.run("python", "-m", "tests.tools.soak", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-def mutants(session: nox.Session) -> None:
-    """Plant known bugs and write what notices each to docs; `-- --seed N --number 300`: drawn ones."""
-    install(session, *EVERYTHING, groups=("tests",))
-    session.run("python", "-m", "tests.tools.mutants", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -335,13 +338,6 @@ def demo(session: nox.Session) -> None:
         session.run(*launch, *session.posargs, env=ONE_THREAD)
     session.run("accel-fn", "report", *folders)
     session.run("accel-fn", "plot", *folders, "-o", "runs/digits/curves")
-
-
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Ratios to the hand-written loop and to the peers, side by side: `-- --write` updates docs."""
-    install(session, groups=("bench",))
-    session.run("python", "-m", "tests.tools.benchmarks", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -281,8 +281,8 @@ class Plan(Generic[Batch]):
 
     def left_out(self) -> list[nn.Parameter]:
         """Return the parameters that no update changes, whose gradients are not computed."""
-        having = [each for each in self.entries() if hasattr(each, "left_out")]
-        return [parameter for each in having for parameter in each.left_out(self)]
+        made = [each for each in self.entries() if isinstance(each, SlotFunction)]
+        return [parameter for each in made for parameter in each.left_out(self)]
 
     def always_applies(self, state: DistState) -> bool:
         """Return whether every update is applied, whatever the gradients are."""
@@ -355,6 +355,10 @@ class SlotFunction(partial[Any]):
     def allows(self, size: int) -> bool:
         """Return whether this function works in a world of this size."""
         return True
+
+    def left_out(self, plan: Plan) -> Sequence[nn.Parameter]:
+        """Return the parameters that require a gradient, and for which no gradient is computed."""
+        return ()
 
     def with_source(self, source: str) -> Self:
         """Return a copy of this function with a source of its settings, which `explain` prints."""

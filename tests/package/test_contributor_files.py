@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOXFILE = (ROOT / "noxfile.py").read_text()
-SESSIONS = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)?def (\w+)\(", NOXFILE, re.MULTILINE))
+DEFINED = re.findall(r"^@nox\.session.*\n(?:@.*\n)?def (\w+)\(", NOXFILE, re.MULTILINE)
+SESSIONS = {*DEFINED, *re.findall(r'^    "(\w+)": Row\(', NOXFILE, re.MULTILINE)}
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 
 
