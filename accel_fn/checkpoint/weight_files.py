@@ -289,23 +289,30 @@ class Stored:
         """Map a tensor [...] from its file onto the host; bytes are read when they are used."""
         return cast("Tensor", self.handles[key].get_tensor(self.keys[key]))
 
-    def renamed(self, rename: Callable[[str], str]) -> Stored:
-        """Return the same set with renamed tensors."""
+    def renamed(self, rename: Callable[[str], str | None]) -> Stored:
+        """Return the same set with renamed tensors, without those that are named None."""
         names: dict[str, str] = {}
         olds: dict[str, str] = {}
         for name in [*self.handles, *self.tied, *self.frozen]:
-            new = names[name] = rename(name)
+            new = rename(name)
+            if new is None:
+                continue
+            names[name] = new
             if not isinstance(new, str):
-                rule = f"return the name of {name!r} in the model"
+                rule = f"return the name of {name!r} in the model, or None to leave it out"
                 raise ArgumentTypeError(message("load_model", "rename", rule, new))
             if olds.setdefault(new, name) != name:
                 rule = f"return different names for {olds[new]!r} and {name!r}"
                 raise ArgumentError(message("load_model", "rename", rule, new))
+        for name, first in self.tied.items():
+            if name in names and first not in names:
+                rule = f"leave out {name!r}, too, which the files tie to {first!r}"
+                raise ArgumentError(message("load_model", "rename", rule, names[name]))
         return Stored(
-            {names[key]: file for key, file in self.handles.items()},
-            {names[key]: name for key, name in self.keys.items()},
-            {names[name]: names[first] for name, first in self.tied.items()},
-            {names[name]: each for name, each in self.frozen.items()},
+            {names[key]: file for key, file in self.handles.items() if key in names},
+            {names[key]: name for key, name in self.keys.items() if key in names},
+            {names[name]: names[first] for name, first in self.tied.items() if name in names},
+            {names[name]: each for name, each in self.frozen.items() if name in names},
         )
 
 

@@ -134,7 +134,7 @@ def load_model(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str | None] | None = None,
     strict: bool = True,
 ) -> list[str]:
     """Read weights that `save_model`, or a library of Hugging Face, wrote into a model, in place.
@@ -152,7 +152,7 @@ def load_model(
         model: a model like the saved one: same names, shapes and dtypes; on any device.
         folder: a folder with `model.safetensors` or `model.safetensors.index.json`.
         rename: maps a name in the files to the name in the model, for example
-            `lambda name: name.removeprefix("encoder.")`.
+            `lambda name: name.removeprefix("encoder.")`; None leaves that tensor of the files out.
         strict: False: load the tensors that both have, and leave the model's other tensors as they
             are. Tensors that both have must still agree in shape and dtype. Frozen parameters that
             the files leave out may have any values.
@@ -210,7 +210,7 @@ def check_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def matching_set(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str | None] | None = None,
     *,
     strict: bool = True,
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:

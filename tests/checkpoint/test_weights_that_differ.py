@@ -72,10 +72,30 @@ def test_every_name_has_a_name_of_its_own(tmp_path):
     text = "load_model: rename must return different names for 'bias' and 'weight', got 'weight'"
     with pytest.raises(ValueError, match=text):
         af.load_model(model, tmp_path, rename=lambda name: "weight")
-    with pytest.raises(
-        TypeError, match=r"load_model: rename must return the name of '.*' in the model, got None"
-    ):
+    text = "load_model: rename must return the name of 'bias' in the model, or None to leave it out"
+    with pytest.raises(TypeError, match=re.escape(text)):
+        af.load_model(model, tmp_path, rename=lambda name: 1)
+
+
+def test_a_tensor_without_a_name_is_left_out(tmp_path):
+    old, model = nn.Linear(2, 1), nn.Linear(2, 1, bias=False)
+    af.save_model(old, tmp_path)
+    assert (
+        af.load_model(model, tmp_path, rename=lambda name: name if name == "weight" else None) == []
+    )
+    assert torch.equal(model.weight, old.weight)
+    with pytest.raises(ValueError, match="weight: float32 \\[1, 2\\] in the model, nothing in the"):
         af.load_model(model, tmp_path, rename=lambda name: None)
+
+
+def test_a_value_that_a_kept_name_needs_is_not_left_out(tmp_path):
+    model = Mixed()
+    af.save_model(model, tmp_path)
+    text = (
+        "load_model: rename must leave out 'also.weight', too, which the files tie to 'head.weight'"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        af.load_model(model, tmp_path, rename=lambda n: None if n == "head.weight" else n)
 
 
 def test_tensors_that_both_have_are_loaded_and_the_others_are_listed(tmp_path):
