@@ -39,7 +39,7 @@ _SAMPLE = 64
 def differences(
     manifest: Manifest, rests: Rests, contents: RunState, state: DistState
 ) -> Iterator[str]:
-    """List what differs between checkpoint and program, in lines with both values."""
+    """List the differences between checkpoint and program, each as a line with both values."""
     other = dict(_other_optimizers(rests, contents.rest))
     yield from other.values()
     plans = [
@@ -60,7 +60,7 @@ def differences(
 
 
 def _other_optimizers(saved: Rests, here: Rests) -> Iterator[tuple[str, str]]:
-    """Describe, by step, plans whose optimizers have other names than those that were saved."""
+    """Describe, by step name, the plans whose optimizers differ in name from the saved ones."""
     for step in (each for each in here if each in saved):
         names, names_here = (sorted(each[step]["optimizers"]) for each in (saved, here))
         if names != names_here:
@@ -112,7 +112,7 @@ def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> d
 
 
 def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
-    """Find transforms whose saved tensors have other shapes; return names by entry prefix."""
+    """Find transforms whose saved tensors differ in shape; return their names by entry prefix."""
     return {
         place: function
         for place, function in contents.stateful.items()
@@ -211,7 +211,10 @@ def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterat
 
 
 def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
-    """Describe a value's type and size; unless `is_exact`, a tensor of one number is a number."""
+    """Describe the type and shape of a value, as an error prints it.
+
+    Unless `is_exact`, a 0-dim tensor counts as a number. With `is_free`, every tensor does.
+    """
     if is_free:
         rough = {bool: "a number", int: "a number", float: "a number", Tensor: "a number"}
         return rough.get(type(value), f"a {type(value).__name__}")
@@ -231,7 +234,7 @@ class Hashed(NamedTuple):
 
 
 def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
-    """Take the parameters that no step trains, or has trained, out of the contents."""
+    """Remove the parameters that no step trains or has trained from the contents; return them."""
     trained = set[int]().union(*(each.strategy.parameters.required for each in steps.values()))
     return {
         name: contents.tensors.pop(name)
@@ -247,7 +250,8 @@ def hashed(
 ) -> dict[str, Hashed]:
     """Hash whole tensors, each on one rank; do not read tensors with an unchanged mark again.
 
-    Cost: a small collective, and for what is read, a gather of each shard and one more.
+    Cost: one small collective; if tensors are read, a gather of each sharded one and one more
+    small collective.
     """
     marks = all_or_none(lambda: {n: _mark(each) for n, each in tensors.items()}, state, function)
     new = [name for name in tensors if name not in known or known[name].mark != marks[name]]
@@ -287,14 +291,14 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
 
 
 def _mark(tensor: Tensor) -> tuple[int, str]:
-    """Mark a tensor by its version and some elements: writes through `.data` keep the version."""
+    """Return a tensor's version and a hash of some elements: `.data` writes keep the version."""
     held = local(tensor).detach()
     few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
     return held._version, hash_of_tensor(few)
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """List the first names, and the number of further ones."""
+    """Join the first names to text, followed by the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

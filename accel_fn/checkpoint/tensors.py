@@ -1,4 +1,4 @@
-"""Write and read the tensors of a checkpoint, each rank its part of them."""
+"""Write and read the tensors of a checkpoint; each rank handles its part of them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Reading:
 
 
 def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> Iterator[Reading]:
-    """Find the chunks, or parts of them, from which this rank's tensors are read."""
+    """Yield the reads that fill this rank's tensors, each of a chunk or of a part of one."""
     whole = {name: each for name, each in tensors.items() if _is_one_chunk(each, entries[name])}
     for name, tensor in whole.items():
         (chunk,) = entries[name].chunks
@@ -282,7 +282,7 @@ def read_tensors(
         for num_bytes in pool.map(
             lambda own: sum(_read(each, files[each.chunk.file]) for each in own), some
         ):
-            # An error in a thread is raised here.
+            # If a thread has failed, `map` raises its error here.
             count(num_bytes)
 
 

@@ -34,7 +34,7 @@ class CannotReplayError(Exception):
 
 @dataclass
 class Calls:
-    """Numbers the calls of a run; a recomputed block gets the numbers of its forward again."""
+    """Counts the random calls of a run; a recomputed block gets the same numbers as in its forward."""
 
     count: int = 0
     in_backward: bool = False
@@ -74,7 +74,7 @@ class Request:
 
 
 class Draws:
-    """Answers the random functions of a run with its own numbers; no generator is moved.
+    """Replaces the random functions of a run by its own numbers; it does not advance any generator.
 
     The first two runs, of a batch and of a part, record the requests: dimensions in which the two
     differ are row dimensions. Later runs draw one slice and expand it along these, so that every
@@ -104,16 +104,16 @@ class Draws:
         self._next.clear()
 
     def begin(self, rows: Sequence[int] | None = None, num_rows: int = 0) -> None:
-        """Begin a run; with `rows`, of these of `num_rows` rows, each with its own numbers."""
+        """Begin a run. With `rows`, it runs these rows out of `num_rows`, each with its own numbers."""
         self._calls, self._rows, self._num_rows = Calls(), rows, num_rows
         self._record, self._next = self._next, None
 
     def begin_backward(self) -> None:
-        """Note that the forward has ended."""
+        """Record that the forward has ended."""
         self._calls.in_backward = True
 
     def end(self) -> None:
-        """Refuse a run that has drawn another number of times than the batch."""
+        """Refuse a run whose number of draws differs from that of the batch."""
         if self._record is None and self._part and self._calls.count != len(self._whole):
             raise CannotReplayError("its parts draw random numbers another number of times")
 

@@ -1,4 +1,4 @@
-"""The findings of a rank that compares a few rows with their parts: plain numbers to exchange."""
+"""What one rank found when it compared a few rows with their parts, as numbers to exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 _LOSS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-4, 1e-5)}
 _LOSS_IN_HALF = (2e-2, 1e-2)
-"""Tolerances of losses, relative and absolute, for sums in another order."""
+"""Relative and absolute tolerance of losses: the parts are summed in a different order."""
 _GRADIENT = {torch.float64: (1e-8, 1e-15), torch.float32: (1e-4, 1e-7)}
 _UNDER_AUTOCAST, _OF_HALVES, _IN_FLOAT8 = (2e-2, 2e-3), (1e-1, 2e-3), (5e-1, 1e-2)
 """Tolerances of gradients, relative to the parameter's gradient and to the model's largest one."""
@@ -28,7 +28,7 @@ class Cut:
     shifted: Sequence[float] | None
 
     def slack(self, tolerance: tuple[float, float]) -> float:
-        """Return how far a sum in another order may be from the loss."""
+        """Return the difference from the loss that a sum in a different order may have."""
         relative, least = tolerance
         return relative * max(map(abs, (self.whole, *self.losses))) + least
 
@@ -50,11 +50,11 @@ class Gradients:
 
     whole: Sequence[float]
     scale: Sequence[float]
-    """The largest norm on the way from the batch's gradient to the difference."""
+    """The largest norm while the parts' gradients were subtracted from the batch's."""
     rest: Sequence[float]
 
     def beside(self, norms: Sequence[float]) -> Gradients:
-        """Return a copy in which norms on the way are at least as large as these."""
+        """Return a copy in which each `scale` is at least as large as the norm given."""
         return replace(self, scale=[*map(max, self.scale, norms)])
 
 
@@ -113,12 +113,12 @@ class Found:
     denominators: Sequence[str] = ()
     """Numbers that a collate_fn computes over its samples, and that change the loss."""
     has_one_value_a_row: bool = False
-    """Whether a BatchNorm in training gets one value per feature and row: one row has no
-    variance."""
+    """Whether a BatchNorm in training gets one value per feature and row, so that a single row has
+    no variance."""
     is_counted: bool = False
     """Whether the loss is `(sum, count)`."""
     unseen: str = ""
-    """Quantities that were not compared, named for the verdict; the losses were compared."""
+    """The quantities that were not compared, as text for the message; the losses were compared."""
 
     def fitting(self, cuts: Sequence[Cut]) -> set[str]:
         """Return the reductions for which the parts of every cut give the loss of the batch."""

@@ -1,4 +1,4 @@
-"""Checks of a few batches of a step, before and after them; other steps are counted."""
+"""Run the default checks on a few batches of a step, and count the other batches."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ from accel_fn.parallel.same_on_all_ranks import check_same_gradients, fingerprin
 from accel_fn.parallel.synced_batch_norm import SyncedStrategy
 
 _LOOKS = (1, 2, 10, 100)
-"""Some faults show only later: a leaf that the second graph shares with the first, or a loss whose
-halves agree at first."""
+"""The batches to check in full.
+
+Some faults appear only after the first batch: a leaf that the second graph shares with the first
+one, or a loss whose halves agree at first.
+"""
 
 _MOST_NONE = 10
 """The number of first batches that may be None, because their samples could not be read."""
 
 
 class FirstBatches(Observer):
-    """Looks at batches 1, 2, 10 and 100 of a step. In all others it looks at the model's mode."""
+    """Checks batches 1, 2, 10 and 100 of a step in full. At all others it checks the model's mode."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, state: DistState, *, check_loss: bool = True
@@ -71,7 +74,7 @@ class FirstBatches(Observer):
         self._rows, self._has_warned_of_rows = RowsJudge(), False
 
     def wants(self, state: DistState) -> bool:
-        """Count this step, and return whether a look at it is due."""
+        """Count this step, and return whether it is to be checked."""
         self._num_batches = number = self._num_batches + 1
         self._looks = looks = number in _LOOKS or self.comparison.is_due
         is_repeated = self._repeated.is_due(state)
@@ -86,7 +89,7 @@ class FirstBatches(Observer):
         )
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Check the model's mode, and before a batch where a look is due, everything else too."""
+        """Check the model's mode; at batches that are checked in full, everything else too."""
         self._is_none = batch is None
         if self._is_loaded:
             self._is_loaded = False
@@ -99,7 +102,7 @@ class FirstBatches(Observer):
             self._one_row.check(batch)
 
     def on_outcome(self, rows: Any, outcome: Outcome) -> None:
-        """Look at the graph of a loss."""
+        """Check the graph of the loss."""
         if self._looks:
             self._graph.look(outcome[0], rows)
 
@@ -129,7 +132,7 @@ class FirstBatches(Observer):
             self._attributes.warn()
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Check the place of the next batch."""
+        """Note that the next batch must be checked: it should continue the loader's pass."""
         self._is_loaded = True
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
@@ -142,8 +145,8 @@ class FirstBatches(Observer):
             )
 
     def _look(self, state: DistState, batch: Any) -> None:
-        # Check hooks at each look: a library that watches gradients is often called on the main
-        # rank alone, so all ranks must learn of the error.
+        # Check hooks each time. A library that watches gradients often adds its hooks on the main
+        # rank alone, so that rank must not raise alone.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
         text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])
@@ -232,11 +235,11 @@ def _warn_of_nothing(report: Report) -> None:
 
 
 class Looks(NamedTuple):
-    """Facts of this rank's batch that ranks compare."""
+    """A description of this rank's batch, for a comparison over ranks."""
 
     shapes: list[tuple[int, ...]]
     checksums: list[int]
-    """The checksums of its tensors; empty if a tensor has a layout without checksum."""
+    """The checksums of the batch's tensors; empty if one has a layout that cannot be summed."""
     is_known: bool = True
     """Whether the batch holds tensors or is None. Another batch may be one that cannot be
     counted."""
@@ -264,7 +267,7 @@ def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks
 
 
 def check_copies(function: str, state: DistState, every: Sequence[Looks]) -> None:
-    """Raise on all ranks if two ranks of one `dp` place have different rows."""
+    """Raise on all ranks if two ranks with the same index along `dp` have different rows."""
     if not state.axes:
         return
     shape = mesh_of(state)

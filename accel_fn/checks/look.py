@@ -70,14 +70,15 @@ class _Measure:
         """Run all rows. With `adds`, add their gradient."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
         weight = weight or ones_of(self._plan)
-        # A forward without a backward may leave shards gathered, so run one with a factor of 0.
+        # A forward without a backward may leave parameters unsharded, so run a backward too, with a
+        # factor of 0.
         factor = self.nothing(weight) if not adds else shares(weight, weight)
         factor = factor if self._has_gradients else None
         drawn = (range(rows.num), rows.num) if by_row else None
         return self._trial.run(rows.batch, weight, factor, drawn=drawn)
 
     def nothing(self, weight: Weight) -> Weight | None:
-        """Return the factor of a run without gradient: zeros if forwards have collectives."""
+        """Return the factor of a run that adds no gradient: 0 if forwards have collectives, else None."""
         return times(weight, 0.0) if self.couples and self._has_gradients else None
 
     def parts(self, cut: Parts, *, num: int = 0) -> tuple[list[Ran], list[Weight]]:
@@ -95,12 +96,12 @@ class _Measure:
                 self._note_scale()
             elif self.couples:
                 part, weight = self._spare(cut, weights)
-                # The other ranks run a part now, so run a spare one.
+                # The other ranks run a part now, and forwards have collectives, so run one here too.
                 self._trial.run(part, weight, self.nothing(weight))
         return ran, [each for each in weights if each]
 
     def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
-        """Return a part with a weight, since the loss of one without may not be finite."""
+        """Return a part with a weight, if there is one: without items, a loss may not be finite."""
         pairs = [*zip(cut.parts, weights, strict=True)]
         return next((each for each in pairs if each[1]), pairs[0])
 
@@ -113,7 +114,7 @@ class _Measure:
         return shares(weight, total, -1)
 
     def gradients(self, run: Callable[[], None]) -> Gradients | None:
-        """Return the gradient norms so far, and those of the rest after `run`."""
+        """Return the gradient norms before `run`, the largest ones, and those after it."""
         if not self._has_gradients:
             run()
             return None
@@ -190,7 +191,7 @@ class _Looks:
         )
 
     def _of_two_rows(self) -> list[float]:
-        """Return gradient norms of two rows: those of many may cancel, rounding does not."""
+        """Return gradient norms of two rows: the gradients of many rows may cancel each other."""
         trial, rows = self._trial, self._rows
         two = (
             rows.collate(range(2)) if rows.collate else split_rows(rows.batch, [2, rows.num - 2])[0]
@@ -212,7 +213,8 @@ class _Looks:
         part, weight = (self._weighing() or [(self._cuts[0].parts[0], ones_of(self._plan))])[0]
         whole = _numbers_in(self._rows.batch)
         own = _numbers_in(part)
-        # Ranks that meet in each forward must run the same number: then compare all numbers.
+        # If forwards have collectives, all ranks must run the same number of them: then try every
+        # number of the batch.
         names = [
             name
             for name, number in whole.items()
@@ -262,7 +264,7 @@ class _Looks:
         return _finite(found), metrics, gradients, of_parts, last
 
     def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
-        """Run the first cut with each row's own random numbers; or return why not."""
+        """Run the first cut with separate random numbers for each row; or return why it cannot."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
         if not self._agreed(trial.draws.has_any):
@@ -370,7 +372,7 @@ class _Looks:
 def _are_off(
     some: Sequence[float], others: Sequence[float], tolerance: tuple[float, float]
 ) -> bool:
-    """Return whether losses of the same terms differ by more than rounding."""
+    """Return whether two losses, term by term, differ by more than rounding."""
     relative, least = tolerance
     off = max(abs(a - b) for a, b in zip(some, others, strict=True))
     return off > relative * max(map(abs, some)) + least

@@ -104,7 +104,7 @@ def launch(
 
 
 def _start(plan: LaunchPlan) -> tuple[int, str]:
-    """Run the plan, with torch imported so that its stores do not warn of lost machines."""
+    """Run the launch, with torch's warnings about lost machines switched off."""
     is_set = "TORCH_CPP_LOG_LEVEL" in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from accel_fn.launcher.run import run
@@ -161,7 +161,7 @@ def _show(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _merge(values: list[str]) -> str:
-    """Join values: one if all are equal, else all; of many values, the first and the last."""
+    """Join values to text: a single one if all are equal, and the first and last of many."""
     if len(set(values)) == 1:
         return values[0]
     return ", ".join(values) if len(values) <= _FEW else f"{values[0]}, ..., {values[-1]}"

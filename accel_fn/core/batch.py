@@ -74,7 +74,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
 
 
 class _Form:
-    """A mapping of a class unknown to torch's pytree, with its keys, from which copies are made."""
+    """A mapping whose class torch's pytree does not know, with its keys: `_restored` copies it."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self.mapping = mapping
@@ -237,7 +237,10 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
-    """Return what holds one row a sample: tensors, and `samples`, whose own tensors are parts of rows."""
+    """Return the columns of a tree, which have one row per sample: tensors, and `Samples` lists.
+
+    The tensors inside a `Samples` list are not columns.
+    """
     return _leaves(tree, _COLUMNS)
 
 
@@ -280,7 +283,7 @@ def to_device(tree: T, state: DistState) -> T:
 
 
 def moved(tree: T, device: torch.device) -> T:
-    """Move the tensors of a tree; `tree` itself if all are on the device."""
+    """Move the tensors of a tree; return `tree` itself if all are on the device."""
     if {*map(_device, _leaves(tree, Tensor))} <= {device}:
         return tree
     # A non-blocking copy to the host could be read before it has finished.

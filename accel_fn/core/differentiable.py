@@ -1,4 +1,4 @@
-"""Collectives that a gradient goes through, and the losses in which they are exact."""
+"""Collectives that gradients flow through, and a check that a loss with them is exact."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def is_training() -> bool:
 
 
 def in_graph(tensor: object) -> bool:
-    """Return whether a gradient goes through this tensor from here on."""
+    """Return whether autograd records operations on this tensor."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -171,7 +171,7 @@ def with_gradients(
     """
     if not outputs:
         return []
-    # The anchor lets a rank whose inputs have no graph run the backward too.
+    # The anchor requires a gradient. So a rank whose inputs have no graph runs the backward too.
     anchor = torch.zeros((), requires_grad=True)
     call = _Call(list(outputs), own_part, state, f"{function} grad")
     return list(_SummedBackward.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class _SummedBackward(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
         outputs, call.outputs = call.outputs, []
         ctx.call = call
-        # Detached outputs are no views for autograd, so the caller may write to them.
+        # Autograd does not treat detached outputs as views, so the caller may write to them.
         return tuple([each.detach() for each in outputs])
 
     @staticmethod

@@ -22,7 +22,7 @@ from accel_fn.errors import ArgumentTypeError, BatchError, LossError, PlanError,
 
 
 def broken_rule(found: Any, names: Collection[str]) -> str:
-    """Return the rule that terms break, with the value found; "" if they break none."""
+    """Return the rule that terms break, with the value found; "" if they are valid."""
     rule = f"return terms {sorted(names)}, as weight_fn names them"
     if not isinstance(found, Mapping):
         return f"{rule}, got {kind_of(found)}; return a dict of these, or give one weight_fn"
@@ -73,7 +73,7 @@ def pairs_in(loss: object) -> Mapping[str, tuple[Any, Any]]:
 
 
 def broken_pair(pairs: Mapping[str, Any]) -> str:
-    """Return the rule that sums and counts break; "" if they break none."""
+    """Return the rule that sums and counts break; "" if they are valid."""
     for name, pair in pairs.items():
         if not isinstance(name, str) or (name == "loss" and len(pairs) > 1):
             return f'name terms by strings other than "loss", got {name!r}'
@@ -122,10 +122,10 @@ def stacked(terms: Iterable[Tensor]) -> Tensor:
 def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> None:
     """Replace the gradients of these terms by zeros, whatever their values; keep those of `others`.
 
-    The backward of 0 / 0 is nan, even times a share of 0.
+    A factor of 0 is not enough: the backward of 0 / 0 gives nan, and nan times 0 is nan.
 
-    Cost: a walk over the graph, and in the backward a zero in place of each gradient that leaves
-    what these terms alone are computed by.
+    Cost: a walk over the graph. In the backward, a tensor of zeros for each gradient that leaves
+    the part of the graph that only these terms use.
     """
     kept = _behind(others, ())
     own = _behind(terms, kept)
@@ -213,7 +213,7 @@ def freeze_models(state: DistState, plan: Plan) -> None:
 
 
 def share_frozen(state: DistState, plan: Plan) -> None:
-    """Give the frozen models of every rank the values of rank 0, as the model gets them."""
+    """Give the frozen models of every rank the values of rank 0, as for the trained model."""
     if state.world_size > 1:
         for _, tensor in tensors_of_frozen(plan):
             if not is_sharded(tensor):
@@ -233,7 +233,7 @@ def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
-"""By name: a mean, []; a pair (sum, count); or, as a str, the rule that a value breaks."""
+"""Each metric by name: a mean, []; a pair (sum, count); or, as a str, the rule that it breaks."""
 Outcome = tuple[Tensor, Metrics]
 """The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics.
 
@@ -243,7 +243,7 @@ the metrics.
 
 
 class LossModule(nn.Module):
-    """The user's loss as a module: what a strategy wraps in place of the user's model.
+    """The user's loss as a module. A strategy wraps it in place of the user's model.
 
     So the model keeps its type, hooks and `state_dict` keys, and the loss may call any method of
     it. The price: gradients must come from the one backward that the step runs.
@@ -358,7 +358,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """Return a zero from no element of a parameter, with a sparse gradient if it needs one."""
+    """Return a zero that depends on a parameter, as an empty sum; its gradient may be sparse."""
     if any(each is parameter for each in sparse):
         no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return F.embedding(no_rows, parameter, sparse=True).sum()

@@ -59,7 +59,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def check_backend(function: str, backend: str | None) -> None:
-    """Refuse backends that this torch lacks; a name may list one for each device type."""
+    """Refuse a backend that this torch lacks; `backend` may name one for each device type."""
     if backend is None:
         return
     named = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
@@ -70,7 +70,7 @@ def check_backend(function: str, backend: str | None) -> None:
 
 
 def default_backend(device: torch.device, backend: str | None) -> str:
-    """Return the backends by device: one for `device`, and Gloo for the host."""
+    """Return the backend to use, or one for each device type, such as "cpu:gloo,cuda:nccl"."""
     if device.type == "cpu" or (backend is not None and ":" in backend):
         return backend or "gloo"
     if backend is None and not has_backend(device):
@@ -132,7 +132,7 @@ _calls = _Calls()
 
 
 def num_calls() -> int:
-    """Count the collectives that this thread has begun, but for those that move shards."""
+    """Count the collectives that this thread has begun, except those that move shards."""
     return _calls.number
 
 
@@ -258,7 +258,7 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
 
 def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
     """Fill `whole` with every rank's `shard`, in rank order."""
-    # The second name is that of torch before 2.13.
+    # torch before 2.13 has the second name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Work | None = gather(whole, shard, group, is_async)
     return work

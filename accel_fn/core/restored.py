@@ -62,8 +62,11 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 
 
 def hold_random(device: torch.device) -> Callable[[], None]:
-    """Return a function that puts all of them back to the states of now, which nothing can save."""
-    # In the generators' own formats: `random_state` takes five times as long.
+    """Return a function that restores all generators to their current states.
+
+    Use it within a process: unlike `random_state`, the states cannot be saved.
+    """
+    # Use the generators' native formats: `random_state` takes five times as long.
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     module = None if device.type == "cpu" else torch.get_device_module(device)
     on_device = None if module is None else module.get_rng_state(device)
@@ -87,7 +90,7 @@ def exclusive_random(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def restored_random(device: torch.device) -> Iterator[None]:
-    """Restore all of them at the end of the context, in which ranks may wait for each other."""
+    """Restore all generators at the end of the context; ranks may wait for each other inside it."""
     put_back = hold_random(device)
     try:
         yield
@@ -145,7 +148,7 @@ def generator_of(state: DistState, name: str) -> torch.Generator:
 
 
 def _position(state: DistState) -> str:
-    """Name the position of a run in its data, and the step on that batch."""
+    """Return the position of a run in its data, and the step on that batch, as text."""
     return step_name(state.step, state.call)
 
 

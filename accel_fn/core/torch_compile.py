@@ -44,7 +44,7 @@ class ModuleGuards:
         self._look()
 
     def refresh(self) -> bool:
-        """Look for changed modules, and return whether there are any."""
+        """Record the modules and their classes again if any has changed; return whether one has."""
         is_new = (
             [*map(_modules_of, self._owners)] != self._inside
             or [*map(type, self._modules)] != self._types
@@ -55,9 +55,9 @@ class ModuleGuards:
         return is_new
 
     def hooks(self) -> tuple[object, ...]:
-        """Return where modules have hooks, and the hooks that all modules of the process have.
+        """Return which modules have hooks, and the hooks that all modules of the process have.
 
-        Cost: a look at each module.
+        Cost: one pass over the modules.
         """
         dicts = chain.from_iterable(map(_hooks_of, self._owners))
         return tuple(compress(count(), dicts)), *map(tuple, _OF_ALL)
@@ -65,7 +65,7 @@ class ModuleGuards:
     def methods(self) -> tuple[object, ...]:
         """Return the methods of the modules' classes.
 
-        Cost: a look at each method.
+        Cost: one dictionary look-up per method.
         """
         return tuple([of_kind(name) for of_kind, name in self._methods])
 
@@ -93,7 +93,7 @@ class ModuleGuards:
 
 MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-"""Modes whose graphs on CUDA write into the same memory at every run."""
+"""Modes whose CUDA graphs write to the same memory at every run."""
 _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
 """Guards that a name still refers to the same module, class or function."""
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
@@ -151,7 +151,7 @@ def without_clock() -> AbstractContextManager[Any]:
 def compile_in_place(
     modules: Sequence[nn.Module], *, mode: str, outermost: bool, **settings: Any
 ) -> None:
-    """Compile modules of one kind in place; they share their graphs with no other.
+    """Compile modules of one kind in place, with graphs that no other module shares.
 
     torch stores graphs per code object, which all modules of a process would share, and stops
     compiling after a small number of graphs.

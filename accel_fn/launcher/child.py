@@ -36,7 +36,7 @@ class Call:
     kwargs: Mapping[str, Any]
     command_line: Sequence[str]
     sources: Mapping[str, Any]
-    """Source code without a file, such as a notebook's cells, so that tracebacks show its lines."""
+    """Source code that is in no file, such as a notebook's cells, so that tracebacks show its lines."""
 
 
 @dataclass(frozen=True, slots=True)

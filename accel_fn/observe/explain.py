@@ -19,7 +19,7 @@ from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, message
 
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
-"""Entries of an optimizer's groups that are not settings of a user's."""
+"""Entries of an optimizer's groups that are not settings a user chose."""
 
 
 def explain(plan: Plan | Step, state: DistState) -> str:
@@ -70,7 +70,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
-    """Describe what one step does, by the names of its phases, without idle phases."""
+    """Describe what one step does, by phase name; leave out phases that do nothing."""
     model = [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
     accepted = " and ".join(map(describe, plan.accept))
     stops = " or ".join(map(describe, plan.should_stop))

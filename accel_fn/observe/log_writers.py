@@ -67,7 +67,7 @@ def _check_log(path: Path) -> None:
 
 
 class LogFile:
-    """A table of values and the events of its run; the run continues if they cannot be written."""
+    """Writes values and events of a run to files; the run continues if that fails."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +88,7 @@ class LogFile:
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to the start of a run that loaded nothing; keep the old log's copy."""
+        """Cut the log back to the start of a run that loaded no checkpoint; keep a copy of the old log."""
         # Another plan of the run may already have logged the batch with which this plan begins.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:
@@ -110,15 +110,15 @@ class LogFile:
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
 
     def rewind(self, step: int) -> None:
-        """Remove the lines from a step that runs again on, unless another plan did so."""
+        """Remove the lines of a step that runs again, and all later ones, unless another plan has."""
         if self._last_step > step:
             self._try(lambda: self._table.cut(step - 1))
 
     def event(self, event: str, step: int, **facts: object) -> None:
         """Add an event, unless another plan of the process has just added it."""
         self._try(lambda: self._events.add({"event": event, "step": step, **facts}))
-        # Look for the file at events only, since they are rare: a look at each line would slow the
-        # steps.
+        # Check that the file is still there only at events, which are rare: a check at each line
+        # would slow the steps.
         if not self._has_warned and not self._table.is_in_place():
             self._has_warned = True
             warn_user(
@@ -485,7 +485,7 @@ def check_writer(given: object) -> None:
 
 
 def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> None:
-    """Write a plan's text and launch settings to a run; a function has no place for them.
+    """Write a plan's text and launch settings to a run; do nothing for a function.
 
     Call it before the first values, with which trackio stores them. A resumed run overwrites them.
     """

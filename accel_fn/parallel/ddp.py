@@ -97,7 +97,7 @@ def wrap_ddp(
 
 
 class DDPSlot(SlotFunction):
-    """The slot function of wrap_ddp: `make_ddp` with its settings."""
+    """The slot function of wrap_ddp: it calls `make_ddp` with its settings."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
@@ -156,7 +156,7 @@ def make_ddp(
     sync_batchnorm: bool = False,
     **options: Any,
 ) -> Strategy:
-    """Make DDP, or replicas of a split model over `dp`; on one rank, a plain `Strategy`."""
+    """Return a `DDP`; `SplitReplicas` for a split model; on one rank, a plain `Strategy`."""
     is_split = any(map(is_sharded, plan.model.parameters()))
     if state.world_size == 1 or (is_split and state.data.world_size == 1):
         return Strategy(state, module, plan)
@@ -167,7 +167,7 @@ def make_ddp(
 
 
 class SplitReplicas(Strategy):
-    """Replicas of a model that is split over another axis than `dp`: DDP takes no DTensors."""
+    """Replicas over `dp` of a model that is split over a different axis: DDP refuses DTensors."""
 
     def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
         super().__init__(state, module, plan)
@@ -198,9 +198,9 @@ class _Turn:
 
 
 _TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
-"""The turn of each parameter, by its id, since plans may share a model.
+"""The `_Turn` of each parameter, by the parameter's id, since plans may share a model.
 
-The strategies of a parameter keep the parameter and its turn alive.
+The strategies over a parameter keep the parameter and its `_Turn` alive.
 """
 
 
@@ -228,7 +228,7 @@ class DDP(Strategy):
         self._options = {"process_group": state.group, **options}
         self._comm_hook = comm_hook and _comm_hook(comm_hook, state.group)
         self._is_unfinished = False
-        """Whether to make DDP anew: DDP refuses a forward after a backward that did not finish."""
+        """Whether to wrap in DDP again: DDP refuses a forward after a backward that did not finish."""
         turn = _Turn()
         self._turns = {_TURNS.setdefault(id(each), turn) for each in plan.model.parameters()}
         self._left_out = plan.left_out()
@@ -263,7 +263,7 @@ class DDP(Strategy):
             with super().sharing(state):
                 yield
         except BaseException:
-            # With retries, backwards run under no_sync, where DDP waits for no gradient.
+            # With retries, backwards run under no_sync, where DDP does not wait for gradients.
             self._is_unfinished = not self.retries
             if self._is_unfinished:
                 # Its next forward begins anew. Before that, a trial of the checks may run a backward,
@@ -335,7 +335,8 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
     attempt.
     """
     if ddp.static_graph or ddp.find_unused_parameters:
-        # DDP keeps its first layout here. A static graph's first backward must be a real one.
+        # With these options, DDP keeps its first layout. With a static graph, the first backward
+        # must be a real one.
         return
     loss, _ = ddp(None)
     loss.backward(torch.zeros_like(loss))

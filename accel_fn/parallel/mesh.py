@@ -78,7 +78,7 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     mesh = init_device_mesh(state.device.type, tuple(ranks.shape), mesh_dim_names=tuple(names))
     nccl = nccl_of(group)
     for part in mesh.get_all_groups() if nccl is not None else ():
-        # torch gives new groups its own default time-out.
+        # torch gives new groups its own default time-out, so set that of the world.
         nccl_of(part)._set_default_timeout(nccl.options._timeout)
     return mesh
 
@@ -116,7 +116,7 @@ def _is_known(group: ProcessGroup) -> bool:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of simulated ranks: it has the thread's rank, where torch uses the process's."""
+    """A mesh of simulated ranks. Its rank is that of the thread; torch would use the process's."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]

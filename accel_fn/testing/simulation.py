@@ -105,7 +105,7 @@ class _IdleWorlds:
             self._worlds.append((self._newest_s, world))
 
     def rest(self) -> None:
-        """Wait until Gloo's threads hold no tensor: a release after Python's end would abort."""
+        """Wait until Gloo's threads have released all tensors: after Python's end, that would abort."""
         _sleep_until(self._newest_s + _RELEASE_S)
 
     def _release_oldest(self) -> None:
@@ -283,7 +283,7 @@ def simulate(
 
 
 def _num_ranks(mesh: Mapping[str, int] | None) -> int:
-    """Return the number of ranks of a mesh, all of whose sizes are given."""
+    """Return the number of ranks of a mesh; refuse a mesh in which a size is missing."""
     sizes = mesh.values() if isinstance(mesh, Mapping) else ()
     if not mesh or -1 in sizes:
         rule = "be given, unless mesh has the sizes of all its axes"

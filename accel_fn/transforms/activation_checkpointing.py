@@ -1,4 +1,4 @@
-"""checkpoint_activations: activations of the model's blocks are computed again in the backward, not kept."""
+"""checkpoint_activations: recompute the activations of blocks in the backward, to save memory."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from accel_fn.errors import LossError, PlanError, check_flag, message
 from accel_fn.parallel.blocks import Blocks, check_blocks, find_blocks
 
 OURS = "of_checkpoint_activations"
-"""An attribute that marks the hook of one of our checkpoints: a block may hold other blocks."""
+"""The attribute that marks the hooks of our own checkpoints, since blocks may be nested."""
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
 Contents = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Attributes, or the modules inside, of each module: the dict that holds them, and a copy of it."""
+"""For each module: the dict that holds its attributes or its child modules, and a copy of it."""
 Flags = list[tuple[nn.Parameter, bool]]
 """Parameters, and whether each requires a gradient."""
 _LOOKS = (1, 2, 10, 100)
 """The numbers of the steps that compare the outputs of forward and recomputation."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""How far two runs may differ, as a part of the largest value; 0.02 for other dtypes."""
+"""The difference allowed between two runs, relative to the largest value; 0.02 for other dtypes."""
 
 
 @transform
@@ -86,10 +86,10 @@ forward_contexts=[checkpoint_activations(blocks='layers')])
 
 
 class CheckpointSlot(Stateful):
-    """The slot function of checkpoint_activations: `recompute` with its settings."""
+    """The slot function of checkpoint_activations: it calls `recompute` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse blocks that match nothing, and graphs that would have to include blocks."""
+        """Refuse `blocks` that match nothing, and compiled graphs that would contain whole blocks."""
         if not find_blocks(plan.model, self.keywords["blocks"], "checkpoint_activations"):
             raise PlanError(
                 "build: checkpoint_activations(blocks) must match modules that are repeated in a list or "
@@ -104,7 +104,7 @@ class CheckpointSlot(Stateful):
 
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
-    """Make, for one step function, the context of forward and loss."""
+    """Return the context of forward and loss, in which blocks are checkpointed, for one step."""
     found = find_blocks(plan.model, blocks, "checkpoint_activations")
     for name, block in found.items():
         hooks = block._forward_pre_hooks.values()
@@ -115,7 +115,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     inside = compile_inside(
         [each.keywords for each in plan.having("torch_compile")], found.values()
     )
-    # Other devices copy pinned memory without a wait.
+    # Accelerators other than MPS copy from and to pinned memory without a wait.
     pinned = state.device.type not in ("cpu", "mps")
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     """The blocks' forwards in the current step: another context may have replaced them."""
@@ -164,7 +164,7 @@ class _Marked(AbstractContextManager[None]):
         setattr(checkpoint_hook(), OURS, True)
 
     def __exit__(self, *error: object) -> None:
-        """Leave the mark: the hook ends with the context."""
+        """Keep the mark: the hook ends with the context."""
 
 
 class _Again(_Marked):
@@ -224,7 +224,7 @@ def _contents(homes: Sequence[dict[str, Any]]) -> Contents:
 
 
 def _fill(contents: Contents) -> None:
-    """Restore the copied contents of the dicts that hold other objects now."""
+    """Restore the dicts whose contents have changed since they were copied."""
     for home, copied in contents:
         if not (
             home.keys() == copied.keys() and all(map(is_, map(home.get, copied), copied.values()))
@@ -234,7 +234,7 @@ def _fill(contents: Contents) -> None:
 
 
 class _Looks:
-    """Counts steps, to compare outputs in a few of them."""
+    """Counts steps, and selects the few whose outputs are compared."""
 
     are_due = False
     """Whether the outputs of this step are compared."""

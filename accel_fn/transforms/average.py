@@ -271,7 +271,7 @@ def _averaging(function: str, rate: Callable[..., float], num_warmup: int, call:
 
 
 class AverageSlot(Stateful):
-    """The slot function of ema and swa: `Average` with its settings."""
+    """The slot function of ema and swa: it calls `Average` with its settings."""
 
     traits = frozenset({"needs_equal_replicas"})
 

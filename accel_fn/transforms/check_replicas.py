@@ -47,7 +47,7 @@ def check_replicas(every: int) -> Transform:
 
 
 class ReplicaCheck(SlotFunction):
-    """The slot function of check_replicas: `ReplicaComparison` with its settings."""
+    """The slot function of check_replicas: it calls `ReplicaComparison` with its settings."""
 
     traits = frozenset({"needs_equal_replicas"})
 

@@ -46,7 +46,7 @@ def clip(max_norm: float) -> Transform:
 
 
 class ClipSlot(SlotFunction):
-    """The slot function of clip: `clip_norm` with its bound."""
+    """The slot function of clip: it calls `clip_norm` with its bound."""
 
     traits = frozenset({"clips_norm"})
 

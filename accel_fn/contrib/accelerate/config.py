@@ -1,4 +1,4 @@
-"""Translate the configuration that `accelerate config` writes; warn of keys without counterpart."""
+"""Translate the file that `accelerate config` writes; warn of keys that accel_fn does not have."""
 
 from __future__ import annotations
 
@@ -184,10 +184,10 @@ class UnusedSettingsWarning(UserWarning):
 
 
 def translate(given: Mapping[str, Given]) -> Layer:
-    """Make our settings of accelerate's; name the rest in one warning, refuse unknown keys.
+    """Translate accelerate's settings to ours; warn once of all others, and refuse unknown keys.
 
-    Keys with null are left out, unknown keys too: accelerate's dialogue left the question open, and
-    it may be a question of a later version.
+    Keys whose value is null are left out, even unknown ones: accelerate's dialogue writes null for
+    a question without an answer, and a later version may have new questions.
     """
     environment = given.get("compute_environment")
     sagemaker = environment if environment and environment.value == _SAGEMAKER else None
@@ -237,7 +237,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
-    """Read a section; spell its keys as accelerate writes them today."""
+    """Read a section; rename its keys to those of the newest accelerate."""
     if not isinstance(each.value, dict):
         each.refuse(name, "be a section")
     keys = {key: value for key, value in each.value.items() if value is not None}
@@ -383,7 +383,7 @@ def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None
 
 
 def spelled_today(section: str, key: str) -> str:
-    """Spell a key as accelerate writes it today; return an unknown key unchanged."""
+    """Return the name of a key in the newest accelerate; return an unknown key unchanged."""
     prefix = _PREFIXES.get(section, "")
     spellings = (key, prefix + key, key.removeprefix(prefix))
     return next((each for each in spellings if each in SECTIONS[section]), key)
@@ -407,7 +407,7 @@ def _plain(value: object) -> str:
 
 
 def is_set(value: object) -> bool:
-    """Return whether a value sets something: it is not empty, false, "none" or "auto"."""
+    """Return whether a value has an effect: it is not empty, false, "none" or "auto"."""
     if isinstance(value, list):
         return any(map(is_set, value))
     if isinstance(value, str):

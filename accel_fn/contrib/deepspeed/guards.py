@@ -1,4 +1,4 @@
-"""Refuse changes that a program makes beside the step and that DeepSpeed's engine would lose."""
+"""Refuse changes to parameters outside of the step, which DeepSpeed's engine would overwrite."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
 
 
 def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse to read state that is empty or in shards, or to write what an update overwrites."""
+    """Make `state_dict` and `load_state_dict` of model and optimizer raise where they would be wrong.
+
+    Reads would return empty tensors or shards; the engine's next update would overwrite writes.
+    """
     for module in model.modules():
         # Register functions of this module, not closures, so that a copy of the model can be
         # pickled.

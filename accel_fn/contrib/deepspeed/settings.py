@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: from the call and the plan, to that of the engine."""
+"""Make the configuration of DeepSpeed's engine from the arguments of the call and the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWNED = (
     *("gradient_accumulation_steps", "gradient_clipping", "optimizer"),
     *("bf16", "fp16", "amp", "torch_autocast"),
 )
-"""The sections that the plan decides."""
+"""The sections whose values come from the plan."""
 _REPAIRS = {
     **dict.fromkeys(_SIZES, "the loader decides how many samples a rank has"),
     "scheduler": "add schedule(scheduler) to the plan",
@@ -43,7 +43,7 @@ _OTHERS = (
     *("use_node_local_storage", "wall_clock_breakdown", "weight_quantization"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
 )
-"""The other sections that DeepSpeed 0.19 knows, for the check of spelling."""
+"""The other sections that DeepSpeed 0.19 knows: `_check_spelling` accepts them."""
 _OF_ZERO = (
     *("offload_optimizer", "offload_param", "sub_group_size", "overlap_comm", "reduce_scatter"),
     *("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"),
@@ -241,7 +241,7 @@ def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 def _both(
     settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 ) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each setting that configuration and plan both have: key, the two values, repair."""
+    """Yield each setting that is in both configuration and plan, as (key, the two values, repair)."""
     if "gradient_accumulation_steps" in settings:
         num = [getattr(each, "keywords", {}).get("num_parts") for each in plan.split] or [1]
         theirs = settings["gradient_accumulation_steps"]
@@ -293,7 +293,10 @@ def engine_config(
 
 
 def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
-    """Fill in each "auto", or drop it without a hidden size; set what offloading to files needs."""
+    """Replace each "auto" by its value, and add the settings that offloading to files needs.
+
+    If the hidden size is unknown, an "auto" is left out, so DeepSpeed's default applies.
+    """
     found = {key: value for key, value in zero.items() if value != "auto"}
     if size is not None:
         found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
@@ -327,5 +330,5 @@ def bound_of(clips: Sequence[Any]) -> float | None:
 
 
 def signature_of(clips: Sequence[Any]) -> dict[str, Any]:
-    """Return the clips as a checkpoint compares them, as if they were in their slot."""
+    """Return the clips in the form that a checkpoint compares: that of functions in their slot."""
     return {"gradients": ["clip"] * len(clips)} if clips else {}

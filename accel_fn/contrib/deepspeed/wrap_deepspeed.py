@@ -1,4 +1,4 @@
-"""wrap_deepspeed: one model on all ranks by DeepSpeed's ZeRO."""
+"""wrap_deepspeed: train one model on all ranks with DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def wrap_deepspeed(
 
 
 class DeepSpeedSlot(SlotFunction):
-    """The slot function of wrap_deepspeed: `make_zero` with its settings."""
+    """The slot function of wrap_deepspeed: it calls `make_zero` with its settings."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
@@ -144,7 +144,7 @@ class DeepSpeedSlot(SlotFunction):
         return other
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a plan that the engine would not carry out as the step does."""
+        """Refuse a plan whose transforms the engine would not run as the step does."""
         for slot in _REFUSED_SLOTS:
             if getattr(plan, slot):
                 calls = " and ".join(map(describe, getattr(plan, slot)))

@@ -32,7 +32,7 @@ _TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
 
 
 class Facts:
-    """Facts about the whole script that the replacement of a line depends on."""
+    """Facts about the whole script. The replacement of a line depends on them."""
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         self.module = wrapper.module
@@ -261,7 +261,7 @@ class Facts:
 
     @cached_property
     def counting_ifs(self) -> dict[cst.If, str]:
-        """The `if`s that let an optimizer step after a number of batches, each with this number."""
+        """The `if`s that run `optimizer.step` once in so many batches, each with this number."""
         found = {}
         for node in self._nodes:
             name = self.code(node.value) if isinstance(node, cst.Attribute) else ""
@@ -359,7 +359,7 @@ class Facts:
         )
 
     def _ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield the nodes around a node, from the inside out."""
+        """Yield the nodes that enclose a node, the innermost first."""
         while not isinstance(node, cst.Module):
             node = self._parents[node]
             yield node

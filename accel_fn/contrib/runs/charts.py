@@ -1,4 +1,4 @@
-"""Arrange the values of runs as charts: the curves of each, and the marks."""
+"""Arrange the values of runs as charts, each with its curves and marks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COLORS = (
     "#1296a8",
     "#80868f",
 )
-"""The colours of runs, which start again after the last; each can be seen on white and on black."""
+"""The colours of runs, from the first again after the last; all are visible on white and black."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""The dashes of names in a chart of several runs, in line widths.
+"""Dash patterns, in line widths, that tell names apart in a chart of several runs.
 
-After the last, they start again.
+After the last pattern, the first one is used again.
 """
 
 _MEMORY = "peak_memory (GiB)"
@@ -39,7 +39,7 @@ _LAST = (
     "loss_scale",
 )
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
-# Up to this number of runs, the curves of runs differ in width.
+# With more runs than this, all curves have one width: the first would be too thick.
 _MOST_WIDE = 4
 # From this ratio of highest to lowest value on, a linear axis hides the end of a curve.
 _LOG_FROM = 100
@@ -123,7 +123,7 @@ def _in_gib(column: Column) -> Column:
 
 
 def _title(name: str) -> str:
-    """Return the kind of value: `loss` of `loss/term` and of `validation/loss`."""
+    """Return the kind of a value by its name: `loss` for `loss/term` and for `validation/loss`."""
     parts = name.split("/")
     title = next((part for part in parts if part in _KNOWN), parts[-1])
     return _MEMORY if title == "peak_memory" else title

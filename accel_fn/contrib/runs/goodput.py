@@ -54,16 +54,17 @@ class Goodput:
 
 
 class _Entry(NamedTuple):
-    """A moment with a time and a step in the log."""
+    """One entry of the log: an event, or a line of values."""
 
     time: int
+    """In microseconds."""
     step: int
     values: Mapping[str, Any]
     """The values of the event, or of the line."""
 
     @property
     def kind(self) -> str:
-        """The kind of the event; `line` for a line of values, `lost` for a line cut off."""
+        """The kind of the event; `line` for a line of values, `lost` for a line that a load cut off."""
         return str(self.values["event"])
 
     @property
@@ -73,7 +74,7 @@ class _Entry(NamedTuple):
 
 
 class _Process(NamedTuple):
-    """When a process began, began its first step, ended its last step, and made its last entry."""
+    """The times of a process (start, first step, end of the last step, last entry), and its entries."""
 
     began: int
     steps_began: int
@@ -83,7 +84,7 @@ class _Process(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """A stretch of time, and the category that it may belong to."""
+    """A span of time, and a category that it may belong to; spans may overlap."""
 
     begin: int
     end: int
@@ -102,7 +103,7 @@ class _Window(NamedTuple):
 
 
 def goodput(run: Run) -> Goodput:
-    """Divide the wall time of a run, over all of its processes, by its log."""
+    """Divide the wall time of a run into categories, by its log, over all of its processes."""
     entries = sorted(_entries(run), key=lambda entry: entry.time)
     processes = list(_processes(entries))
     windows = [window for process in processes for window in _windows(process)]
@@ -126,7 +127,7 @@ def _microseconds(seconds: Any) -> int | None:
 
 
 def _entries(run: Run) -> Iterator[_Entry]:
-    """Yield lines, events, and the last lines that loads have cut off."""
+    """Yield an entry for each line, each event, and the last line that each load has cut off."""
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
         if (time := _microseconds(seconds)) is not None:
@@ -208,7 +209,7 @@ def _usual_step(processes: list[_Process]) -> int:
 
 
 def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
-    """Claim the time of saves, evaluations and compilation, and the time between two processes."""
+    """Yield the spans of starts, events, compilation, ends, and the time between two processes."""
     for process in processes:
         yield _Claim(process.began, process.steps_began, "start")
         yield _Claim(process.steps_ended, process.ended, "other")
@@ -223,7 +224,7 @@ def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
 
 
 def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
-    """Yield the time of steps that were repeated, by a later process or after a load."""
+    """Yield the spans of the steps that a later process, or the same one after a load, repeated."""
     kept: list[_Entry] = []
     for entry in entries:
         if entry.kind in ("load", "start"):
@@ -239,7 +240,7 @@ def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
 def _stretches(
     claims: list[_Claim], windows: list[_Window], processes: list[_Process]
 ) -> Iterator[_Claim]:
-    """Cut the time wherever a claim or a window begins or ends; give each piece its category."""
+    """Cut the time wherever a claim or a window begins or ends; yield each piece with its category."""
     edges = [
         edge
         for begin, end, category in claims

@@ -69,7 +69,7 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
 
 
 class ReproducibleSlot(SlotFunction):
-    """The slot function of reproducible: `VirtualRanks` with its settings."""
+    """The slot function of reproducible: it calls `VirtualRanks` with its settings."""
 
     traits = frozenset({"acts_alone", "virtual_ranks"})
 

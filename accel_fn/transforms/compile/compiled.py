@@ -115,7 +115,7 @@ class CompileSlot(SlotFunction):
 
 
 class CompileStepSlot(SlotFunction):
-    """The slot function of compiled(scope="step"): `compile_step` with its settings."""
+    """The slot function of compiled(scope="step"): it calls `compile_step` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a plan that one graph cannot hold."""

@@ -1,4 +1,4 @@
-"""An optimizer's update as a part of a compiler's graph, and which optimizers can be one."""
+"""Run an optimizer's update inside a compiled graph; refuse optimizers for which that fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Memory = dict[str, Any]
 Group = dict[str, Any]
 
 _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
-"""The options that choose an implementation of plain operations, which a compiler needs."""
+"""The options that select the implementation in plain operations, which a compiler needs."""
 
 
 class Captured:
@@ -166,7 +166,7 @@ def _nothing(self: Any) -> None:
 def gradients_of(
     loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients as one operation of a graph; None for parameters out of reach."""
+    """Compute gradients as one operation of a graph; None for parameters that the loss does not use."""
     gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     if all(each is None for each in gradients):
         raise LossError(
@@ -176,7 +176,7 @@ def gradients_of(
 
 
 def keeps_tensors(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether an optimizer keeps tensors; refuse an optimizer that fits into no graph."""
+    """Return whether an optimizer keeps tensors; refuse an optimizer that no graph can hold."""
     if device.type != "cpu" and any(map(_counts_on_host, optimizer.param_groups)):
         options = [each for each in ("capturable", "fused") if each in optimizer.param_groups[0]]
         repair = f"make it with {' or '.join(f'{each}=True' for each in options)}"
@@ -206,7 +206,7 @@ def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
 
 
 def _check_own_state(trial: Optimizer) -> None:
-    """Refuse an optimizer that keeps state of all parameters with a single parameter."""
+    """Refuse an optimizer that stores state of all parameters under a single parameter."""
     trial.step()
     of_each = [trial.state[p].keys() for p in trial.param_groups[0]["params"]]
     if any(names != of_each[0] for names in of_each):

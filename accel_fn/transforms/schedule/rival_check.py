@@ -1,4 +1,4 @@
-"""Check of a schedule: a loop that steps a scheduler itself advances it twice, or undoes it."""
+"""Warn if the loop steps a scheduler itself, which `schedule` would then advance twice or undo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_fn.core.warn import warn_user
 
 LOOKS = (1, 2, 10, 100)
-"""The numbers of the advances after which rates are recorded, to compare before the next one."""
+"""The advances, by number, after which learning rates are recorded, to compare at the next one."""
 _CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
 """Each scheduler's check, by the scheduler's id, since several steps may advance a scheduler.
 
@@ -31,13 +31,13 @@ class RivalCheck:
         self._scheduler = scheduler
         self._is_on = is_main
         self._left: tuple[Any, list[float]] = None, []
-        """The scheduler's position and rates after an advance."""
+        """The scheduler's position and learning rates after an advance."""
         self.num_advances = 0
         self.is_due = False
-        """Whether the next advance looks for a rival."""
+        """Whether the next advance checks if the loop has stepped a scheduler."""
 
     def begin(self) -> None:
-        """Record position and rates after an advance."""
+        """Record the scheduler's position and the learning rates after an advance."""
         self.is_due = self._is_on
         if self.is_due:
             self._left = self._position(), self._rates()
@@ -68,7 +68,7 @@ class RivalCheck:
         return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
 
     def _rivals(self) -> list[Any]:
-        """Find the schedulers that have set the current rates: torch keeps no list of them."""
+        """Find other schedulers that have set the current rates, in memory: torch has no list of them."""
         optimizer, rates = self._scheduler.optimizer, self._rates()
         found: list[Any] = [
             each for each in gc.get_objects() if issubclass(type(each), LRScheduler)

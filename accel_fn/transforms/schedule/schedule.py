@@ -140,7 +140,7 @@ def over_optimizers(plan: Plan, name: str | None, by: Any = None) -> Mapping[str
 
 
 class ScheduleSlot(Stateful):
-    """The slot function of schedule: `scheduled` with its settings."""
+    """The slot function of schedule: it calls `scheduled` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a function beside another schedule of the same optimizer."""
