@@ -80,7 +80,7 @@ def _of_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[
 def of_other_optimizers(
     steps: Steps, rests: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield schedules saved for optimizers of other names: their entries' prefix, and a name."""
+    """Yield entry prefix and function name of schedules saved for optimizers of other names."""
     for each in _of_plans(steps, rests):
         if each.saved is not None and "scheduler" not in each.saved:
             yield each.place, each.function
@@ -173,7 +173,7 @@ class ResumedSchedules:
                 self._call_functions()
 
     def undo(self) -> None:
-        """Set the program's schedules back to where they were."""
+        """Restore the program's schedules to their state before the load."""
         if self._choice == "program":
             with self._rates_as_numbers():
                 self._restart()

@@ -36,7 +36,7 @@ class BatchNormCheck:
         """Whether the current step is watched."""
 
     def begin(self) -> None:
-        """Note which layers use statistics of their rows, before a step."""
+        """Record, before a step, which layers use statistics of their rows."""
         self._before = {n: _num_seen(each) for n, each in self._layers.items() if _trains(each)}
         self.is_due = bool(self._before)
 
@@ -49,7 +49,7 @@ class BatchNormCheck:
             if before is None or before != _num_seen(self._layers[name])
         ]
         if not self._over_parts:
-            # torch's own SyncBatchNorm joins the ranks of accelerators.
+            # torch's own SyncBatchNorm computes statistics over all ranks, on accelerators.
             names = [each for each in names if not isinstance(self._layers[each], nn.SyncBatchNorm)]
         if names:
             self._layers = {}
@@ -77,7 +77,7 @@ class OneRowCheck:
     def __init__(self, state: DistState, plan: Plan) -> None:
         self._plan = plan
         is_over_ranks = state.data.world_size > 1
-        # Torch's own SyncBatchNorm joins the ranks of accelerators.
+        # torch's own SyncBatchNorm computes statistics over all ranks, on accelerators.
         synced = nn.SyncBatchNorm if is_over_ranks and state.device.type != "cpu" else ()
         layers = batch_norms(plan.model).items()
         self._layers = {name: each for name, each in layers if not isinstance(each, synced)}

@@ -1,4 +1,4 @@
-"""A loss that calls collectives is compared by dealing the rows of all ranks in two ways."""
+"""Check a loss that calls collectives: distribute the rows of all ranks differently, and compare."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from accel_fn.core.weights import shares, total_weight, weigh
 
 
 class Deals:
-    """The rows of all ranks, dealt in three ways: in order, in turn, and with one row moved."""
+    """Distributes the rows of all ranks in three ways: in order, in turn, and with one row moved."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Deals:
         batch = joined(self._rows.batch, state)
         num, size = count_samples(batch), self._ranks.world_size
         sizes = part_sizes(num, size)
-        # In micro-batches, a collective that a gradient goes through is refused, so there is
-        # nothing to compare.
+        # A step with micro-batches refuses collectives that pass gradients on, so there is nothing
+        # to compare.
         if size == 1 or sizes[-1] < 2 or plan.having("local_gradients") or in_microbatches(plan):
             return Found(calls_collectives=True)
         in_turn = interleaved_parts(batch, size)
@@ -93,7 +93,7 @@ class Deals:
         return cuts, Gradients(whole, whole, trial.norms()) if leaves else None
 
     def _run(self, trial: Trial, parts: Sequence[Any], factor: float) -> list[float]:
-        """Return the loss of all ranks together, each with its share of the rows."""
+        """Run one distribution of the rows over the ranks, and return the loss of all ranks together."""
         plan, ranks = self._plan, self._ranks
         mine = parts[ranks.rank]
         (weight,) = weigh(plan.weight_fn, [mine])

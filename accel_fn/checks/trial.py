@@ -1,4 +1,4 @@
-"""Runs a few rows forward and backward as training does, and leaves no trace in the model."""
+"""Run a few rows forward and backward as training does, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ran(NamedTuple):
     losses: list[float]
     """The loss of each term."""
     metrics: dict[str, tuple[float, ...]]
-    """By name, a mean, or a sum and its count."""
+    """Each metric by name: a mean, or a sum and its count."""
     written: Mapping[str, Written]
     dtype: torch.dtype
     """The dtype of the loss."""
@@ -158,7 +158,7 @@ class Trial:
         draws.begin(*(drawn or (None, 0)))
         try:
             if self._is_split:
-                # Evaluation mode has no dropout, which would draw unseen.
+                # Switch off dropout: on a split model, the check cannot replace its random numbers.
                 self._plan.model.eval()
             with self._around():
                 loss, metrics = self._outputs(own, weight)
@@ -246,7 +246,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
 
 
 class _Joining:
-    """Replaces the batch under training, to see whether its loss calls a collective."""
+    """Stands in for the batch under training, and records whether its loss calls a collective."""
 
     num_microbatches = 1
     is_evenly_split = False
@@ -255,7 +255,7 @@ class _Joining:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts each operation of torch: answers draws, notes writes and dtypes."""
+    """Intercepts each torch operation: replaces random draws, records writes and dtypes."""
 
     def __init__(self, draws: Draws, snapshot: Snapshot, dtypes: set[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -304,7 +304,7 @@ class _BatchStatistics(TorchFunctionMode):
         self._calls = Calls()
 
     def begin_backward(self) -> None:
-        """Note that the forward has ended."""
+        """Record that the forward has ended."""
         assert self._calls is not None
         self._calls.in_backward = True
 
@@ -347,7 +347,7 @@ class _BatchStatistics(TorchFunctionMode):
 
 
 def _check_graph(loss: Tensor) -> None:
-    """Stop for a loss whose backward would miss parameters: the step itself refuses it."""
+    """Raise if the backward of a loss would miss parameters: the step itself refuses such a loss."""
     if not loss.requires_grad:
         raise no_graph()
     if hides_parameters(loss):

@@ -1,4 +1,4 @@
-"""The writes of a forward to its model: found by name, and put back."""
+"""Find the values that a forward writes to its model, by name, and put the earlier ones back."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_ENTRIES = 1000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _EXACT = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
 _ROUNDING = 2e-2
-"""Relative differences of values that are sums in another order: by dtype, and in half
-precision."""
+"""Relative tolerance of values that are summed in a different order, in half precision; `_EXACT`
+has that of other dtypes."""
 
 
 class _Unknown:
@@ -43,8 +43,8 @@ class Written(NamedTuple):
 class Snapshot:
     """A copy of a model, its gradients and the random generators at one time.
 
-    Parameters, and tensors and containers among the attributes, are left alone where a strategy
-    writes to them.
+    If a strategy writes to parameters, or to tensors and containers among the attributes, the
+    snapshot leaves these out.
 
     Buffers are copied at once. Parameters and tensors among the attributes are copied only before
     an operation writes to them, which must first call `before_write`.
@@ -191,7 +191,7 @@ class Snapshot:
             _refill(container, copy)
 
     def check_watched(self) -> None:
-        """Raise if a forward wrote to a tensor without a copy, or drew random numbers unseen."""
+        """Raise if a forward wrote to a tensor that was not copied, or drew numbers that differ by part."""
         if not self._random.ends_alike():
             raise CannotReplayError(
                 "its parts draw other random numbers: those of Python, NumPy or torch depend on the rows"
@@ -227,7 +227,7 @@ class _Random:
         return *states, torch.get_device_module(self._device).get_rng_state(self._device)
 
     def ends_alike(self) -> bool:
-        """Return whether this run has moved the generators as the first run did."""
+        """Return whether this run has left the generators in the same states as the first run."""
         now = self._now()
         self._ends = self._ends or now
         return _are_same(now, self._ends)

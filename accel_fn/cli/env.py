@@ -155,7 +155,7 @@ def _memory() -> dict[str, int]:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of the driver's tool, which needs no torch; None if it is not installed."""
+    """Return the output of `nvidia-smi`, which works without torch; None if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

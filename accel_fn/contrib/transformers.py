@@ -64,7 +64,7 @@ PRIVATE_NAMES = (
     "_save_optimizer_and_scheduler",
     "_save_scaler",
 )
-"""Names of transformers' Trainer without documentation that this file overrides or reads."""
+"""Undocumented names of transformers' Trainer that this file overrides or reads."""
 _FOLDER = "accel_fn"
 """The folder in a checkpoint of the Trainer's that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
@@ -359,7 +359,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole weights, also of shards, for `from_pretrained`. Every rank calls it."""
+        """Write whole weights for `from_pretrained`, gathered from shards. Call it on every rank."""
         if not self._is_sharded():
             super().save_model(output_dir, _internal_call)
             return
@@ -503,7 +503,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def _repeatable(sampler: Any, seed: int | None) -> Any:
-    """Return a random sampler in the plain Trainer's order, which is the same on all ranks."""
+    """Replace a random sampler by one with the plain Trainer's order, the same on all ranks."""
     if not isinstance(sampler, RandomSampler):
         return sampler
     return SeedableRandomSampler(
@@ -516,7 +516,7 @@ def _repeatable(sampler: Any, seed: int | None) -> Any:
 
 
 def _read_norm(state: DistState, grads: Grads) -> Grads:
-    """Read the norm of the gradients for the log, since no clip does."""
+    """Read the norm of the gradients for the log, for a plan without clipping."""
     grads.norm()
     return grads
 

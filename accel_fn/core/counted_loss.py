@@ -1,4 +1,4 @@
-"""The loss that is a sum and its count, `(sum, count)`: seeds of its backwards, and refusals."""
+"""Compute the backward seeds of a loss that returns `(sum, count)`; name plans that refuse it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_fn.core.weights import Weight
 
 
 class CountedLoss:
-    """Compute the seeds of the backwards of a loss that is `(sum, count)`.
+    """Computes the seed of each backward for a loss that returns `(sum, count)`.
 
     With one sum, the gradient of the sum is computed, and divided by the count at the end of the
     step (an open factor of `Grads`). Several sums have several counts, and in float16 a sum may
@@ -74,8 +74,8 @@ class CountedLoss:
         if self._seeds is None:
             self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
         if not weight or not pairs:
-            # A loss without pairs differs from the first batch; an error follows when the losses
-            # are added up.
+            # Without pairs, the loss has changed its form since the first batch. That is an error, which
+            # is raised when the losses are added up.
             return loss, metrics, torch.zeros_like(loss)
         scaler = self._state.scaler
         seed = self._seeds if scaler is None else self._seeds * scaler.scale
@@ -116,7 +116,7 @@ class CountedLoss:
 
 
 def counts_refused(state: DistState, plan: Plan) -> str:
-    """Return why a loss may not return `(sum, count)` in this plan; empty if it may."""
+    """Return the reason why a loss may not return `(sum, count)` in this plan; "" if it may."""
     what = "return the mean over the items that weight_fn counts, got (sum, count)"
     if plan.weight_fn is not count_samples:
         return f"{what} beside a weight_fn; leave weight_fn out"

@@ -212,7 +212,7 @@ class MetricSums:
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self.sizes = sizes
-        """The count of numbers of each metric, 1 or 2; None before the first micro-batch that counts."""
+        """How many numbers each metric has, 1 or 2; None before the first micro-batch with items."""
         self._means: Tensor | None = None
         """[means], in the order of their names."""
         self._pairs: Tensor | None = None
@@ -291,7 +291,7 @@ def differing_elsewhere(layout: Layout) -> LossError:
 
 
 NUM_FACTS = 4
-"""How many numbers a message of a step has between those of the terms and of the metrics."""
+"""The count of numbers in a step's message between those of the terms and those of the metrics."""
 _PACK = 1 << 21
 """More than twice the number of micro-batches of a rank."""
 
@@ -325,7 +325,7 @@ class GlobalMean:
     is_evenly_split = False
     calls_collectives = False
     correction = 1.0
-    """Once the total is known: the factor of the gradients, of which the backward knew another."""
+    """Once the total is known: the factor that corrects gradients of a predicted total; else 1."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class GlobalMean:
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: Weight | None = None
         self._divisor: Weight | None = None
-        """The total that shares are parts of; None: it is to be waited for."""
+        """The total that shares are parts of; None if it has yet to arrive."""
         self.num_microbatches = len(weights)
         self.is_open = False
         """With a `(sum, count)` loss: whether gradients are those of the sum, not divided yet."""
@@ -572,7 +572,7 @@ def _checked(total: float) -> float:
             "step: every rank must be able to count its batch; another rank could not, see the error "
             "that it raised"
         )
-    # torch takes no int that is far above 2**53.
+    # torch does not accept an int far above 2**53.
     is_count = float(total).is_integer() and total <= 2**53
     return int(total) if is_count else total
 

@@ -123,7 +123,7 @@ class LossScale:
         Cost: a few 0-dim operations on the device; no host synchronisation.
         """
         good_steps = self.good_steps + 1
-        # The host knows of most of its steps that the scale stays, without a dozen operations.
+        # On the host, most steps end here: the scale stays, and a dozen operations are saved.
         reads = ok.is_cpu and not torch.compiler.is_compiling()
         if reads and ok and good_steps < self.growth_interval:
             return replace(self, good_steps=good_steps)
@@ -245,7 +245,10 @@ class DistState:
             self._check()
 
     def _check(self) -> None:
-        """Check each rule, with its message; `__post_init__`, which each step runs, is faster."""
+        """Check each rule, and raise the error of the first one that is broken.
+
+        `__post_init__` runs in every step, so it calls this only if its faster test fails.
+        """
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)
         if self.rank >= self.world_size:
@@ -392,7 +395,7 @@ def data_places(state: DistState) -> slice:
 
 
 def step_name(step: int, call: int) -> str:
-    """Name a step in messages, collectives and seeds: 3, or 3.1 for a second step on a batch."""
+    """Return a step's name for messages, collectives and seeds: 3, or 3.1 if a batch has a second step."""
     return f"{step}.{call}" if call else str(step)
 
 

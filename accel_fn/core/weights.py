@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
-# A dictionary beside the tensors: an attribute would be pickled and copied with its tensor.
+# Use a dictionary: an attribute would be pickled and copied with its tensor.
 _SOURCES = WeakTensorKeyDictionary()
 
 
@@ -52,7 +52,7 @@ WeightFn = Callable[[Any], "int | float | Tensor"]
 Weight = tuple[float, ...]
 """For each term of a loss, the number of items that it is a mean over; () if all are 0."""
 _EXACT = 2**53
-"""Up to here sums of integers over ranks are exact."""
+"""Up to this number, sums of integers over ranks are exact in float64."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 # With more class weights, a repr shows a checksum.
 _SHOWN = 8
@@ -235,10 +235,10 @@ def total_weight(weights: Sequence[Weight]) -> Weight:
 
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
-    """Return `factor * weight / total`, term by term; 0 where nothing counts."""
+    """Return `factor * weight / total`, term by term; 0 where the weight is 0."""
     if len(weight) == 1 == len(total):  # faster, for most losses
         return (weight[0] * factor / total[0],)
-    pairs = zip(weight, total, strict=False)  # nothing counts of what weighs nothing
+    pairs = zip(weight, total, strict=False)  # a weight of 0 is ()
     return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
 
 

@@ -130,7 +130,7 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt = latest
 
     def beat(self) -> int | None:
-        """Show other machines that this launcher runs; machine 0 returns the first silent one."""
+        """Signal that this launcher runs; on machine 0, return the first machine that no longer does."""
         # No machine watches machine 0 for silence: if machine 0 ends, its store is gone.
         now = time.monotonic()
         if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:

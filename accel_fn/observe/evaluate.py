@@ -288,7 +288,7 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
 
 
 def _sum_of(mean: Tensor, weight: float) -> Metric:
-    """Return a mean as a sum and its count. The mean of no items may be nan."""
+    """Return a mean as a sum and its count. If the count is 0, the mean may be nan."""
     wide = widest(mean)
     assert wide is not None
     return (wide * weight if weight else 0.0), weight

@@ -70,7 +70,7 @@ _NAMES = (
 )
 """The names of the step's own values in a line; a user's values may not have these names."""
 _MEMORY_S = 1.0
-"""Seconds for which a reading of the peak memory is used again: a reading takes its time."""
+"""Seconds for which a reading of the peak memory is used again, since a reading is slow."""
 _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()
 _END_S = 10.0
@@ -206,7 +206,7 @@ def build_log(
 
 
 class Log(Observer):
-    """The log of a step on a rank that writes nothing."""
+    """Tracks the newest step on a rank that does not write; `LogOnMain` writes."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -236,7 +236,7 @@ class Log(Observer):
 
 
 class LogOnMain(Log):
-    """The log of a step on the main rank."""
+    """Writes the log of a step; only the main rank has one."""
 
     def __init__(self, state: DistState, plan: Plan, recorder: Recorder, every: int) -> None:
         super().__init__()
@@ -603,7 +603,7 @@ class Recorder:
             _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
         # The error that ends this process, if there is one.
         last = getattr(sys, "last_value", None)
-        # At a prompt, an error ends no process.
+        # At a prompt, an error does not end the process.
         ends = last is not None and not hasattr(sys, "ps1")
         self.event("end", self.step, error=type(last).__name__ if ends else None)
 

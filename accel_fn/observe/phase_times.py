@@ -28,7 +28,7 @@ class PhaseTimes:
 
     host: Mapping[str, float]
     device: Mapping[str, float]
-    """The same for kernels on the device; empty without an accelerator."""
+    """Seconds that the device runs kernels of each phase; empty without an accelerator."""
 
     @property
     def step(self) -> float:
@@ -197,7 +197,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _verdict(ranks: Mapping[int, PhaseTimes]) -> str:
-    """Name the straggler that the other ranks wait for, and the phase in which it is slower."""
+    """Return a sentence on the rank that the others wait for, and the phase in which it is slower."""
     slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
     others = [each for rank, each in ranks.items() if rank != slowest]
     lost = sum(each.waiting for each in others) / len(others) - ranks[slowest].waiting

@@ -106,7 +106,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
 
 
 class ProfileSlot(SlotFunction):
-    """The slot function that makes a `Profile`."""
+    """The slot function of profile: it makes a `Profile` for the step."""
 
     def claim(self, plan: Plan) -> Plan:
         """Move the profile before the other observers, whose work is a part of the step."""
@@ -115,7 +115,7 @@ class ProfileSlot(SlotFunction):
 
 
 class Profile(Observer):
-    """The profile of a few steps of one rank: starts before the first, written after the last."""
+    """Profiles a few steps of one rank: starts before the first one, writes after the last one."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, state: DistState, *, folder: Path, steps: range
@@ -267,7 +267,7 @@ class RankTrace:
         entered: AbstractContextManager[Any] = record_function(f"{PREFIX}{name}")
         entered.__enter__()
         self._open = name, entered
-        # An evaluation between steps is no forward of a step.
+        # Do not count the forward of an evaluation between steps as a phase of a step.
         self._is_in_phase = name == DATA
 
     def _leave(self) -> None:

@@ -58,7 +58,7 @@ def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tu
 def make_subgroup(
     state: DistState, name: str, ranks: range, *, backend: str, timeout_s: float
 ) -> ProcessGroup | None:
-    """Make a group of some ranks; every rank of the world must call this, members or not."""
+    """Make a group of some ranks. Every rank of the world must call this, even outside the group."""
     timeout = timedelta(seconds=timeout_s)
     group: ProcessGroup = dist.new_group(
         list(ranks), timeout=timeout, backend=backend, group_desc=name

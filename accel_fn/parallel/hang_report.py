@@ -1,4 +1,4 @@
-"""The parts of a hang report: lines of code, collectives, stacks, and the ranks that are at each.
+"""The parts of a hang report: lines of code, collectives and stacks, each with its ranks.
 
 Does not import torch, since the launcher classifies the lines of a traceback with it.
 """
@@ -167,7 +167,7 @@ class Ranks:
         return ranks_along(self.mesh, axis, rank) if axis in self.mesh else range(self.world_size)
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Name ranks and the places that they share, as in `ranks 2-3, 7 (dp 1)`."""
+        """Return ranks and the mesh places that they share as text, such as `ranks 2-3, 7 (dp 1)`."""
         runs: list[list[int]] = []
         for rank in ranks:
             if runs and rank == runs[-1][-1] + 1:

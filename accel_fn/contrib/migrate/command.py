@@ -85,7 +85,7 @@ def _print_script(script: Script) -> None:
 
 
 def _print_line(line: Line, reasons: set[str], rows: set[int]) -> None:
-    """Print a line and its replacements, with reasons and rows that are not printed yet."""
+    """Print a line and its replacements, with the reasons and rows that were not printed before."""
     click.echo(f"{line.number:>4}  {_cut(line.source)}")
     if line.goes:
         click.echo(f"{_INDENT}-> (goes)")
@@ -118,7 +118,10 @@ def _cut(source: str) -> str:
 
 
 def _replacements(use: Use) -> list[str]:
-    """Return a name's replacement, wrapped at 80 columns; no lines if the script's line stays."""
+    """Return the lines that print a name's replacement, wrapped at 80 columns.
+
+    The list is empty if the line of the script stays as it is.
+    """
     replacement = "(goes)" if use.replacement is None else use.replacement
     texts = replacement.splitlines() if use.is_known else ["(not known)"]
     part = f"{use.part} " if use.part else ""

@@ -1,4 +1,4 @@
-"""VirtualRanks: a fixed number of slices of the global batch, added up in one order on any world."""
+"""VirtualRanks: cut the global batch into fixed slices, and add them up in the same order always."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class VirtualRanks(Strategy):
     def evaluating(
         self, plan: Plan, state: DistState, function: str
     ) -> AbstractContextManager[None]:
-        """Return no context, since all ranks have the same saved buffers."""
+        """Return an empty context: all ranks have the same saved buffers already."""
         return nullcontext()
 
     def signature(self) -> Mapping[str, Any]:
@@ -249,7 +249,7 @@ class VirtualRanks(Strategy):
             )
 
     def _check_dense(self, plan: Plan) -> None:
-        """Refuse sparse gradients, which the sum over virtual ranks cannot take."""
+        """Refuse sparse gradients: the sum over virtual ranks supports dense ones only."""
         for parameter in self.reachable:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 named = plan.model.named_parameters()
@@ -259,7 +259,7 @@ class VirtualRanks(Strategy):
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name the modules whose result for a sample depends on other samples in training mode."""
+    """Find, by name, modules in which a sample's result depends on other samples in training mode."""
     return {
         name or "the model": module
         for name, module in model.named_modules()

@@ -141,7 +141,7 @@ class Schedule:
 
     @contextmanager
     def rates_as_numbers(self) -> Iterator[None]:
-        """Enclose code that reads or changes the rates as numbers; here they are numbers always."""
+        """Return a context for code that uses the rates as numbers; in this class, they always are."""
         yield
 
     def signature(self) -> str:
@@ -202,7 +202,7 @@ class StateSchedule(Schedule):
             self._advance()
 
     def see(self, state: DistState) -> None:
-        """Take this state as the newest one, without an advance."""
+        """Store this state as the newest one, without an advance of the schedule."""
         self._seen[0] = state
 
     def signature(self) -> str:
@@ -211,7 +211,7 @@ class StateSchedule(Schedule):
 
 
 class Schedules:
-    """Schedules of several optimizers, one for each."""
+    """One schedule for each of several optimizers."""
 
     def __init__(self, schedules: Mapping[str, Schedule], name: str | None) -> None:
         self.schedules = schedules
@@ -239,7 +239,7 @@ class Schedules:
 
 
 class BatchSchedules(Schedules):
-    """Schedules of several optimizers that count batches."""
+    """One `BatchSchedule` for each of several optimizers."""
 
     schedules: Mapping[str, BatchSchedule]
 
@@ -250,7 +250,7 @@ class BatchSchedules(Schedules):
 
 
 class StateSchedules(Schedules):
-    """Schedules of several optimizers that follow the state."""
+    """One `StateSchedule` for each of several optimizers."""
 
     schedules: Mapping[str, StateSchedule]
 

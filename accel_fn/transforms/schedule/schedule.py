@@ -130,7 +130,7 @@ def schedule(
 
 
 def over_optimizers(plan: Plan, name: str | None, by: Any = None) -> Mapping[str, Optimizer]:
-    """Return the optimizers whose rates a schedule changes: the named, the scheduler's, or all."""
+    """Return the optimizers of a schedule: the named one, the scheduler's own, or all of them."""
     own = getattr(by, "optimizer", None)
     return {
         each: optimizer
@@ -143,7 +143,7 @@ class ScheduleSlot(Stateful):
     """The slot function of schedule: it calls `scheduled` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a function beside another schedule of the same optimizer."""
+        """Refuse a function if the plan has a second schedule of the same optimizer."""
         slots = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
         for name in over_optimizers(plan, self.keywords.get("optimizer"), self.keywords["by"]):
             rivals = [each.keywords["by"] for each in slots if name in each.names(plan)]
@@ -169,7 +169,7 @@ def scheduled(
     metric: MetricFn | None = None,
     optimizer: str | None = None,
 ) -> UpdateFn:
-    """Make, for one step function, the function that advances the schedule."""
+    """Make the function that advances the schedule in one step function."""
     made: dict[str, Schedule] = {}
     for name, each in over_optimizers(plan, optimizer, by).items():
         advance: Advance
@@ -202,7 +202,7 @@ def scheduled(
 
 
 def _counts_batches(plan: Plan, name: str) -> bool:
-    """Return whether a schedule of the optimizer counts batches, which rules out device rates."""
+    """Return whether a schedule of the optimizer counts batches: it needs the rates on the host."""
     optimizer, made = plan.optimizers[name], schedules_made(plan)
     to_come = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
     return any(
@@ -241,7 +241,7 @@ def takes_state(function: object) -> bool:
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        # A class in C has no signature.
+        # A class that is written in C may have no signature.
         return False
     if "state" not in parameters:
         return False
