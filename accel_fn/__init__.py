@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "count_samples",
             "samples",
         ),
+        "core.empty": ("empty",),
         "core.restored": ("seed_all",),
         "core.state": ("DistState",),
         "core.weights": ("count_labels",),

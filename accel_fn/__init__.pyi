@@ -20,6 +20,7 @@ from accel_fn.core.batch import samples as samples
 from accel_fn.core.collectives import any_rank as any_rank
 from accel_fn.core.collectives import barrier as barrier
 from accel_fn.core.collectives import broadcast as broadcast
+from accel_fn.core.empty import empty as empty
 from accel_fn.core.grads import Grads as Grads
 from accel_fn.core.plan import Plan as Plan
 from accel_fn.core.report import Report as Report

@@ -53,6 +53,7 @@ from accel_fn.checkpoint.schedules import (
 from accel_fn.checkpoint.store import Run
 from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
 from accel_fn.core.collectives import agreed, all_or_none
+from accel_fn.core.empty import note_filled
 from accel_fn.core.mesh_axes import ranks_along
 from accel_fn.core.plan import unwrapped
 from accel_fn.core.restored import derive_random, in_train_mode, random_state, restore_random
@@ -377,6 +378,8 @@ class _Loading:
             read_tensors(self._path, self._tensors, self.manifest.entries, count)
         for name, buffer in self._buffers.items():
             self._tensors[name].copy_(buffer)
+        for name, step in self._steps.items():
+            note_filled(step.plan.model, with_prefix(prefix_of("model", name), self._tensors))
         if self._state.is_main and self._state.data.world_size > len(self._places):
             _LOG.warning(
                 "ranks that share a batch: %d when saved, %d now; random generators of the new ranks are "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_fn.checkpoint.files import dict_from_plain, hash_of_tensor
+from accel_fn.checkpoint.init_weights import InitFn, fill_missing
 from accel_fn.checkpoint.manifest import read_manifest
 from accel_fn.checkpoint.names import COMMON, COMMON_KEYS
 from accel_fn.checkpoint.run_state import prefix_of, read_whole, split_tied, with_prefix
@@ -32,6 +33,7 @@ from accel_fn.checkpoint.weight_files import (
 )
 from accel_fn.core.collectives import all_or_none, barrier
 from accel_fn.core.dtensor import axes_of, fill, whole
+from accel_fn.core.empty import note_filled
 from accel_fn.core.plan import unwrapped
 from accel_fn.core.primitives import bytes_of
 from accel_fn.core.state import DistState, check_state
@@ -132,43 +134,59 @@ def save_model(
 
 def load_model(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
     *,
     rename: Callable[[str], str | None] | None = None,
     strict: bool = True,
+    dtype: torch.dtype | None = None,
+    init: InitFn | None = None,
 ) -> list[str]:
     """Read weights that `save_model`, or a library of Hugging Face, wrote into a model, in place.
 
-    Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast), and
-    that the files are whole. If both exist, `model.safetensors` is read, and not the
+    Everything is checked before anything is overwritten: names, shapes, dtypes (none is cast without
+    `dtype`), and that the files are whole. If both exist, `model.safetensors` is read, and not the
     index, as in other libraries. If `save_model(only="trained")` wrote the files, the rest of the
     model stays, and must equal what was left out. A name that the file ties to another gets its
     value, tied in the model or not. For names that are tied in the model, the file needs one of
     them; if it has several, they must be equal to the bit. Devices, `requires_grad` and ties of the
-    model stay. With `wrap_fsdp`, call it on every rank, which reads its shards. An index may name
-    only files in its folder, and links must stay in it or lead to the blobs of a hub's cache.
+    model stay. With `wrap_fsdp` or `wrap_tp`, call it on every rank, which reads its part of each tensor: no
+    rank holds more than its parts and one tensor. So it also fills a model that `empty` made, after `build`.
+    An index may name only files in its folder, and links must stay in it or lead to the blobs of a hub's
+    cache.
 
     Args:
         model: a model like the saved one: same names, shapes and dtypes; on any device.
-        folder: a folder with `model.safetensors` or `model.safetensors.index.json`.
+        folder: a folder with `model.safetensors` or `model.safetensors.index.json`. None: read no files; `init`
+            fills the model.
         rename: maps a name in the files to the name in the model, for example
             `lambda name: name.removeprefix("encoder.")`; None leaves that tensor of the files out.
         strict: False: load the tensors that both have, and leave the model's other tensors as they
             are. Tensors that both have must still agree in shape and dtype. Frozen parameters that
             the files leave out may have any values.
+        dtype: the dtype of floating-point tensors in the files that have another one than the model's, such
+            as `torch.bfloat16`: they are cast to the dtypes of the model.
+        init: fills parameters that the files do not hold, such as a new head: `module -> None`, as
+            `lambda module: module.reset_parameters()`, or `model._init_weights` of transformers. It is called
+            for one module at a time that holds such parameters itself, whole on every rank. What it
+            writes to the module's other tensors, or to modules inside, is not kept. Python's, NumPy's and
+            torch's generators are seeded by the module's name, and restored: the values do not depend on the
+            number of ranks, nor on a seed of yours. Buffers that no file holds keep their values.
 
     Returns:
         With `strict=False`, a line for each tensor that only the model or only the files have; else
         an empty list.
 
     Raises:
-        TypeError: `rename` does not return text; `strict` is not True or False.
-        ValueError: files and model differ (the message lists where), or have no name in common; `rename`
+        TypeError: `rename` does not return text; `strict` is not True or False; `dtype` is not a
+            floating-point dtype; `init` is not callable.
+        ValueError: neither `folder` nor `init` is given; files and model differ (the message lists where), or have no name in common; `rename`
             returns one name twice; a file is missing or broken, or an index is not to be trusted; the model
             is in use by `wrap_deepspeed` from stage 1 on. The model does not change.
 
     Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
-    frozen. For shards, two small collectives, and a gather of each of these parameters.
+    frozen. For shards, two small collectives, and a gather of each of these parameters. With `init`, the
+    memory of one module's own parameters, and for shards two more collectives and a gather of those of these
+    parameters that files fill.
 
     >>> import tempfile, torch, accel_fn as af
     >>> folder, model, other = tempfile.mkdtemp(), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -179,6 +197,7 @@ def load_model(
     True
     """
     check_flag("load_model", "strict", strict)
+    _check_choices(folder, dtype, init)
     if is_copied(model):
         raise ArgumentError(
             "load_model: model must be loaded before build under wrap_deepspeed, whose engine would write "
@@ -186,10 +205,13 @@ def load_model(
         )
     axes = axes_of(read_entries("load_model", model).tensors.values())
     with ExitStack() as stack:
-        opened = matching_set(model, folder, rename, strict=strict)
+        opened = matching_set(
+            model, folder, rename, strict=strict, dtype=dtype, inits=init is not None
+        )
         entries, stored, left_out = _on_all(lambda: stack.enter_context(opened), axes, "load_model")
-        if strict:
+        if strict and folder is not None:
             _check_frozen(_path("load_model", folder), entries, stored)
+        missing = _missing(entries, stored)
         total = sum(each.nbytes for each in entries.tensors.values())
         with bytes_bar("load_model", total, is_main=all(axis.is_main for axis in axes)) as count:
             for first, tensor in entries.tensors.items():
@@ -197,7 +219,25 @@ def load_model(
                 for key in _keys_of(first, entries, stored)[:1]:
                     fill(tensor, stored.tensor(key))
                 count(tensor.nbytes)
-    return left_out
+        note_filled(model, entries.tensors.keys() - missing)
+    if init is not None:
+        _on_all(fill_missing(model, missing, init), axes, "load_model")
+        note_filled(model, missing)
+    return left_out if not strict else []
+
+
+def _check_choices(
+    folder: str | os.PathLike[str] | None, dtype: torch.dtype | None, init: InitFn | None
+) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        rule = "be a floating-point torch.dtype or None"
+        raise ArgumentTypeError(message("load_model", "dtype", rule, dtype))
+    if init is not None and not callable(init):
+        rule = "be a function of a module, or None"
+        raise ArgumentTypeError(message("load_model", "init", rule, type(init).__name__))
+    if folder is None and init is None:
+        repair = "give the folder of the files, or init=fn, which fills parameters without files"
+        raise ArgumentError(message("load_model", "folder", "be given without init", None, repair))
 
 
 def check_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -209,23 +249,35 @@ def check_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 @contextmanager
 def matching_set(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None,
     rename: Callable[[str], str | None] | None = None,
     *,
     strict: bool = True,
+    dtype: torch.dtype | None = None,
+    inits: bool = False,
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:
-    """Open the files of a model if they match it; list tensors of only the files or the model."""
-    path = _path("load_model", folder)
+    """Open the files of a model if they match it; list tensors of only the files or the model.
+
+    With `inits`, the model may have tensors that the files do not hold. Without a folder, there are none.
+    """
+    path = None if folder is None else _path("load_model", folder)
     entries = read_entries("load_model", model)
     check_writable(model, entries)
     with ExitStack() as stack:
+        if path is None:
+            yield entries, Stored({}, {}, {}, {}), []
+            return
         stored = open_set(path, stack)
         if rename is not None:
             stored = stored.renamed(rename)
-        left_out, differences = _left_out(entries, stored), _differences(entries, stored)
-        is_nothing_loaded = len(_absent(entries, stored)) == len(entries.tensors)
-        if differences or (left_out and (strict or is_nothing_loaded)):
-            raise ArgumentError(_report(path, [*differences, *left_out]))
+        only_here, only_there = _only_in_model(entries, stored), _only_in_files(entries, stored)
+        differences = _differences(entries, stored, dtype)
+        left_out = [*only_here, *only_there]
+        refused = [*([] if inits else only_here), *only_there] if strict else []
+        if len(_absent(entries, stored)) == len(entries.tensors):
+            refused = left_out
+        if differences or refused:
+            raise ArgumentError(_report(path, [*differences, *refused]))
         yield entries, stored, left_out
 
 
@@ -314,37 +366,47 @@ def _absent(entries: Entries, stored: Stored) -> list[str]:
     return [first for first in entries.tensors if not _keys_of(first, entries, stored)]
 
 
-def _left_out(entries: Entries, stored: Stored) -> list[str]:
-    """Describe tensors that only the model or only the files have."""
-    lines = [
-        f"{first}: {_spec(entries.tensors[first])} in the model, nothing in the files"
+def _missing(entries: Entries, stored: Stored) -> list[str]:
+    """List the tensors that the files neither have nor leave out as frozen."""
+    return [
+        first
         for first in _absent(entries, stored)
         if stored.frozen.keys().isdisjoint(entries.names_of(first))
     ]
+
+
+def _only_in_model(entries: Entries, stored: Stored) -> list[str]:
+    """Describe the tensors that only the model has."""
+    return [
+        f"{first}: {_spec(entries.tensors[first])} in the model, nothing in the files"
+        for first in _missing(entries, stored)
+    ]
+
+
+def _only_in_files(entries: Entries, stored: Stored) -> list[str]:
+    """Describe the tensors that only the files have."""
     known = entries.tensors.keys() | entries.tied.keys()
     unknown = {key: _spec(stored.tensor(key)) for key in stored.handles if key not in known}
     unknown |= {name: f"tied to {key}" for name, key in stored.tied.items() if name not in known}
-    lines += [
-        f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()
-    ]
-    return lines
+    return [f"{key}: nothing in the model, {there} in the files" for key, there in unknown.items()]
 
 
-def _differences(entries: Entries, stored: Stored) -> list[str]:
-    """Describe differences between tensors that both the model and the files have."""
+def _differences(entries: Entries, stored: Stored, dtype: torch.dtype | None) -> list[str]:
+    """Describe differences between tensors that both have; those of `dtype` in the files are cast."""
     lines = []
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)
+        fits = {here, *([_spec(tensor, dtype)] if tensor.is_floating_point() else [])}
         there = {key: _spec(stored.tensor(key)) for key in keys}
-        wrong = [key for key in keys if there[key] != here]
+        wrong = [key for key in keys if there[key] not in fits]
         lines += [f"{key}: {here} in the model, {there[key]} in the files" for key in wrong]
         if not wrong and not all(_same(stored, keys[0], key) for key in keys[1:]):
             lines.append(f"{', '.join(keys)}: one tensor in the model, several in the files")
     return lines
 
 
-def _spec(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _spec(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    return f"{str(dtype or tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _same(stored: Stored, one: str, other: str) -> bool:

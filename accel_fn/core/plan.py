@@ -317,7 +317,8 @@ class SlotFunction(partial[Any]):
             "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
             trained), "local_gradients" (ranks keep their own gradients: they are not compared, and `build`
             refuses a mesh and losses `(sum, count)`), "shards" (forwards have collectives, so every rank
-            runs as many), "acts_alone" (it does something in a world of one, too), "virtual_ranks"
+            runs as many), "takes_empty" (the model may be on the meta device; a strategy calls
+            `give_memory`), "acts_alone" (it does something in a world of one, too), "virtual_ranks"
             (micro-batches stand for ranks), "cuda_graphs" (a backward overwrites the gradients of the last
             one), "retries"
             (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
@@ -378,7 +379,8 @@ class Stateful(SlotFunction):
     `state_dict` and `load_state_dict`, checkpoints hold its state, tensors in the shapes
     that they have in a new step. What `state_dict` returns is not written in place later. If the
     function has `check_saved` or `check_loaded`, `save` and `load` call it first: it
-    raises, on every rank, if there is nothing that could be saved.
+    raises, on every rank, if there is nothing that could be saved. If it has `on_filled`, a model that
+    `empty` made has values when it is called, before the first step: copy parameters then.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace

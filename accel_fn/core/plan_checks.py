@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from accel_fn.core import primitives
 from accel_fn.core.dtensor import is_sharded
+from accel_fn.core.empty import check_memory, tensors_in
 from accel_fn.core.loss import check_frozen, tensors_of_frozen
 from accel_fn.core.mesh_axes import mesh_name
 from accel_fn.core.microbatches import in_microbatches
@@ -42,6 +43,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
     _check_slots(state, plan)
     _check_model(plan)
     check_parameters(plan)
+    check_memory(state, plan)
     check_frozen(state, plan)
     _check_optimizers(plan)
     _check_world(state, plan)
@@ -263,8 +265,10 @@ def _summary(plan: Plan) -> list[str]:
     frozen = [
         f"frozen {name} {list(each.shape)} {each.dtype}" for name, each in tensors_of_frozen(plan)
     ]
+    # What has values is sent from rank 0, tensor by tensor.
+    empty = [f"without values: {name}" for name, each in tensors_in(plan.model) if each.is_meta]
     loss = f"reduction={plan.reduction} terms={list(plan.terms)}"
-    return [*slots, loss, *optimizers, *parameters, *frozen]
+    return [*slots, loss, *optimizers, *parameters, *empty, *frozen]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

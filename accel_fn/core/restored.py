@@ -141,6 +141,11 @@ def key_random(state: DistState, slot: int) -> None:
     _seed(f"accel_fn {state.seed} {_position(state)} slot {slot}", state.device)
 
 
+def seed_by_name(name: str, device: torch.device) -> None:
+    """Seed all generators by a name alone, for draws that no run and no rank changes."""
+    _seed(f"accel_fn init {name}", device)
+
+
 def generator_of(state: DistState, name: str) -> torch.Generator:
     """Make a generator on the host, seeded from (seed, position, name): the same on every rank."""
     number = _number(f"accel_fn draw {state.seed} {_position(state)} {name}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_fn.core import primitives
 from accel_fn.core.collectives import all_or_none
+from accel_fn.core.empty import FilledCheck, check_filled, give_memory, is_empty
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import Strategy, check_strategy, forward
 from accel_fn.core.loss import LossModule, freeze_models, share_frozen
@@ -93,8 +94,8 @@ class Step(Generic[Batch]):
     """The `before_step` methods of `after_update` functions, which track the position of the
     run."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Facts of this run: of saves and loads, and as "newest", the state that the last step began
-    with."""
+    """Facts of this run: of saves and loads, as "newest", the state that the last step began with,
+    and "empty" while the model may lack values."""
 
     def __call__(
         self, state: DistState, batch: Batch, *, advance: bool = True
@@ -179,6 +180,7 @@ class Step(Generic[Batch]):
         mode with buffers in the `state_dict`, a copy of these, two more and one broadcast.
         """
         self._check_state(state)
+        self.check_filled("step.forward")
         plan, strategy = self.plan, self.strategy
         if plan.model.training:
             return forward(strategy, plan, state, batch)
@@ -289,6 +291,12 @@ class Step(Generic[Batch]):
                 f"{state.step}; write state, step = build(plan, state, after=step)"
             )
 
+    def check_filled(self, function: str) -> None:
+        """Refuse, on all ranks, a model that `empty` made and nothing has filled."""
+        if "empty" in self.notes:
+            check_filled(self.plan, self._built_with, function)
+            del self.notes["empty"]
+
     def _check_gradients_are_left(self, function: str) -> None:
         """Refuse the strategy of an engine that keeps gradients."""
         if not self.strategy.leaves_gradients:
@@ -392,7 +400,10 @@ def build(
     # An observer may hold the strategy: without the proxy, a cycle would keep both alive.
     strategy.observers = proxy(watching)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
-    return built, Step(plan, strategy, stages, run, built, watching, before)
+    step = Step(plan, strategy, stages, run, built, watching, before)
+    if is_empty(plan.model):
+        step.notes["empty"] = True
+    return built, step
 
 
 def _with_state(
@@ -400,7 +411,9 @@ def _with_state(
 ) -> tuple[Plan[Batch], Observers]:
     """Make the parts of a step that have their own state: slot functions and observers."""
     plan = with_stateful(plan, state)
-    every = [make(plan, strategy, state) for make in (*plan.observers, *observers)]
+    # The first observer: the others may compute with the model.
+    first = (FilledCheck,) if is_empty(plan.model) else ()
+    every = [make(plan, strategy, state) for make in (*first, *plan.observers, *observers)]
     for each in every:
         if not isinstance(each, Observer):
             rule = "return an Observer"
@@ -441,6 +454,9 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
     placed = dict(plan.model.named_parameters())
     for shard in plan.shard_model:
         model = shard(state, model)
+    # A strategy that takes empty models gives memory once it has cut them.
+    if not any("takes_empty" in getattr(each, "traits", ()) for each in plan.strategy):
+        give_memory(model, state.device)
     if plan.place_model or plan.shard_model:
         for optimizer in plan.optimizers.values():
             follow_shards(optimizer, placed, plan.model)

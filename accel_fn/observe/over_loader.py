@@ -67,6 +67,7 @@ def read_on_all_ranks(
     time.
     """
     plan = step.plan
+    step.check_filled(function)
     with step.observers.evaluating(state), step.strategy.evaluating(plan, state, function):
         every = agreed(read, state, function)
     warn_of_equal_batches(function, state, [looks for _, looks in every])

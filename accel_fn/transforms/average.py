@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel_fn.core.delayed_read import UpdateCount
 from accel_fn.core.dtensor import local
+from accel_fn.core.empty import has_gaps, is_empty
 from accel_fn.core.plan import Plan, Stateful, describe, unwrapped
 from accel_fn.core.report import Report, verdict_of
 from accel_fn.core.state import DistState
@@ -124,7 +125,8 @@ def averaged(step: Step) -> Iterator[None]:
 
     Raises:
         TypeError: `step` is not a step.
-        ValueError: the plan has no average, or several; a step is made inside.
+        ValueError: the plan has no average, or several; a step is made inside; nothing has filled the
+            parameters of a model that `empty` made.
 
     Cost: two copies of the parameters, and the memory of one.
 
@@ -142,6 +144,7 @@ def averaged(step: Step) -> Iterator[None]:
         raise PlanError(
             f"averaged: step must have one average in its plan, got {len(found)}; add ema(decay)"
         )
+    step.check_filled("averaged")
     step.strategy.reset()
     with found[0].shown():
         try:
@@ -170,6 +173,8 @@ class Average:
             if each.is_floating_point() or each.is_complex()  # codes and masks have no mean
         }
         self._means = {n: _wide(each.detach()).clone() for n, each in self._averaged.items()}
+        self._is_waiting = is_empty(plan.model)
+        """Whether the means are copies of parameters that have no values yet."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         if self._is_shown:
@@ -182,6 +187,16 @@ class Average:
         elif made:
             self._follow(self._weight(num_before))
         return state
+
+    def on_filled(self) -> None:
+        """Begin with the parameters, where no checkpoint has given a mean."""
+        if self._is_waiting:
+            # A mean of NaN would stay one: NaN + 1.0 * (parameter - NaN).
+            gaps = {
+                name: self._averaged[name] for name, mean in self._means.items() if has_gaps(mean)
+            }
+            _copy(gaps, self._means)
+            self._is_waiting = False
 
     def _weight(self, num_updates: int) -> float:
         return self._rate(max(0, num_updates - self._num_warmup))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_fn.core.batch import moved
+from accel_fn.core.empty import move_values
 from accel_fn.core.plan import SlotFunction
 from accel_fn.core.state import DistState
 from accel_fn.core.transform import Transform, fill, transform
@@ -17,6 +18,8 @@ from accel_fn.errors import ArgumentTypeError, message
 @transform
 def place(*, frozen_dtype: torch.dtype | None = None) -> Transform:
     """Move models to `state.device` in `build`, and every micro-batch just before its forward.
+
+    Parameters on the meta device, as of `empty`, stay there until `build` gives memory to each rank.
 
     Law: the identity if everything is on the device already, and no `frozen_dtype` is given.
 
@@ -52,7 +55,8 @@ place_batch=[place()])
 
 def move_to_device(state: DistState, model: nn.Module) -> nn.Module:
     """Move the model to the state's device, in place; its parameters stay the same objects."""
-    return model.to(state.device)
+    move_values(model, state.device)
+    return model
 
 
 def move_frozen(state: DistState, model: nn.Module, *, dtype: torch.dtype | None) -> nn.Module:

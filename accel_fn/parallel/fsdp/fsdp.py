@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 
 from accel_fn.core import primitives
 from accel_fn.core.dtensor import WholeNumbers, is_sharded
+from accel_fn.core.empty import give_memory_to_plan
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import PaddingStrategy, Strategy
 from accel_fn.core.loss import loss_module_of, sparse_tables
@@ -61,9 +62,9 @@ def wrap_fsdp(
 
     A block's parameters are unsharded for its forward and its backward. Parameters outside
     of all blocks are whole from the forward to the end of the backward. The
-    model starts from rank 0's parameters and buffers, and every update gets the
-    exact mean over the items of the global batch, as with `wrap_ddp`. In a world of one
-    it is a no-op, unless `param_dtype` or `offload` is given.
+    model starts from rank 0's parameters and buffers; `load_model` fills one that `empty` made. Every
+    update gets the exact mean over the items of the global batch, as with `wrap_ddp`. In a world of one
+    it is a no-op, unless `param_dtype` or `offload` is given, or the model needs memory.
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that
     the optimizer holds, become shards (torch's `DTensor`) in `build`. The optimizer's state is
@@ -155,7 +156,7 @@ class FSDPSlot(SlotFunction):
     def traits(self) -> frozenset[str]:  # type: ignore[override]
         """Return the traits: on one rank, FSDP may still convert or offload parameters."""
         alone = self.keywords["param_dtype"] is not None or self.keywords["offload"]
-        return frozenset({"shards", "acts_alone"} if alone else {"shards"})
+        return frozenset({"shards", "takes_empty", *(["acts_alone"] if alone else ())})
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a plan that FSDP cannot shard, or that its collectives cannot follow."""
@@ -211,6 +212,7 @@ def make_fsdp(
     is_split = any(map(is_sharded, plan.model.parameters()))
     ranks = over(state) if is_split else state
     if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:
+        give_memory_to_plan(plan, state.device)
         return Strategy(state, module, plan)
     mesh = device_mesh(state)["dp"] if is_split else make_mesh(state, replicate)
     for optimizer in plan.optimizers.values() if ranks.world_size > 1 else ():
@@ -340,7 +342,7 @@ def _shard(
     tops = {name: top for name, top in tops_of(model, "") if name in units}
     for tensor in [*model.parameters(), *model.buffers()] if state.world_size > 1 else ():
         # Split tensors are parts of rank 0's values already.
-        if not is_sharded(tensor):
+        if not (is_sharded(tensor) or tensor.is_meta):
             primitives.broadcast(tensor.detach(), state, 0, "build")
     pinned = state.device.type != "cpu"
     options: dict[str, Any] = {
@@ -361,6 +363,8 @@ def _shard(
         sharded.add_top(top)
     refuse_copy = sharded.__deepcopy__
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)
+    home = torch.device("cpu") if offload else state.device
+    sharded.give_memory(state.device, shards_on=home)
     # Keep our method: FSDP has given the module a class with another one.
     sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}

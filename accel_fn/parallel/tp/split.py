@@ -60,7 +60,7 @@ def _send_values(state: DistState, model: nn.Module) -> None:
     data = state.along("dp")
     for tensor in (*model.parameters(), *model.buffers()):
         ranks = data if is_sharded(tensor) else state
-        if ranks.world_size > 1:
+        if ranks.world_size > 1 and not tensor.is_meta:
             primitives.broadcast(local(tensor.detach()), ranks, 0, "build")
 
 

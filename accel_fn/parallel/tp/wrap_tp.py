@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from accel_fn.core.dtensor import is_sharded
+from accel_fn.core.empty import move_values
 from accel_fn.core.loss import sparse_tables
 from accel_fn.core.mesh_axes import AXES, mesh_name
 from accel_fn.core.plan import Plan, SlotFunction, describe
@@ -33,7 +34,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
     optimizer holds, become `DTensor`s on the axis in `build`. Those of layers without a style are whole on
-    every rank. All start from rank 0's values.
+    every rank. All start from rank 0's values, but for a model that `empty` made, which `load_model` fills
+    after `build`.
 
     After `seed_all`, ranks along the axis draw one dropout mask of activations that all of them hold. Between
     a column-wise layer and the row-wise one after it, each rank draws a different mask for its
@@ -58,7 +60,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
         ValueError: `styles` or `axis` is not one of these. In `build`, on all ranks: the mesh has
             no such axis; a style fits no module, or one that cannot be split so; the axis does not
             divide a number of heads or features; `"auto"` and a model without a plan; an optimizer
-            that cannot update shards; a model on the meta device, split over other ranks, or
+            that cannot update shards; a model that is split over other ranks, or
             sharded by FSDP; dropout in graphs of `compiled(fullgraph=True)`, which would have to
             break. In the first forward, on the ranks along the axis: a block that returns something
             else than with whole layers. In a step: gradients of gradients, or, in the first one, a
@@ -95,7 +97,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
 class TPSlot(SlotFunction):
     """The slot function of wrap_tp: `split_over_axis` with its settings."""
 
-    traits = frozenset({"shards"})
+    traits = frozenset({"shards", "takes_empty"})
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a model that cannot be split, before any tensor is moved."""
@@ -120,7 +122,6 @@ class TPSlot(SlotFunction):
         _check_compiled_blocks(plan)
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_tp")
-        _check_values(plan.model, state)
         _check_mesh(plan.model, state, self.keywords["axis"])
         _styles(plan.model, self.keywords["styles"], size)
 
@@ -131,7 +132,7 @@ def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis:
 
     size = _size(state, axis)
     if size > 1:
-        model.to(state.device)
+        move_values(model, state.device)
         split_model(state, model, _styles(model, styles, size), axis)
     return model
 
@@ -145,16 +146,6 @@ def _check_not_sharded(model: nn.Module) -> None:
             rule = "not be sharded by FSDP before"
             repair = "build once, with one loss_fn that chooses by the batch"
             raise PlanError(message("build", "wrap_tp's model", rule, name, repair))
-
-
-def _check_values(model: nn.Module, state: DistState) -> None:
-    """Refuse a model on the meta device: `build` sends rank 0's values, and there are none."""
-    for name, each in model.named_parameters():
-        if each.is_meta and state.device.type != "meta":
-            raise PlanError(
-                f"build: wrap_tp's model must hold values, got a tensor on the meta device for {name!r}; "
-                f"call model.to_empty(device={state.device.type!r}) and load_model before build"
-            )
 
 
 def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:

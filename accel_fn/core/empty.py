@@ -1,0 +1,245 @@
+"""Models without values: made on the meta device, given memory by `build`, filled before a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from accel_fn.core import primitives
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.observers import Observer
+from accel_fn.core.plan import Plan, unwrapped
+from accel_fn.core.state import DistState
+from accel_fn.core.update import follow_shards
+from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, StateError, message
+
+P = ParamSpec("P")
+M = TypeVar("M", bound=nn.Module)
+_UNFILLED = "accel_fn_unfilled"
+"""The attribute of a tensor whose memory `build` has given, until all values are known to be set."""
+_MOST_NAMED = 3
+
+
+class _Making(threading.local):
+    """Whether this thread makes a model in `empty`: simulated ranks are threads."""
+
+    on = False
+
+
+_making = _Making()
+
+
+def empty(fn: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
+    """Make a model whose parameters take no memory: on the meta device, with shapes alone.
+
+    `build` of a plan with `wrap_fsdp` or `wrap_tp` then gives each rank memory for its part of the
+    parameters, so no rank ever holds the whole model. `load_model` fills it from files. The
+    same program runs on one process. Buffers, such as tables of positions, are made as always: they are
+    computed, and often in no file. Ties stay. Each parameter is made, and dropped when its module
+    registers it, so the largest one must fit on the host. Parameters of other classes than
+    `nn.Parameter` stay as they are made.
+
+    Law: after `load_model`, training is that of a model that was made and loaded whole.
+
+    Args:
+        fn: makes and returns the model: a class of modules, or `AutoModelForCausalLM.from_config`.
+        args: the arguments of `fn`.
+        kwargs: those by name.
+
+    Returns:
+        What `fn` returns.
+
+    Raises:
+        TypeError: `fn` is not callable, or returns something other than a module.
+        ValueError: a buffer is on the meta device, such as one that is computed from parameters
+            (`spectral_norm`).
+
+    Cost: the time of `fn`, without its writes to parameters.
+
+    >>> import torch, accel_fn as af
+    >>> model = af.empty(torch.nn.Linear, 4, 1)
+    >>> model.weight.device.type, list(model.weight.shape)
+    ('meta', [1, 4])
+    """
+    if not callable(fn):
+        raise ArgumentTypeError(message("empty", "fn", "be a function that returns a model", fn))
+    _watch_registrations()
+    before, _making.on = _making.on, True
+    try:
+        model = fn(*args, **kwargs)
+    finally:
+        _making.on = before
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            message("empty", "fn", "return a torch.nn.Module", type(model).__name__)
+        )
+    found = [name for name, each in model.named_buffers() if each.is_meta]
+    if found:
+        raise ArgumentError(
+            "empty: buffers must be computed from values, got some on the meta device, as those that are "
+            f"computed from parameters: {_some(found)}; make the model without empty, or add that part "
+            "after load_model"
+        )
+    return model
+
+
+@cache
+def _watch_registrations() -> None:
+    # The hook stays: removing it would break the loop of a thread that registers a parameter.
+    register_module_parameter_registration_hook(_without_memory)
+
+
+def _without_memory(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+    """Replace a parameter by one on the meta device; one that is there keeps its ties."""
+    # Parameters of subclasses, such as quantized or lazy ones, would lose what makes them special.
+    if not _making.on or type(parameter) is not nn.Parameter or parameter.is_meta:
+        return None
+    return _like(parameter, parameter.detach().to("meta"))
+
+
+def _like(old: Tensor, value: Tensor) -> Tensor:
+    """Make a parameter, or a buffer, of a value in place of another, with its attributes."""
+    new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+    vars(new).update(vars(old))
+    return new
+
+
+def named_tensors(model: nn.Module, *, remove_duplicate: bool = False) -> dict[str, Tensor]:
+    """Return parameters and buffers by all their names before the model was wrapped."""
+    plain = unwrapped(model)
+    return {
+        **dict(plain.named_parameters(remove_duplicate=remove_duplicate)),
+        **dict(plain.named_buffers(remove_duplicate=remove_duplicate)),
+    }
+
+
+def tensors_in(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Return parameters and buffers, each once, by name."""
+    return named_tensors(model, remove_duplicate=True).items()
+
+
+def check_memory(state: DistState, plan: Plan) -> None:
+    """Refuse tensors on the meta device where no transform shares the model's memory among ranks."""
+    if state.device.type == "meta" or plan.having("takes_empty"):
+        return
+    found = [name for name, each in tensors_in(plan.model) if each.is_meta]
+    if found:
+        raise PlanError(
+            "build: model must hold values, or be sharded by wrap_fsdp or wrap_tp, got tensors on the meta "
+            f"device: {_some(found)}; add wrap_fsdp(), which gives one process memory too, or call "
+            f"model.to_empty(device={state.device.type!r}) and load_model before build"
+        )
+
+
+def move_values(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device, in place, but for what has no values yet."""
+    if any(each.is_meta for _, each in tensors_in(model)) and device.type != "meta":
+        model._apply(lambda each: each if each.is_meta else each.to(device))  # type: ignore[no-untyped-call]
+    else:
+        model.to(device)
+
+
+def give_memory(
+    model: nn.Module, device: torch.device, *, shards_on: torch.device | None = None
+) -> None:
+    """Give tensors on the meta device memory of NaN, or of zeros where there is no NaN; keep ties."""
+    of_shards, made = shards_on or device, dict[Tensor, Tensor]()
+    for module in model.modules() if device.type != "meta" else ():
+        for held in (module._parameters, module._buffers):
+            for name, each in held.items():
+                if each is not None and each.is_meta:
+                    if each not in made:
+                        made[each] = _memory(each, of_shards if is_sharded(each) else device)
+                    held[name] = made[each]
+
+
+def _memory(tensor: Tensor, device: torch.device) -> Tensor:
+    value = float("nan") if _has_nan(tensor) else 0
+    new = _like(tensor, torch.full_like(tensor, value, device=device, requires_grad=False))
+    vars(new)[_UNFILLED] = True
+    return new
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Return whether this rank's part of a tensor holds a NaN."""
+    return bool(torch.isnan(local(tensor.detach())).any())
+
+
+def give_memory_to_plan(plan: Plan, device: torch.device) -> None:
+    """Give the plan's model memory; its optimizers follow."""
+    before = dict(plan.model.named_parameters())
+    give_memory(plan.model, device)
+    for optimizer in plan.optimizers.values():
+        follow_shards(optimizer, before, plan.model)
+
+
+def is_unfilled(tensor: Tensor) -> bool:
+    """Return whether `build` gave this tensor its memory, and nothing has filled it for sure."""
+    return _UNFILLED in vars(tensor)
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Return whether a part of the model waits for values."""
+    return any(is_unfilled(each) for _, each in tensors_in(model))
+
+
+def note_filled(model: nn.Module, names: Iterable[str]) -> None:
+    """Note that the tensors of these names have values; names of no tensor are left out."""
+    tensors = named_tensors(model)
+    for name in names:
+        if name in tensors:
+            vars(tensors[name]).pop(_UNFILLED, None)
+
+
+def check_filled(plan: Plan, state: DistState, function: str) -> None:
+    """Refuse, on all ranks, a model of which a part has memory and no values yet; begin averages.
+
+    A floating-point tensor is also filled if the program has written it, so that it holds no NaN.
+
+    Cost: nothing once a model is filled; before, one read of what no load has filled, and two small
+    collectives.
+    """
+    open_ = {name: each for name, each in tensors_in(plan.model) if is_unfilled(each)}
+    # Loads fill the same tensors on all ranks, so all ranks come here, or none.
+    if open_:
+        gaps = [name for name, each in open_.items() if not _has_nan(each) or has_gaps(each)]
+        every = {name for names in primitives.exchange(gaps, state, function) for name in names}
+        if every:
+            missing = [name for name in open_ if name in every]
+            raise StateError(
+                f"{function}: model must have values before its first step, got none for "
+                f"{_some(missing)}; call load_model(model, folder) after build, with init=fn for what no "
+                "file holds, or load or resume"
+            )
+        note_filled(plan.model, open_)
+    for each in plan.entries():
+        if hasattr(each, "on_filled"):
+            each.on_filled()
+
+
+def _some(names: list[str]) -> str:
+    others = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
+
+
+class FilledCheck(Observer):
+    """Refuses a first step of a model that is not filled; then it leaves the step."""
+
+    def __init__(self, plan: Plan, strategy: Any, _state: DistState) -> None:
+        self._plan, self._strategy = plan, strategy
+
+    def before(self, state: DistState, batch: Any) -> None:
+        """Check the model; in the next steps, this observer is gone."""
+        check_filled(self._plan, state, "step")
+        observers = self._strategy.observers
+        observers.every = tuple([each for each in observers.every if each is not self])
