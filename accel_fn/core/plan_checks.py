@@ -57,11 +57,16 @@ def check_plan(state: DistState, plan: Plan) -> None:
 
 
 def _check_model(plan: Plan) -> None:
-    """Refuse a model of an earlier step under wrap_deepspeed, or one that DeepSpeed has sharded."""
+    """Refuse a model of an earlier step under wrap_deepspeed, or one in shards or stages of others."""
     if is_born_sharded(plan.model):
         raise PlanError(
             "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
             "already; leave it out, since wrap_deepspeed(stage=3) shards them"
+        )
+    if any("_pp_stage" in vars(each) for each in plan.model.modules()):
+        raise PlanError(
+            "build: model must have all of its layers on every rank, got one that transformers has cut into "
+            "stages; leave out DistributedConfig(pp_size=), and use wrap_fsdp or wrap_tp"
         )
     if is_copied(plan.model):
         raise PlanError(

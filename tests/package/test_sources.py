@@ -47,6 +47,8 @@ KEPT = {
     "_SPARE": "a number",
     "_CHECKS": "the checks of schedulers that live",
     "GENERATORS": "a lock",
+    "_making": "whether a thread makes a model without values, while it does",
+    "_watch_registrations": "that torch calls a function of ours",
     "_is_uncompiled": "whether a thread runs modules uncompiled, while it does",
     "_form": "what a type is made of",
     "_hints": "the fields of a class",

@@ -297,11 +297,6 @@ REFUSED = {
         "must have a mesh of dp alone, got dp 2 x tp 2",
         {"mesh": SQUARE},
     ),
-    "a model on the meta device": (
-        af.wrap_tp(STYLES),
-        "build: wrap_tp's model must hold values, got a tensor on the meta device for '0.weight'",
-        {"make": lambda: perceptron().to("meta")},
-    ),
     "a style that fits nothing": (
         af.wrap_tp({"up": "colwise"}),
         "build: wrap_tp's styles must match modules of the model, got 'up'",
@@ -321,7 +316,7 @@ def test_a_model_that_is_split_over_another_axis_is_refused():
         text = (
             f"build: wrap_tp's model must be split over the ranks along tp, [{first}, {first + 1}], got "
             f"0.weight over {[state.rank % 2, state.rank % 2 + 2]}; give it whole, from from_pretrained "
-            "without tp_plan for example: wrap_tp() splits it by the same plan"
+            "without distributed_config for example: wrap_tp() splits it by the same plan"
         )
         plan = ours.plan(model=split_by_hand(state, "dp"))
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accel_fn.core.dtensor import is_sharded
 from accel_fn.errors import PlanError, message
@@ -12,6 +13,10 @@ from accel_fn.parallel.blocks import Blocks, find_blocks, is_container, modules_
 
 WHOLE_MODEL = ""
 """The name of the model in its `named_modules`; as `blocks`, it makes the model one unit."""
+_BEFORE = (
+    "leave out fully_shard, or DistributedConfig(fsdp_size=) of transformers, which wrap_fsdp stands for: make "
+    "the model by af.empty(AutoModelForCausalLM.from_config, config) and call load_model after build"
+)
 _AGAIN = (
     "build once, with one loss_fn that chooses by the batch, or make the model again and build it with "
     "after=step, which matches parameters by name"
@@ -59,6 +64,8 @@ def check_shardable(
     # Parameters of a frozen model may still require gradients, but no rank adds up the gradients.
     added = [p for p in model.parameters() if p.requires_grad and not is_frozen]
     dtype = added[0].dtype if added else None
+    # A step of ours leaves modules the classes that they had.
+    again = _BEFORE if any(isinstance(each, FSDPModule) for each in model.modules()) else _AGAIN
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in ignored:
             if parameter.requires_grad:
@@ -85,7 +92,7 @@ def check_shardable(
         )
         whole = is_split or not is_sharded(parameter)
         rules = {
-            f"hold parameters whole; {_AGAIN}": whole,
+            f"hold parameters whole; {again}": whole,
             "tie parameters within a block, or outside of all; name other blocks": elsewhere
             == holder,
             "hold parameters that can be cut; give it the shape [1]": parameter.ndim > 0,
@@ -94,7 +101,7 @@ def check_shardable(
         }
         for text, holds in rules.items():
             if not holds:
-                rule, repair = text.split("; ")
+                rule, _, repair = text.partition("; ")
                 got = name if other == name else f"{other} and {name}"
                 raise PlanError(f"build: wrap_fsdp's model must {rule}, got {got}; {repair}")
 

@@ -49,8 +49,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
             layer or an embedding, `"sequence"` for a norm, which then computes a part of the sequence on each
             rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model itself has, as
             those of transformers do. A model that was split before, by `parallelize_module` on
-            `device_mesh(state)[axis]`, or by `from_pretrained(tp_plan="auto")` of transformers where the
-            axis is the whole world, is taken as it is.
+            `device_mesh(state)[axis]`, or by `from_pretrained(distributed_config=DistributedConfig(
+            tp_size=2, tp_plan="auto"))` of transformers where the axis is the whole world, is taken as it is.
         axis: "tp", or another axis of the mesh than `dp`.
 
     Returns:
@@ -157,7 +157,7 @@ def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
         if is_sharded(each) and (ranks := each.device_mesh.mesh.tolist()) != wanted:
             raise PlanError(
                 f"build: wrap_tp's model must be split over the ranks along {axis}, {wanted}, got {name} "
-                f"over {ranks}; give it whole, from from_pretrained without tp_plan for example: wrap_tp() "
+                f"over {ranks}; give it whole, from from_pretrained without distributed_config for example: wrap_tp() "
                 "splits it by the same plan"
             )
 

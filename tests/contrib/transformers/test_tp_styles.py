@@ -111,12 +111,14 @@ import json
 import accel_fn as af
 import torch
 from transformers import LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 from tests.contrib.transformers.test_tp_styles import trained
 from tests.support import strategies as ours
 
 for mesh in ({{"dp": 1, "tp": 4}}, {{"dp": 2, "tp": 2}}):
     with af.distributed(device="cpu", timeout_s=60, mesh=mesh) as state:
-        model = LlamaForCausalLM.from_pretrained({folder!r}, tp_plan="auto", dtype=torch.float64)
+        config = DistributedConfig(tp_size=4, tp_plan="auto")
+        model = LlamaForCausalLM.from_pretrained({folder!r}, distributed_config=config, dtype=torch.float64)
         try:
             reported, ends = trained(state, model.train(), af.compose(af.wrap_ddp(), af.wrap_tp()))
             say(json.dumps([reported, {{name: each.tolist() for name, each in ends.items()}}]))
