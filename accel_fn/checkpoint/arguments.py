@@ -31,6 +31,12 @@ from accel_fn.errors import (
 from accel_fn.names import CALLS
 
 
+def check_filled(steps: Mapping[str, Step], function: str) -> None:
+    """Refuse, on all ranks, steps whose model may lack values."""
+    for step in steps.values():
+        step.check_filled(function)
+
+
 def check_call(
     function: str,
     state: DistState,

@@ -173,8 +173,7 @@ def save(
     given |= {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
     given |= {"beside": None if beside is None else "a function"}
     home = checks.check_call("save", state, folder, steps, extras, check, **given)
-    for each in steps.values():
-        each.check_filled("save")
+    checks.check_filled(steps, "save")
     finish_writing(notes_of(steps), state, "save")
     optimizers = chain.from_iterable(each.plan.optimizers.values() for each in steps.values())
 

@@ -156,8 +156,8 @@ def load_model(
 
     Args:
         model: a model like the saved one: same names, shapes and dtypes; on any device.
-        folder: a folder with `model.safetensors` or `model.safetensors.index.json`. None: read no files; `init`
-            fills the model.
+        folder: a folder with `model.safetensors` or `model.safetensors.index.json`. None: read no files,
+            and let `init` fill the model.
         rename: maps a name in the files to the name in the model, for example
             `lambda name: name.removeprefix("encoder.")`; None leaves that tensor of the files out.
         strict: False: load the tensors that both have, and leave the model's other tensors as they
@@ -179,9 +179,10 @@ def load_model(
     Raises:
         TypeError: `rename` does not return text; `strict` is not True or False; `dtype` is not a
             floating-point dtype; `init` is not callable.
-        ValueError: neither `folder` nor `init` is given; files and model differ (the message lists where), or have no name in common; `rename`
-            returns one name twice; a file is missing or broken, or an index is not to be trusted; the model
-            is in use by `wrap_deepspeed` from stage 1 on. The model does not change.
+        ValueError: neither `folder` nor `init` is given; files and model differ (the message lists where),
+            or have no name in common; `rename` returns one name twice; a file is missing or broken, or an
+            index is not to be trusted; the model is in use by `wrap_deepspeed` from stage 1 on. The model does
+            not change. After the files are read: `init` raises, or leaves a parameter without a value.
 
     Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
     frozen. For shards, two small collectives, and a gather of each of these parameters. With `init`, the

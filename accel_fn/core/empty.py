@@ -49,8 +49,8 @@ def empty(fn: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
 
     Args:
         fn: makes and returns the model: a class of modules, or `AutoModelForCausalLM.from_config`.
-        args: the arguments of `fn`.
-        kwargs: those by name.
+        *args: the arguments of `fn`.
+        **kwargs: those by name.
 
     Returns:
         What `fn` returns.
@@ -151,7 +151,8 @@ def give_memory(
     """Give tensors on the meta device memory of NaN, or of zeros where there is no NaN; keep ties."""
     of_shards, made = shards_on or device, dict[Tensor, Tensor]()
     for module in model.modules() if device.type != "meta" else ():
-        for held in (module._parameters, module._buffers):
+        homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in homes:
             for name, each in held.items():
                 if each is not None and each.is_meta:
                     if each not in made:

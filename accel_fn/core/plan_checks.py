@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from accel_fn.core import primitives
 from accel_fn.core.dtensor import is_sharded
-from accel_fn.core.empty import check_memory, tensors_in
+from accel_fn.core.empty import check_memory
 from accel_fn.core.loss import check_frozen, tensors_of_frozen
 from accel_fn.core.mesh_axes import mesh_name
 from accel_fn.core.microbatches import in_microbatches
@@ -264,16 +264,16 @@ def _summary(plan: Plan) -> list[str]:
         for name, optimizer in plan.optimizers.items()
     ]
     parameters = [
-        f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        # Rank 0 sends what has values, tensor by tensor.
+        f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}{' empty' * p.is_meta}"
         for name, p in plan.model.named_parameters()
     ]
     frozen = [
         f"frozen {name} {list(each.shape)} {each.dtype}" for name, each in tensors_of_frozen(plan)
     ]
-    # What has values is sent from rank 0, tensor by tensor.
-    empty = [f"without values: {name}" for name, each in tensors_in(plan.model) if each.is_meta]
+    buffers = [name for name, each in plan.model.named_buffers() if each.is_meta]
     loss = f"reduction={plan.reduction} terms={list(plan.terms)}"
-    return [*slots, loss, *optimizers, *parameters, *empty, *frozen]
+    return [*slots, loss, *optimizers, *parameters, f"buffers without values={buffers}", *frozen]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from accel_fn.parallel.blocks import Blocks, find_blocks, is_container, modules_
 WHOLE_MODEL = ""
 """The name of the model in its `named_modules`; as `blocks`, it makes the model one unit."""
 _BEFORE = (
-    "leave out fully_shard, or DistributedConfig(fsdp_size=) of transformers, which wrap_fsdp stands for: make "
-    "the model by af.empty(AutoModelForCausalLM.from_config, config) and call load_model after build"
+    "leave out fully_shard, or DistributedConfig(fsdp_size=) of transformers: make the model by "
+    "af.empty(AutoModelForCausalLM.from_config, config), and call load_model(model, folder) after build"
 )
 _AGAIN = (
     "build once, with one loss_fn that chooses by the batch, or make the model again and build it with "

@@ -157,8 +157,8 @@ def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
         if is_sharded(each) and (ranks := each.device_mesh.mesh.tolist()) != wanted:
             raise PlanError(
                 f"build: wrap_tp's model must be split over the ranks along {axis}, {wanted}, got {name} "
-                f"over {ranks}; give it whole, from from_pretrained without distributed_config for example: wrap_tp() "
-                "splits it by the same plan"
+                f"over {ranks}; give it whole, from from_pretrained without distributed_config for example: "
+                "wrap_tp() splits it by the same plan"
             )
 
 
