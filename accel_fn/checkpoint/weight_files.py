@@ -93,7 +93,8 @@ def check_dense(function: str, name: str, value: object) -> None:
         kind = f"a {type(value).__name__} of layout {value.layout}"
         raise _model_refusal(function, "hold dense tensors", name, kind)
     if value.is_meta:
-        raise _model_refusal(function, "hold values", name, "a tensor on the meta device")
+        refused = _model_refusal(function, "hold values", name, "a tensor on the meta device")
+        raise ArgumentError(f"{refused}; call it after build with wrap_fsdp or wrap_tp")
 
 
 def check_storable(entries: Entries) -> None:

@@ -181,8 +181,8 @@ def load_model(
             floating-point dtype; `init` is not callable.
         ValueError: neither `folder` nor `init` is given; files and model differ (the message lists where),
             or have no name in common; `rename` returns one name twice; a file is missing or broken, or an
-            index is not to be trusted; the model is in use by `wrap_deepspeed` from stage 1 on. The model does
-            not change. After the files are read: `init` raises, or leaves a parameter without a value.
+            index is not to be trusted; the model is in use by `wrap_deepspeed` from stage 1 on. The model
+            does not change. After the files are read: `init` raises, or leaves a parameter without a value.
 
     Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
     frozen. For shards, two small collectives, and a gather of each of these parameters. With `init`, the
