@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.checks.first_batches import FirstBatches
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.empty import is_unfilled, tensors_in
 from accel_fn.core.loop import describe_backward
 from accel_fn.core.loss import takes_frozen
 from accel_fn.core.mesh_axes import mesh_name
@@ -88,6 +90,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "wrapped": _listed(plan.wrap_grad_fn),
         "accept": f"the update, if {accepted} accepts it" if accepted else "",
         "gradients": _listed(plan.gradients),
+        "empty": _empty(plan),
         "update": _update(plan),
         "after": _listed(plan.after_update),
         "stop": f"after this step, if {stops} requests it on any rank" if stops else "",
@@ -139,6 +142,16 @@ def _frozen(plan: Plan) -> str:
     return f"{models}, by {placed}" if models and placed else models
 
 
+def _empty(plan: Plan) -> str:
+    """Describe what has no values yet."""
+    every = [each for _, each in tensors_in(plan.model)]
+    shapes = sum(each.is_meta for each in every)
+    if shapes:
+        return f"{shapes} tensors without memory, which build gives and load_model fills"
+    unfilled = sum(map(is_unfilled, every))
+    return f"{unfilled} tensors without values, which load_model fills" if unfilled else ""
+
+
 def _update(plan: Plan) -> str:
     if isinstance(plan.optimizer, Optimizer):
         return _optimizer(plan.optimizer)
@@ -152,8 +165,10 @@ def _optimizer(optimizer: Optimizer) -> str:
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
     # DeepSpeed leaves an empty tensor for a parameter in shards, with its number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+    own = sum(local(p).numel() for p in trained)
+    here = f" ({own:,} on this rank)" if any(map(is_sharded, trained)) else ""
     return (
-        f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers"
+        f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers{here}"
         f"{_groups(optimizer)}"
     )
 

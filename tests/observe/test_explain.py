@@ -87,3 +87,27 @@ def test_groups_of_equal_settings_are_one_and_frozen_tensors_are_not_counted():
 def test_groups_that_do_not_differ_are_not_shown(groups):
     parts = [{"params": weights(2)} for _ in range(groups)]
     assert explained(*parts).endswith(f"{2 * groups} parameter tensors, {4 * groups} numbers")
+
+
+def test_says_what_has_no_values_yet():
+    model = af.empty(torch.nn.Linear, 4, 1)
+    plan = af.wrap_fsdp()(af.Plan(ours.mse, model, ours.sgd(model.parameters())))
+    assert "  empty      2 tensors without memory, which build gives and load_model fills\n" in (
+        af.explain(plan, af.DistState())
+    )
+    state, step = af.build(plan, af.DistState())
+    assert "  empty      2 tensors without values, which load_model fills\n" in af.explain(
+        step, state
+    )
+    af.load_model(model, init=lambda module: module.reset_parameters())
+    assert "empty" not in af.explain(step, state)
+
+
+def test_says_how_much_of_the_parameters_a_rank_holds():
+    def run(state):
+        state, step = af.build(af.wrap_fsdp()(ours.plan()), state)
+        return af.explain(step, state)
+
+    first, second = simulate(run, world_size=2)
+    assert "4 parameter tensors, 26 numbers (16 on this rank)" in first
+    assert "4 parameter tensors, 26 numbers (10 on this rank)" in second

@@ -201,6 +201,15 @@ def test_a_model_made_on_the_meta_device_is_estimated_alike():
     ) == af.contrib.estimate.estimate_memory(make_tied, device="cpu")
 
 
+def test_a_model_without_values_is_estimated_alike():
+    def without_values():
+        return af.empty(Tied), make_tied()[1]
+
+    assert af.contrib.estimate.estimate_memory(
+        without_values, device="cpu"
+    ) == af.contrib.estimate.estimate_memory(make_tied, device="cpu")
+
+
 class Reads(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs) if inputs.sum() > 0 else inputs

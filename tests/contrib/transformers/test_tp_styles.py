@@ -64,10 +64,14 @@ def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def trained(state: af.DistState, model: nn.Module, recipe: Any) -> tuple[list[float], Any]:
-    """Train a few steps; return losses and norms, and whole parameters."""
+def trained(
+    state: af.DistState, model: nn.Module, recipe: Any, folder: Path | None = None
+) -> tuple[list[float], Any]:
+    """Train a few steps, from the weights in a folder; return losses, norms, and whole parameters."""
     plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=0.01))
     state, step = af.build(recipe(af.clip(0.5)(plan)), state)
+    if folder is not None:
+        af.load_model(model, folder)
     found = []
     for _ in range(3):
         state, report = step(state, af.shard_batch(TOKENS, state))
