@@ -45,7 +45,7 @@ nitpicky = True
 nitpick_ignore_regex = [  # type aliases and type variables have no page
     (
         "py:class",
-        r"(.*\.(Fill|GlobalMean|Prepared)|DTensor|P|(.*\.)?Axis|Precision|Styles|Wrapper|Watchdog|ellipsis|\w+Fn|(.*\.)?(T|Batch))",
+        r"(.*\.(Fill|GlobalMean|Prepared)|DTensor|P|(.*\.)?Axis|Precision|Styles|Wrapper|Watchdog|ellipsis|\w+Fn|(.*\.)?(M|T|Batch))",
     ),
 ]
 

@@ -200,13 +200,20 @@ def not_run(page: Path) -> list[str]:
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    with_diffs = ("README.md", "seeing-a-run.md", "choosing-a-mesh.md")
+    with_diffs = ("README.md", "seeing-a-run.md", "choosing-a-mesh.md", "larger-models.md")
     diffs_run = page.name in with_diffs or page.name.startswith("from-")
     run = {"python", "{eval-rst}", "diff" if diffs_run else "python"}
     texts = [text for language, text in fences if language not in run]
     python = re.compile(r"^(import |from \S+ import |.*= af\.)", re.MULTILINE)
     exceptions = ("load_accelerate", "$ accel-fn migrate", "from sagemaker")
     return [text for text in texts if python.search(text) and not any(map(text.count, exceptions))]
+
+
+def test_lines_to_write_for_a_larger_model_stand_in_the_program_of_the_page() -> None:
+    text = (ROOT / "docs" / "larger-models.md").read_text(encoding="utf-8")
+    [change] = re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    program = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
+    assert side(change, "+") in program
 
 
 def test_links_of_the_readme_lead_to_files() -> None:

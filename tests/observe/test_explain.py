@@ -109,5 +109,5 @@ def test_says_how_much_of_the_parameters_a_rank_holds():
         return af.explain(step, state)
 
     first, second = simulate(run, world_size=2)
-    assert "4 parameter tensors, 26 numbers (16 on this rank)" in first
-    assert "4 parameter tensors, 26 numbers (10 on this rank)" in second
+    assert "4 parameter tensors, 26 numbers (18 on this rank)" in first
+    assert "4 parameter tensors, 26 numbers (8 on this rank)" in second
