@@ -25,10 +25,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "checkpoint.store": ("latest",),
         "checkpoint.load": ("load", "resume"),
         "checkpoint.save": ("save",),
-        "checkpoint.weights": (
-            "load_model",
-            "save_model",
-        ),
+        "checkpoint.save_weights": ("save_model",),
+        "checkpoint.weights": ("load_model",),
         "core.collectives": (
             "any_rank",
             "barrier",

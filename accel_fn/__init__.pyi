@@ -10,9 +10,9 @@ from accel_fn.checkpoint.build import build as build
 from accel_fn.checkpoint.load import load as load
 from accel_fn.checkpoint.load import resume as resume
 from accel_fn.checkpoint.save import save as save
+from accel_fn.checkpoint.save_weights import save_model as save_model
 from accel_fn.checkpoint.store import latest as latest
 from accel_fn.checkpoint.weights import load_model as load_model
-from accel_fn.checkpoint.weights import save_model as save_model
 from accel_fn.contrib.deepspeed.wrap_deepspeed import wrap_deepspeed as wrap_deepspeed
 from accel_fn.core.autocast import autocast as autocast
 from accel_fn.core.batch import count_samples as count_samples

@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Checkpoint",
             "list_checkpoints",
         ),
-        "checkpoint.weights": ("whole_state_dict",),
+        "checkpoint.save_weights": ("whole_state_dict",),
     },
 )

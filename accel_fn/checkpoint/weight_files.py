@@ -25,7 +25,13 @@ from accel_fn.checkpoint.names import rename
 from accel_fn.checkpoint.run_state import is_expanded, split_tied, view_key
 from accel_fn.core.dtensor import local
 from accel_fn.core.plan import unwrapped
-from accel_fn.errors import ArgumentError, ArgumentTypeError, CheckpointWriteError, message
+from accel_fn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointWriteError,
+    check_folder,
+    message,
+)
 from accel_fn.observe.progress import bytes_bar
 
 SINGLE = "model.safetensors"
@@ -63,6 +69,14 @@ class Entries:
 
     def names_of(self, first: str) -> list[str]:
         return [first, *(name for name, other in self.tied.items() if other == first)]
+
+
+def folder_of_set(function: str, folder: str | os.PathLike[str]) -> Path:
+    """Return the path of the folder of a set of files, which need not exist."""
+    path = check_folder(function, folder)
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(message(function, "folder", "be the path of a folder", str(path)))
+    return path
 
 
 def read_entries(function: str, model: nn.Module) -> Entries:

@@ -99,7 +99,8 @@ def export(*, checkpoint: Path, folder: Path, step: str, max_shard_size: str) ->
     The layout is Hugging Face's, as af.save_model writes it. The program that saved the checkpoint is
     not needed. Every file is checked against its hash first.
     """
-    from accel_fn.checkpoint.weights import export_model, parse_size
+    from accel_fn.checkpoint.save_weights import parse_size
+    from accel_fn.checkpoint.weights import export_model
 
     with interruptible(), one_line_errors():
         count = export_model(checkpoint, folder, step, parse_size("export", max_shard_size))

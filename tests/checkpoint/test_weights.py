@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import accel_fn as af
-from accel_fn.checkpoint.weights import parse_size
+from accel_fn.checkpoint.save_weights import parse_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMES = """

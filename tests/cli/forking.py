@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 _LOADED = (
+    "checkpoint.save_weights",
     "checkpoint.weights",
     "cli.app",
     "cli.config",

@@ -22,7 +22,7 @@ PUBLIC_AFTER_A_DOT = ("accel_fn.testing.strategies", "accel_fn.contrib.transform
 DEEP = {
     "core/test_add_alpha.py": {"core.add_alpha", "core.torch_compile"},
     "core/test_batches.py": {"core.split_batch"},
-    "checkpoint/test_weights.py": {"checkpoint.weights"},
+    "checkpoint/test_weights.py": {"checkpoint.save_weights"},
     "cli/commands.py": {"cli"},
     "cli/test_config_questions.py": {"cli.config"},
     "cli/test_launch_function.py": {"launcher.child"},
