@@ -14,17 +14,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from accel_fn.checkpoint.manifest import read_as
-from accel_fn.checkpoint.names import file_of, rename
-from accel_fn.checkpoint.store import NewCheckpoint
+from accel_fn.checkpoint.names import rename
 from accel_fn.checkpoint.tensors import (
     PAGEABLE,
     Buffers,
@@ -45,6 +44,44 @@ _REPORT_AFTER_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
+class Work(Protocol):
+    """What a rank writes."""
+
+    @property
+    def rank(self) -> int: ...
+    def write(self, folder: Path) -> Written: ...
+
+
+class Target(Protocol):
+    """Files that several ranks write, and that are there once the main rank has committed them."""
+
+    @property
+    def function(self) -> str:
+        """Return the public function that writes."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """Return the folder that the ranks write into."""
+        ...
+
+    @property
+    def final(self) -> Path:
+        """Return the path at which the files are found."""
+        ...
+
+    def acknowledgement(self, rank: int) -> Path:
+        """Return the path of the file by which a rank reports that it has written."""
+        ...
+
+    def files_of(self, rank: int) -> Iterable[Path]:
+        """Return the files that a rank has written."""
+        ...
+
+    def commit(self, written: Sequence[Written]) -> None: ...
+    def discard(self) -> None: ...
+
+
 class Background:
     """Saves in the background, for one run on one rank: has the copy's buffers, and the thread."""
 
@@ -52,9 +89,7 @@ class Background:
         self._buffers: Buffers = {}
         self._writing: Writing | None = None
 
-    def copy(
-        self, share: Share, checkpoint: NewCheckpoint, state: DistState, locks: object
-    ) -> Writing:
+    def copy(self, share: Share, checkpoint: Target, state: DistState, locks: object) -> Writing:
         """Copy this share, and do not write it yet: another rank may fail to copy its share.
 
         The thread keeps `locks` until it has written.
@@ -107,8 +142,8 @@ class Writing(threading.Thread):
 
     def __init__(
         self,
-        share: Share,
-        checkpoint: NewCheckpoint,
+        share: Work,
+        checkpoint: Target,
         state: DistState,
         copied: Sequence[torch.Event],
         locks: object,
@@ -140,16 +175,16 @@ class Writing(threading.Thread):
                 event.synchronize()
             written = self._share.write(checkpoint.path)
             if rank:
-                _put(checkpoint.path, rank, asdict(written))
+                _put(checkpoint, rank, asdict(written))
             else:
                 ranks = range(1, self._state.world_size)
-                others = _wait_for_ranks(checkpoint.path, ranks, self._state.watchdog)
+                others = _wait_for_ranks(checkpoint, ranks, self._state.watchdog)
                 checkpoint.commit([written, *others])
         except Exception as error:
             self._failure = error
             atexit.register(self._report_at_exit)
             if rank:
-                _report_failure(checkpoint.path, rank, error)
+                report_failure(checkpoint, rank, error)
             else:
                 checkpoint.discard()
         finally:
@@ -161,7 +196,8 @@ class Writing(threading.Thread):
         if os.getpid() != self._owner:
             return
         failure = str(self._failure) or repr(self._failure)
-        _LOG.error("save: %s was not written: %s", self.checkpoint.final, failure)
+        checkpoint = self.checkpoint
+        _LOG.error("%s: %s was not written: %s", checkpoint.function, checkpoint.final, failure)
         # Python clears the attributes of `sys` at its very end.
         if __name__ not in vars(sys):
             vars(sys)[__name__] = _ExitCode()
@@ -202,18 +238,20 @@ def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[t
     return copies, [stream.record_event() for stream in streams]
 
 
-# Acknowledgements are files in the unfinished folder, which the checkpoint does not keep.
+# Acknowledgements are files beside those that are written; what is committed does not keep them.
 
 
-def _report_failure(folder: Path, rank: int, error: Exception) -> None:
+def report_failure(target: Target, rank: int, error: Exception) -> None:
     """Report that this rank failed; remove its files first, since the disk may be full."""
     with suppress(OSError, CheckpointError):
-        for path in folder.glob(file_of("*", rank, "*")):
+        for path in target.files_of(rank):
             path.unlink()
-        _put(folder, rank, {"failure": str(error) or repr(error)})
+        _put(target, rank, {"failure": str(error) or repr(error)})
 
 
-def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | None) -> list[Written]:
+def _wait_for_ranks(
+    target: Target, ranks: Sequence[int], watchdog: Watchdog | None
+) -> list[Written]:
     """Return what these ranks have written, once all have.
 
     Raises if one of them failed, or if nothing was written for ten minutes (for ten seconds,
@@ -223,7 +261,7 @@ def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | Non
     size, poll_s, since = -1, _POLL_S, 0.0
     while True:
         for rank in ranks:
-            path = folder / file_of("written", rank, "json")
+            path = target.acknowledgement(rank)
             if rank not in found and path.exists():
                 content = json.loads(path.read_text())
                 path.unlink()
@@ -233,27 +271,28 @@ def _wait_for_ranks(folder: Path, ranks: Sequence[int], watchdog: Watchdog | Non
         missing = [rank for rank in ranks if rank not in found]
         if not missing:
             return [found[rank] for rank in ranks]
-        before, size = size, _size_of(folder)
+        before, size = size, _size_of(target.path)
         if size != before:
             since = time.monotonic()
         has_lost_rank = watchdog is not None and watchdog.has_lost_rank
         timeout_s = _TIMEOUT_AFTER_LOSS_S if has_lost_rank else _TIMEOUT_S
         if time.monotonic() > since + timeout_s:
             raise CheckpointError(
-                f"save: every rank must write its share, got nothing of {missing} for {timeout_s:g} s"
+                f"{target.function}: every rank must write its share, got nothing of {missing} for "
+                f"{timeout_s:g} s"
             )
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
-def _put(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    path = folder / file_of("written", rank, "json")
+def _put(target: Target, rank: int, content: Mapping[str, Any]) -> None:
+    path = target.acknowledgement(rank)
     half = path.with_suffix(".half")
     try:
         half.write_text(json.dumps(content))
         rename(half, path)
     except OSError as error:
-        raise write_error(folder, error) from error
+        raise write_error(target.path, error) from error
 
 
 def _size_of(folder: Path) -> int:

@@ -61,7 +61,7 @@ def write_file(
             while view:
                 piece = view[: min(_PIECE, _BLOCK - size % _BLOCK)]
                 running.update(piece)
-                _write_all(file, piece)
+                write_all(file, piece)
                 count(len(piece))
                 view, size = view[len(piece) :], size + len(piece)
                 if size % _BLOCK == 0:
@@ -73,7 +73,7 @@ def write_file(
     return FileMark(size, hash_of(b"".join(digests)))
 
 
-def _write_all(file: FileIO, data: memoryview) -> None:
+def write_all(file: FileIO, data: memoryview) -> None:
     while data:
         data = data[file.write(data) :]
 

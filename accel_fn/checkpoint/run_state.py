@@ -364,7 +364,10 @@ def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
 
 
 def read_whole(
-    tensors: Mapping[str, Tensor], own: Collection[str], read: Callable[[str, Tensor], _Value]
+    tensors: Mapping[str, Tensor],
+    own: Collection[str],
+    read: Callable[[str, Tensor], _Value],
+    gather: Callable[[Tensor], Tensor | None] = whole,
 ) -> Callable[[], dict[str, _Value]]:
     """Gather tensors, one after another, and call `read` for those in this rank's `own`.
 
@@ -374,8 +377,8 @@ def read_whole(
     found: dict[str, _Value] = {}
     failures: list[Exception] = []
     for name, tensor in tensors.items():
-        gathered = whole(tensor)
-        if name in own and not failures:
+        gathered = gather(tensor)
+        if name in own and gathered is not None and not failures:
             try:
                 found[name] = read(name, gathered)
             except Exception as error:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from pathlib import Path
 from accel_fn.checkpoint.files import sync, write_file
 from accel_fn.checkpoint.manifest import NAME, Manifest, read_manifest
 from accel_fn.checkpoint.names import (
+    file_of,
     hide,
     name_of,
     reading,
@@ -164,6 +165,10 @@ class NewCheckpoint:
     run: Run
 
     @property
+    def function(self) -> str:
+        return "save"
+
+    @property
     def path(self) -> Path:
         """Return the folder in which the checkpoint is written."""
         return unfinished_folder(self.home, self.head.step)
@@ -172,6 +177,13 @@ class NewCheckpoint:
     def final(self) -> Path:
         """Return the folder of the finished checkpoint."""
         return self.home / name_of(self.head.step)
+
+    def acknowledgement(self, rank: int) -> Path:
+        """Return the path of the file by which a rank reports what it has written."""
+        return self.path / file_of("written", rank, "json")
+
+    def files_of(self, rank: int) -> Iterable[Path]:
+        return self.path.glob(file_of("*", rank, "*"))
 
     def commit(self, written: Sequence[Written]) -> None:
         """Give the checkpoint its final name, and remove older ones.

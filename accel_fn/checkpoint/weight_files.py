@@ -7,8 +7,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -17,13 +17,13 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from accel_fn.checkpoint.files import make_folder, sync
+from accel_fn.checkpoint.files import memory_of, sync, write_all
 from accel_fn.checkpoint.names import rename
 from accel_fn.checkpoint.run_state import is_expanded, split_tied, view_key
-from accel_fn.core.dtensor import local
+from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.plan import unwrapped
 from accel_fn.errors import (
     ArgumentError,
@@ -32,7 +32,6 @@ from accel_fn.errors import (
     check_folder,
     message,
 )
-from accel_fn.observe.progress import bytes_bar
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,6 +44,7 @@ _WRITTEN_HERE = re.compile(
     r"model(\.new-[0-9a-f]{8})?\.safetensors"
     r"|model-\d{5,}-of-\d{5,}(\.new-[0-9a-f]{8})?\.safetensors"
     r"|model\.safetensors\.index(\.new-[0-9a-f]{8})?\.json"
+    r"|model\.new-[0-9a-f]{8}-\d{5,}\.(json|half)"
 )
 
 
@@ -114,7 +114,7 @@ def check_dense(function: str, name: str, value: object) -> None:
 def check_storable(entries: Entries) -> None:
     for name, tensor in entries.tensors.items():
         dtype = entries.written_dtype(name)
-        if not _has_code(dtype, is_number=not tensor.ndim):
+        if _code_of(dtype, is_number=not tensor.ndim) is None:
             rule = "hold tensors of the dtypes that safetensors knows"
             raise _model_refusal("save_model", rule, name, dtype)
 
@@ -136,13 +136,23 @@ def _model_refusal(function: str, rule: str, name: str, found: object) -> Argume
 
 
 @cache
-def _has_code(dtype: torch.dtype, *, is_number: bool) -> bool:
+def _code_of(dtype: torch.dtype, *, is_number: bool) -> tuple[str, list[int]] | None:
+    """Return the name of a dtype in safetensors, and the shape there of a tensor of one element."""
     try:
-        save({"": torch.empty(() if is_number else 0, dtype=dtype)})
+        data = save({"": torch.empty(() if is_number else 1, dtype=dtype)})
     except Exception:
         # The class of the error depends on the version.
-        return False
-    return True
+        return None
+    entry = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[""]
+    return entry["dtype"], entry["shape"]
+
+
+def _code_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    found = _code_of(dtype, is_number=not shape)
+    assert found is not None
+    code, one = found
+    # Two elements of float4 are one of torch's.
+    return code, [*shape[:-1], shape[-1] * one[0]] if shape else []
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
@@ -166,35 +176,133 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 # -- writing
 
 
-def write_set(folder: Path, entries: Entries, limit: int) -> None:
-    make_folder(folder)
-    shards = _split(entries, limit)
-    count = len(shards)
-    names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
-    names = [SINGLE] if count == 1 else names
-    token = secrets.token_hex(4)
-    spares = [_spare(name, token) for name in names]
-    try:
-        total = sum(map(entries.num_bytes, entries.tensors))
-        with bytes_bar("write", total) as done:
-            for spare, keys in zip(spares, shards, strict=True):
-                _write_shard(folder / spare, keys, entries)
-                done(sum(map(entries.num_bytes, keys)))
-    except BaseException:
-        for spare in spares:
-            (folder / spare).unlink(missing_ok=True)
-        raise
-    sync(folder)
-    if count == 1:
-        rename(folder / spares[0], folder / SINGLE)
+class NewSet:
+    """A set of files that is being written, under spare names until `commit`."""
+
+    def __init__(
+        self, folder: Path, entries: Entries, shards: Sequence[Sequence[str]], token: str
+    ) -> None:
+        self.folder, self.entries = folder, entries
+        self._shards, self._token, count = shards, token, len(shards)
+        names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
+        self._names = [SINGLE] if count == 1 else names
+        self._spares = [_spare(name, token) for name in self._names]
+
+    @property
+    def num_files(self) -> int:
+        return len(self._names)
+
+    def num_bytes(self) -> int:
+        return sum(map(self.entries.num_bytes, self.entries.tensors))
+
+    def order(self) -> Iterator[tuple[int, str]]:
+        """Yield the number of the file and the key of each tensor, in the order of the files."""
+        for place, shard in enumerate(self._shards):
+            for key in self._in_file(shard):
+                yield place, key
+
+    def prepared(self, key: str) -> Tensor:
+        """Return a tensor in its dtype in the files."""
+        tensor = self.entries.tensors[key]
+        if not is_sharded(tensor):
+            tensor = tensor.as_subclass(Tensor).resolve_conj().resolve_neg()
+        return tensor.to(self.entries.written_dtype(key))
+
+    def write(self, places: Iterable[int], values: Iterator[Tensor]) -> None:
+        """Write these files, whose tensors `values` yields in this order."""
+        places = [*places]
+        try:
+            for place in places:
+                path = self.folder / self._spares[place]
+                keys = self._in_file(self._shards[place])
+                try:
+                    with path.open("xb", buffering=0) as file:
+                        write_all(file, memoryview(self._header(keys)))
+                        for _ in keys:
+                            write_all(file, memory_of(next(values).cpu().contiguous()))
+                except OSError as error:
+                    rule = f"save_model: {path} could not be written: {error}"
+                    raise CheckpointWriteError(rule) from error
+                sync(path)
+        except BaseException:
+            self.discard(places)
+            raise
+
+    def acknowledgement(self, rank: int) -> Path:
+        """Return the path of the file by which a rank reports that it has written."""
+        return self.folder / f"model.new-{self._token}-{rank:05d}.json"
+
+    def discard(self, places: Iterable[int] | None = None) -> None:
+        """Remove files that were written, by default all."""
+        for place in range(self.num_files) if places is None else places:
+            (self.folder / self._spares[place]).unlink(missing_ok=True)
+
+    def commit(self) -> None:
+        """Give the files their names once all are on the disk, and remove those of earlier sets.
+
+        At no time does an index list the shards of another set.
+        """
+        folder = self.folder
         sync(folder)
-        _remove_others(folder, {SINGLE})
-    else:
-        _commit(folder, entries, shards, spares, names)
-        _remove_others(folder, {INDEX, *names})
+        if self.num_files == 1:
+            rename(folder / self._spares[0], folder / SINGLE)
+            sync(folder)
+            _remove_others(folder, {SINGLE})
+            return
+        place: Callable[[Path, Path], None] = rename
+        if (folder / INDEX).exists() and any((folder / name).exists() for name in self._names):
+            self._put_index(self._spares)
+            place = _put_copy
+        for spare, name in zip(self._spares, self._names, strict=True):
+            place(folder / spare, folder / name)
+        sync(folder)
+        self._put_index(self._names)
+        _remove_others(folder, {INDEX, *self._names})
+
+    def _in_file(self, keys: Iterable[str]) -> list[str]:
+        """Sort keys by size of their elements, so that each tensor is aligned, and by name."""
+        return sorted(keys, key=lambda key: (-self.entries.written_dtype(key).itemsize, key))
+
+    def _header(self, keys: Sequence[str]) -> bytes:
+        entries = self.entries
+        own = set(keys)
+        tied = {name: first for name, first in entries.tied.items() if first in own}
+        listed = {TIED: tied, FROZEN: entries.frozen}
+        notes = {"format": "pt"} | {key: json.dumps(each) for key, each in listed.items() if each}
+        header: dict[str, object] = {"__metadata__": notes}
+        start = 0
+        for key in keys:
+            end = start + entries.num_bytes(key)
+            code, shape = _code_and_shape(entries.written_dtype(key), entries.tensors[key].shape)
+            header[key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+            start = end
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _put_index(self, files: Sequence[str]) -> None:
+        spare = self.folder / _spare(INDEX, secrets.token_hex(4))
+        pairs = zip(self._shards, files, strict=True)
+        places = {key: name for keys, name in pairs for key in keys}
+        content = {"metadata": {"total_size": self.num_bytes()}, "weight_map": places}
+        spare.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        sync(spare)
+        rename(spare, self.folder / INDEX)
+        sync(self.folder)
 
 
-def _split(entries: Entries, limit: int) -> list[list[str]]:
+def new_token() -> str:
+    """Return a text for the spare names of one set."""
+    return secrets.token_hex(4)
+
+
+def probe_of(token: str) -> str:
+    """Return the name of an empty file by which ranks find out whether they see one folder."""
+    return _spare(SINGLE, token)
+
+
+def split(entries: Entries, limit: int) -> list[list[str]]:
+    """Divide the keys among files of at most `limit` bytes, or of one tensor."""
     shards: list[list[str]] = [[]]
     size = 0
     for key in entries.tensors:
@@ -210,56 +318,6 @@ def _split(entries: Entries, limit: int) -> list[list[str]]:
 def _spare(name: str, token: str) -> str:
     stem, _, kind = name.rpartition(".")
     return f"{stem}.new-{token}.{kind}"
-
-
-def _write_shard(path: Path, keys: Sequence[str], entries: Entries) -> None:
-    held = {}
-    for key in keys:
-        plain = entries.tensors[key].as_subclass(Tensor).resolve_conj().resolve_neg()
-        held[key] = plain.to(entries.written_dtype(key)).contiguous()
-    tied = {name: first for name, first in entries.tied.items() if first in held}
-    listed = {TIED: tied, FROZEN: entries.frozen}
-    metadata = {"format": "pt"} | {key: json.dumps(each) for key, each in listed.items() if each}
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(held, path, metadata=metadata)
-    except SafetensorError as error:
-        raise CheckpointWriteError(f"save_model: {path} could not be written: {error}") from error
-    with suppress(OSError):
-        # Some file systems have no modes.
-        # safetensors makes files that only their owner can read.
-        path.chmod(mode)
-    sync(path)
-
-
-def _commit(
-    folder: Path,
-    entries: Entries,
-    shards: Sequence[Sequence[str]],
-    spares: Sequence[str],
-    names: Sequence[str],
-) -> None:
-    """Give the shards their names; at no time does an index list the shards of another set."""
-
-    def put_index(files: Sequence[str]) -> None:
-        spare = folder / _spare(INDEX, secrets.token_hex(4))
-        total = sum(map(entries.num_bytes, entries.tensors))
-        places = {key: name for keys, name in zip(shards, files, strict=True) for key in keys}
-        content = {"metadata": {"total_size": total}, "weight_map": places}
-        spare.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        sync(spare)
-        rename(spare, folder / INDEX)
-        sync(folder)
-
-    place: Callable[[Path, Path], None] = rename
-    if (folder / INDEX).exists() and any((folder / name).exists() for name in names):
-        put_index(spares)
-        place = _put_copy
-    for spare, name in zip(spares, names, strict=True):
-        place(folder / spare, folder / name)
-    sync(folder)
-    put_index(names)
 
 
 def _put_copy(new: Path, path: Path) -> None:

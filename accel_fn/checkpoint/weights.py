@@ -17,6 +17,7 @@ from accel_fn.checkpoint.init_weights import InitFn, fill_missing
 from accel_fn.checkpoint.manifest import read_manifest
 from accel_fn.checkpoint.names import COMMON, COMMON_KEYS
 from accel_fn.checkpoint.run_state import prefix_of, with_prefix
+from accel_fn.checkpoint.save_weights import write_set
 from accel_fn.checkpoint.tensors import check_files, check_sizes, read_tensors
 from accel_fn.checkpoint.weight_files import (
     Entries,
@@ -26,7 +27,6 @@ from accel_fn.checkpoint.weight_files import (
     check_writable,
     open_set,
     read_entries,
-    write_set,
 )
 from accel_fn.checkpoint.weight_files import (
     folder_of_set as _path,

@@ -141,18 +141,18 @@ def place_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(each.rank() for each in _groups_of(tensor)) if is_sharded(tensor) else ()
 
 
-def axes_of(tensors: Iterable[Tensor]) -> list[DistState]:
+def axes_of(tensors: Iterable[Tensor], *, through_pp: bool = False) -> list[DistState]:
     """Return the mesh axes that tensors are on, innermost first; an empty list for whole tensors.
 
     If a mesh is part of a larger one, the axes of the larger mesh count too: ranks along `dp` hold
     the same shards. Ranks along `pp` hold other layers, so `pp` counts only for tensors that are on
-    it.
+    it, or with `through_pp`.
     """
     groups: dict[ProcessGroup, None] = {}
     for mesh in dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)):
         of_all, own = mesh._get_root_mesh(), mesh.mesh_dim_names or ()
         names = of_all.mesh_dim_names or ("",) * of_all.ndim
-        kept = [dim for dim, name in enumerate(names) if name != "pp" or name in own]
+        kept = [dim for dim, name in enumerate(names) if through_pp or name != "pp" or name in own]
         groups |= dict.fromkeys(of_all.get_group(dim) for dim in reversed(kept))
     return [DistState(rank=group.rank(), world_size=group.size(), group=group) for group in groups]
 

@@ -256,6 +256,17 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
     return parts
 
 
+def gather(tensor: Tensor, parts: list[Tensor], state: DistState, rank: int, function: str) -> None:
+    """Fill `parts` on one rank with every rank's `tensor`; elsewhere `parts` is empty.
+
+    Ranks must have agreed on its shape and dtype.
+    """
+    options = dist.GatherOptions()
+    options.rootRank = rank
+    with waiting(state, function, [tensor]):
+        group_of(state, function).gather([parts] if parts else [], [tensor], options).wait()
+
+
 def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
     """Fill `whole` with every rank's `shard`, in rank order."""
     # torch before 2.13 has the second name.

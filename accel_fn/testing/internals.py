@@ -30,6 +30,7 @@ from accel_fn.core.dtensor import axes_of, fill, local, shard_like, whole
 from accel_fn.core.given_batches import samples_of
 from accel_fn.core.grads import global_norm
 from accel_fn.core.primitives import num_calls, start_total, waiting
+from accel_fn.core.ranks import Ranks as ModelRanks
 from accel_fn.core.signed import signed, verified
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step
@@ -62,6 +63,7 @@ __all__ = [
     "FolderStore",
     "InEpoch",
     "JoiningRank",
+    "ModelRanks",
     "Ranks",
     "Share",
     "SignedStore",

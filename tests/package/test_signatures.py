@@ -44,7 +44,7 @@ SIGNATURES = {
     af.predict: "step, state, loader, fn, *, progress=None",
     af.progress: "loader, state",
     af.log_values: "step, state, values, *, prefix=''",
-    af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None",
+    af.save_model: "model, folder, max_shard_size='5GB', *, dtype=None, only=None, wait=True, state=None",
     af.load_model: "model, folder=None, *, rename=None, strict=True, dtype=None, init=None",
     af.empty: "fn, *args, **kwargs",
     af.checkpoint.whole_state_dict: "model, state",

@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel_fn as af
 from accel_fn.testing import simulate
 from accel_fn.testing.internals import (
+    ModelRanks,
     axes_of,
     check_same,
     fill,
@@ -60,6 +63,81 @@ def test_each_rank_gets_its_part_of_a_whole_tensor(placements, values):
     for filled, like in simulated(run):
         assert torch.equal(filled, values)
         assert torch.equal(like, values.half())
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("values", [VALUES, torch.arange(32.0).view(8, 4)], ids=["uneven", "even"])
+@pytest.mark.parametrize("placements", CUTS.values(), ids=CUTS)
+def test_a_tensor_is_gathered_to_one_rank_alone(placements, values, rank):
+    def run(state, mesh):
+        tensor = cut(values, mesh, placements)
+        return ModelRanks.of("save_model", [tensor]).gather(tensor, rank)
+
+    found = simulated(run)
+    assert [each is None for each in found] == [other != rank for other in range(4)]
+    assert torch.equal(found[rank], values)
+
+
+def gathered_from(tensor_of, rank):
+    """Gather a tensor of the main rank's mesh, of two times two ranks, to one rank."""
+
+    def run(state, mesh):
+        some = cut(VALUES, mesh, (Shard(0), Shard(1)))
+        return ModelRanks.of("save_model", [some]).gather(tensor_of(state, mesh), rank)
+
+    return simulated(run)[rank]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_of_a_whole_tensor_one_rank_gets_the_main_ranks_values(rank):
+    def tensor_of(state, mesh):
+        return (VALUES + state.rank).t()
+
+    assert torch.equal(gathered_from(tensor_of, rank), VALUES.t())
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_a_tensor_on_a_part_of_the_mesh_is_gathered(axis, rank):
+    def tensor_of(state, mesh):
+        return cut(VALUES, mesh[axis], [Shard(1)])
+
+    assert torch.equal(gathered_from(tensor_of, rank), VALUES)
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_a_split_with_a_stride_is_gathered_whatever_the_stride(stride):
+    """As of a fused projection, whose parts are split one by one: a shard is no chunk."""
+    values = torch.arange(24.0).view(12, 2)
+
+    def tensor_of(state, mesh):
+        return cut(values, mesh["shard"], [_StridedShard(0, split_factor=stride)])
+
+    assert torch.equal(gathered_from(tensor_of, 3), values)
+
+
+def test_no_rank_but_the_writer_has_memory_for_the_tensor():
+    def run(state, mesh):
+        tensor = cut(torch.zeros(4096, 4), mesh, (Shard(0), Shard(0)))
+        ranks = ModelRanks.of("save_model", [tensor])
+        with Largest() as mode:
+            ranks.gather(tensor, 2)
+        return mode.numel
+
+    assert simulated(run) == [2 * 4096, 4096, 4 * 4096, 4096]
+
+
+class Largest(TorchDispatchMode):
+    """Records the elements of the largest tensor that an operation returns, on this thread."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        for each in pytree.tree_leaves(found):
+            if isinstance(each, torch.Tensor) and each.dtype != torch.uint8:
+                self.numel = max(self.numel, each.numel())
+        return found
 
 
 def test_a_norm_counts_every_element_once_over_all_axes():

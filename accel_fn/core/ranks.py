@@ -1,0 +1,189 @@
+"""The ranks that hold a model: they agree on a value, and gather a tensor to one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from accel_fn.core import primitives
+from accel_fn.core.collectives import agreed
+from accel_fn.core.dtensor import axes_of, is_sharded, local, whole
+from accel_fn.core.primitives import bytes_of
+from accel_fn.core.state import DistState
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks along some axes, innermost first; without axes, this rank alone.
+
+    Ranks are numbered along the innermost axis first; the main rank is the first along each axis.
+    """
+
+    function: str
+    """The public function that the ranks are in, for errors and hang reports."""
+    axes: Sequence[DistState]
+    is_mesh: bool = True
+    """Whether there is a rank at each combination of places along the axes."""
+
+    @classmethod
+    def of(cls, function: str, tensors: Iterable[Tensor]) -> Ranks:
+        """Return the ranks of the whole meshes that shards are on.
+
+        Cost: two small collectives along each axis, if there are several.
+        """
+        ranks = cls(function, axes_of(tensors, through_pp=True))
+        if len(ranks.axes) < 2:
+            return ranks
+        # Two meshes that a user made of the same ranks have more combinations than ranks.
+        numbers = ranks.agreed(lambda: ranks.rank)
+        return cls(function, ranks.axes, is_mesh=numbers == [*range(ranks.size)])
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return tuple(axis.rank for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(axis.world_size for axis in self.axes)
+
+    @property
+    def rank(self) -> int:
+        found, stride = 0, 1
+        for axis in self.axes:
+            found, stride = found + stride * axis.rank, stride * axis.world_size
+        return found
+
+    def places_of(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank along each axis."""
+        found = []
+        for axis in self.axes:
+            rank, place = divmod(rank, axis.world_size)
+            found.append(place)
+        return tuple(found)
+
+    def agreed(self, make: Callable[[], T]) -> list[T]:
+        """Exchange the results of `make`, in rank order; if it raises on one rank, all ranks raise.
+
+        Cost: two small collectives along each axis.
+        """
+        every: Callable[[], Any] = make
+        for axis in self.axes:
+            # A failure reaches the peers along the first axis, then their peers along the next one.
+            every = partial(agreed, every, axis, self.function)
+        found = every()
+        for _ in self.axes[1:]:
+            found = [each for part in found for each in part]
+        return found if self.axes else [found]
+
+    @torch.no_grad()
+    def gather(self, tensor: Tensor, rank: int) -> Tensor | None:
+        """Return a whole tensor on one rank, and None on the others; all must call this.
+
+        Of a tensor that is not sharded, the main rank's values count.
+
+        Cost: each rank that holds a shard sends it once along each axis that cuts the tensor; memory
+        for the whole tensor on `rank` alone. Ranks whose shards are not equal chunks, as of a
+        split with a stride, all gather the tensor.
+        """
+        if not tensor.numel() or not self.axes:
+            found = torch.empty(tensor.shape, dtype=tensor.dtype) if self.axes else whole(tensor)
+            return found if self.rank == rank else None
+        if not is_sharded(tensor):
+            return self._send_from_main(tensor, rank)
+        cuts = self._cuts(tensor)
+        if cuts is None:
+            found = whole(tensor)
+            return found if self.rank == rank else None
+        target = self.places_of(rank)
+        cut = {at for at, _ in cuts}
+        uncut = [at for at in range(len(self.axes)) if at not in cut]
+        if any(self.places[at] != target[at] for at in uncut):
+            # Replicas of the shards stay out.
+            return None
+        sizes, shape = [], list(tensor.shape)
+        for at, dim in reversed(cuts):
+            sizes.append(shape[dim])
+            shape[dim] = _size_of_chunk(shape[dim], self.axes[at])
+        part = local(tensor).resolve_conj().resolve_neg()
+        assert list(part.shape) == shape
+        for (at, dim), size in zip(cuts, reversed(sizes), strict=True):
+            part = _gather_chunks(part, dim, size, self.axes[at], target[at], self.function)
+            if self.places[at] != target[at]:
+                return None
+        return part
+
+    def _cuts(self, tensor: DTensor) -> list[tuple[int, int]] | None:
+        """Return axis and dim of each cut of a tensor, the last one first.
+
+        Return None if not each shard is a chunk of a chunk along our axes.
+        """
+        mesh, axes = tensor.device_mesh, {axis.group: at for at, axis in enumerate(self.axes)}
+        regular, strided = list[tuple[int, int]](), list[tuple[int, int]]()
+        num_chunks: dict[int, int] = {}
+        pairs = [*zip(mesh.get_all_groups(), tensor.placements, strict=True)]
+        for group, placement in reversed(pairs):
+            if placement.is_replicate():
+                continue
+            if placement.is_partial() or group not in axes or not self.is_mesh:
+                return None
+            dim = placement.dim  # type: ignore[attr-defined]
+            stride = getattr(placement, "split_factor", None)
+            if stride is None:
+                regular.append((axes[group], dim))
+            elif stride == num_chunks.get(dim, 1):
+                # It was cut after the axes to its right, as by FSDP over tensor parallelism.
+                strided.insert(0, (axes[group], dim))
+            else:
+                return None
+            num_chunks[dim] = num_chunks.get(dim, 1) * group.size()
+        # torch and FSDP cut uneven sizes at different places.
+        is_even = all(tensor.shape[dim] % count == 0 for dim, count in num_chunks.items())
+        return [*strided, *regular] if is_even or not strided else None
+
+    def _send_from_main(self, tensor: Tensor, rank: int) -> Tensor | None:
+        """Send the main rank's values to one rank, from axis to axis."""
+        target, here = self.places_of(rank), self.places
+        held = tensor if self.rank == 0 else torch.empty_like(tensor)
+        for at, axis in enumerate(self.axes if self.is_mesh else ()):
+            is_on_way = here[:at] == target[:at] and not any(here[at + 1 :])
+            if target[at] and is_on_way:
+                primitives.broadcast(held, axis, 0, self.function)
+        return held if self.rank == rank else None
+
+
+def _size_of_chunk(size: int, axis: DistState) -> int:
+    """Return the size of this rank's chunk, as torch cuts: only the last chunks are smaller."""
+    most = -(-size // axis.world_size)
+    return min(most, max(0, size - axis.rank * most))
+
+
+def _gather_chunks(
+    part: Tensor, dim: int, size: int, axis: DistState, place: int, function: str
+) -> Tensor:
+    """Return the whole of the chunks along an axis on one rank; the part itself on the others."""
+    if axis.world_size == 1:
+        return part
+    rows, most = part.movedim(dim, 0), -(-size // axis.world_size)
+    sent = rows.contiguous()
+    if len(rows) < most:
+        # Collectives need equal sizes; the padding is behind all values.
+        sent = rows.new_empty(most, *rows.shape[1:])
+        sent[: len(rows)] = rows
+    if axis.rank != place:
+        primitives.gather(bytes_of(sent), [], axis, place, function)
+        return part
+    found = sent.new_empty(most * axis.world_size, *sent.shape[1:])
+    parts = [*bytes_of(found).chunk(axis.world_size)]
+    primitives.gather(bytes_of(sent), parts, axis, place, function)
+    return found[:size].movedim(0, dim)
