@@ -124,7 +124,8 @@ def save_model(
 
     Cost: one write of the model, each rank its files, and a wait for the disk; on the host, a copy of
     one tensor. Of a model in shards, one gather of each sharded tensor along each axis that cuts it,
-    a broadcast of each other tensor, and about ten small collectives. With `only`, one read of what is left out.
+    a broadcast of each other tensor, and about ten small collectives. With `only`, one read of what is
+    left out.
 
     >>> import os, tempfile, torch, accel_fn as af
     >>> folder = tempfile.mkdtemp()
@@ -234,7 +235,9 @@ def _check_same(tensors: Mapping[str, Tensor], world: Ranks) -> None:
     every, lines = world.agreed(lambda: own), []
     for name in dict.fromkeys(name for held in every for name in held):
         ranks = [rank for rank, held in enumerate(every) if name in held]
-        specs = {every[rank][name]: rank for rank in reversed(ranks)}
+        specs: dict[str, int] = {}
+        for rank in ranks:
+            specs.setdefault(every[rank][name], rank)
         if len(ranks) < len(every):
             lines.append(f"{name}: on {_listed(ranks)} of {len(every)} alone")
         elif len(specs) > 1:
@@ -243,7 +246,9 @@ def _check_same(tensors: Mapping[str, Tensor], world: Ranks) -> None:
     lines = lines or ["the order of the tensors"]
     more = [f"and {len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else []
     rule = f"{world.function}: model must hold the same tensors on every rank, got differences:"
-    repair = "save parts, as of a pipeline, each on its own rank, in folders of their own"
+    repair = (
+        "save the parts, such as stages of a pipeline, to one folder each, from their own ranks"
+    )
     raise ArgumentError("\n  ".join([rule, *lines[:_MOST_SHOWN], *more]) + f"\n{repair}")
 
 
@@ -404,14 +409,16 @@ def _write_later(
 
     def start() -> None:
         for share in shares:
-            ranks = share.job.ranks
+            if share.rank >= share.job.num_writers:
+                continue
             watchdog = state.watchdog if state is not None else None
-            place = DistState(rank=ranks.rank, world_size=ranks.size, watchdog=watchdog)
+            place = DistState(rank=share.rank, world_size=share.job.num_writers, watchdog=watchdog)
             writing = Writing(share, share, place, [], None)
             try:
                 writing.start()
             except RuntimeError as error:
-                report_failure(share, ranks.rank, error)
+                # The main rank's thread would wait for this one.
+                report_failure(share, share.rank, error)
                 raise
             _writings[unwrapped(model)] = writing
 
