@@ -301,6 +301,8 @@ class _Job:
         finally:
             # After an error too, since other ranks wait in the next gather.
             deque(values, maxlen=0)
+        # No rank waits for another one's disk in a gather.
+        self.new.sync(self.own)
 
 
 def _job_of(contents: _Contents, ranks: Ranks) -> _Job:
@@ -463,11 +465,17 @@ class _Share:
         return self.job.new.acknowledgement(rank)
 
     def files_of(self, rank: int) -> list[Path]:
-        # A rank that could not write all its files has removed them.
+        # A rank that failed has removed its files.
         return []
 
     def write(self, folder: Path) -> Written:
-        self.job.new.write(self.job.own, self._drained())
+        new, own = self.job.new, self.job.own
+        try:
+            new.write(own, self._drained())
+            new.sync(own)
+        except BaseException:
+            new.discard(own)
+            raise
         return Written({}, {})
 
     def _drained(self) -> Iterator[Tensor]:

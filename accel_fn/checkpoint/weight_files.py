@@ -210,23 +210,22 @@ class NewSet:
 
     def write(self, places: Iterable[int], values: Iterator[Tensor]) -> None:
         """Write these files, whose tensors `values` yields in this order."""
-        places = [*places]
-        try:
-            for place in places:
-                path = self.folder / self._spares[place]
-                keys = self._in_file(self._shards[place])
-                try:
-                    with path.open("xb", buffering=0) as file:
-                        write_all(file, memoryview(self._header(keys)))
-                        for _ in keys:
-                            write_all(file, memory_of(next(values).cpu().contiguous()))
-                except OSError as error:
-                    rule = f"save_model: {path} could not be written: {error}"
-                    raise CheckpointWriteError(rule) from error
-                sync(path)
-        except BaseException:
-            self.discard(places)
-            raise
+        for place in places:
+            path = self.folder / self._spares[place]
+            keys = self._in_file(self._shards[place])
+            try:
+                with path.open("xb", buffering=0) as file:
+                    write_all(file, memoryview(self._header(keys)))
+                    for _ in keys:
+                        write_all(file, memory_of(next(values).cpu().contiguous()))
+            except OSError as error:
+                rule = f"save_model: {path} could not be written: {error}"
+                raise CheckpointWriteError(rule) from error
+
+    def sync(self, places: Iterable[int]) -> None:
+        """Wait until these files are on the disk."""
+        for place in places:
+            sync(self.folder / self._spares[place])
 
     def acknowledgement(self, rank: int) -> Path:
         """Return the path of the file by which a rank reports that it has written."""

@@ -209,7 +209,7 @@ def test_a_kill_of_a_rank_before_any_file_operation_leaves_a_whole_set(tmp_path,
     assert not killed[-1]  # so every moment was tried
     found = [loaded(folder) for folder in folders.values()]
     assert found == sorted(found)
-    assert {*found} == {1, 2}
+    assert {found[0], found[-1]} == {1, 2}
     for folder in folders.values():
         af.save_model(bag(3), folder, 8)
         assert names(folder) == FILES[8]
@@ -292,7 +292,12 @@ with af.distributed(device="cpu", timeout_s=60) as state:
 def test_a_rank_holds_its_shards_and_one_tensor(tmp_path, wait, most):
     """Of 100 M parameters on two ranks; with a fixed allocator, which gives memory back at once."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    world |= {"MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    world |= {
+        "LOCAL_WORLD_SIZE": "2",
+        "MALLOC_MMAP_THRESHOLD_": "262144",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-W", "ignore", "-c", MEMORY, str(tmp_path / "model"), str(wait)]
     ranks = [
         subprocess.Popen(
