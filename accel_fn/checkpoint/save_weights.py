@@ -288,7 +288,7 @@ class _Job:
         """Gather each tensor to the rank that writes it; yield this rank's, in the files' order."""
         with bytes_bar("write", self.new.num_bytes(), is_main=self.is_main) as count:
             for place, key in self.new.order():
-                found = self.ranks.gather(self.new.prepared(key), place % self.num_writers)
+                found = self.ranks.gather_to(self.new.prepared(key), place % self.num_writers)
                 if found is not None:
                     yield found
                 # Only then is there memory for the next one.
@@ -360,7 +360,7 @@ def _hashes(frozen: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
     own = {}
     for at, (name, tensor) in enumerate(frozen.items()):
         rank = at % ranks.size if is_sharded(tensor) and ranks.is_mesh else 0
-        whole = ranks.gather(tensor, rank)
+        whole = ranks.gather_to(tensor, rank)
         if whole is not None:
             own[name] = hash_of_tensor(whole)
     found = {name: each for hashes in ranks.agreed(lambda: own) for name, each in hashes.items()}
@@ -536,7 +536,7 @@ def _copied(model: nn.Module, state: DistState) -> dict[str, Any]:
     main = numbers.index(0) if ranks.is_mesh and 0 in numbers else 0
 
     def gather(tensor: Tensor) -> Tensor | None:
-        return ranks.gather(tensor, main) if is_sharded(tensor) else tensor.detach()
+        return ranks.gather_to(tensor, main) if is_sharded(tensor) else tensor.detach()
 
     own = firsts if state.is_main else ()
     copies = read_whole(firsts, own, lambda _, value: value.to("cpu", copy=True), gather)

@@ -87,7 +87,7 @@ class Ranks:
         return found if self.axes else [found]
 
     @torch.no_grad()
-    def gather(self, tensor: Tensor, rank: int) -> Tensor | None:
+    def gather_to(self, tensor: Tensor, rank: int) -> Tensor | None:
         """Return a whole tensor on one rank, and None on the others; all must call this.
 
         Of a tensor that is not sharded, the main rank's values count.

@@ -71,7 +71,7 @@ def test_each_rank_gets_its_part_of_a_whole_tensor(placements, values):
 def test_a_tensor_is_gathered_to_one_rank_alone(placements, values, rank):
     def run(state, mesh):
         tensor = cut(values, mesh, placements)
-        return ModelRanks.of("save_model", [tensor]).gather(tensor, rank)
+        return ModelRanks.of("save_model", [tensor]).gather_to(tensor, rank)
 
     found = simulated(run)
     assert [each is None for each in found] == [other != rank for other in range(4)]
@@ -83,7 +83,7 @@ def gathered_from(tensor_of, rank):
 
     def run(state, mesh):
         some = cut(VALUES, mesh, (Shard(0), Shard(1)))
-        return ModelRanks.of("save_model", [some]).gather(tensor_of(state, mesh), rank)
+        return ModelRanks.of("save_model", [some]).gather_to(tensor_of(state, mesh), rank)
 
     return simulated(run)[rank]
 
@@ -121,7 +121,7 @@ def test_no_rank_but_the_writer_has_memory_for_the_tensor():
         tensor = cut(torch.zeros(4096, 4), mesh, (Shard(0), Shard(0)))
         ranks = ModelRanks.of("save_model", [tensor])
         with Largest() as mode:
-            ranks.gather(tensor, 2)
+            ranks.gather_to(tensor, 2)
         return mode.numel
 
     assert simulated(run) == [2 * 4096, 4096, 4 * 4096, 4096]
