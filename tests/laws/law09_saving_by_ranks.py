@@ -94,6 +94,16 @@ def test_files_that_are_written_in_the_background_are_the_same(tmp_path, limit):
     assert contents(tmp_path / "copied") == of_one_process(limit)
 
 
+def test_what_one_process_writes_in_the_background_was_copied(tmp_path):
+    model = model_of(0)
+    af.save_model(model, tmp_path / "copied", 1, wait=False)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    af.save_model(model, tmp_path / "zeros")  # waits for the files above
+    assert contents(tmp_path / "copied") == of_one_process(1)
+
+
 def test_the_files_go_round_the_ranks(tmp_path, monkeypatch):
     mesh, recipe = SHARDED["wrap_fsdp"]
     write, opened = Path.open, {}
