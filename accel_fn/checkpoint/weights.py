@@ -25,11 +25,9 @@ from accel_fn.checkpoint.weight_files import (
     check_dense,
     check_storable,
     check_writable,
+    folder_of_set,
     open_set,
     read_entries,
-)
-from accel_fn.checkpoint.weight_files import (
-    folder_of_set as _path,
 )
 from accel_fn.core.collectives import all_or_none
 from accel_fn.core.dtensor import axes_of, fill, whole
@@ -129,7 +127,7 @@ def load_model(
         )
         entries, stored, left_out = _on_all(lambda: stack.enter_context(opened), axes, "load_model")
         if strict and folder is not None:
-            _check_frozen(_path("load_model", folder), entries, stored)
+            _check_frozen(folder_of_set("load_model", folder), entries, stored)
         missing = _missing(entries, stored)
         total = sum(each.nbytes for each in entries.tensors.values())
         with bytes_bar("load_model", total, is_main=all(axis.is_main for axis in axes)) as count:
@@ -179,7 +177,7 @@ def matching_set(
 
     With `inits`, the model may have tensors that the files do not hold. Without a folder, there are none.
     """
-    path = None if folder is None else _path("load_model", folder)
+    path = None if folder is None else folder_of_set("load_model", folder)
     entries = read_entries("load_model", model)
     check_writable(model, entries)
     with ExitStack() as stack:
