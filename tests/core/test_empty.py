@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -143,7 +144,7 @@ def test_a_buffer_on_the_meta_device_that_no_file_fills_is_refused(tmp_path, wor
     assert all(simulate(run, world_size=world_size))
 
 
-def test_numbers_that_are_no_floats_count_as_filled_by_a_load_alone():
+def test_numbers_that_are_no_floats_count_as_filled_by_a_load_alone(tmp_path):
     class Codes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -162,8 +163,14 @@ def test_numbers_that_are_no_floats_count_as_filled_by_a_load_alone():
     with pytest.raises(ValueError, match=r"^step: .* got none for codes; call load_model"):
         step(state, batch)
     af.load_model(model, init=lambda module: [each.fill_(2) for each in module.parameters(False)])
-    step(state, batch)
+    state, _ = step(state, batch)
     assert model.codes.tolist() == [2, 2]
+    af.save(step, state, tmp_path)
+    other = af.empty(Codes)
+    state, step = af.build(af.wrap_fsdp()(ours.plan(model=other)), af.DistState())
+    state = af.load(step, state, tmp_path)
+    step(state, batch)
+    assert other.codes.tolist() == [2, 2]
 
 
 def test_a_filled_model_is_not_looked_at_again():
@@ -187,3 +194,54 @@ def test_stages_of_transformers_are_refused(wrap):
     words = r"^build: model must have all of its layers on every rank, got one that transformers has cut"
     with pytest.raises(ValueError, match=words):
         af.build(wrap(ours.plan(model=model)), af.DistState())
+
+
+def test_a_rank_without_rows_of_a_parameter_raises_by_name_too():
+    def run(state):
+        model = af.empty(lambda: nn.Linear(3, 1).double())
+        state, step = af.build(af.wrap_fsdp()(ours.plan(model=model)), state)
+        words = (
+            r"^step: model must have values before its first step, got none for weight, bias; call"
+        )
+        with pytest.raises(ValueError, match=words):
+            step(state, (torch.randn(2, 3).double(), torch.randn(2, 1).double()))
+
+    simulate(run, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pass_over_a_loader_before_the_model_is_filled_raises(world_size):
+    data = TensorDataset(torch.randn(6, 3).double(), torch.randn(6, 1).double())
+
+    def run(state):
+        state, step = af.build(af.wrap_fsdp()(ours.plan(model=af.empty(make))), state)
+        loader = af.shard_loader(DataLoader(data, 2), state)
+        passes = {
+            "evaluate": lambda: af.evaluate(step, state, loader),
+            "predict": lambda: af.predict(
+                step, state, loader, lambda model, batch: model(batch[0])
+            ),
+        }
+        for function, run_pass in passes.items():
+            with pytest.raises(ValueError, match=f"^{function}: model must have values"):
+                run_pass()
+
+    simulate(run, world_size=world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["loss", "step"])
+def test_compiled_steps_of_an_empty_model_follow_its_memory(scope):
+    compiled = af.compiled(scope=scope)
+    batch = torch.ones(4, 3).double(), torch.zeros(4, 1).double()
+
+    def train(fn):
+        model = fn(make)
+        plan = af.compose(af.wrap_fsdp(), compiled)(ours.plan(model=model))
+        state, step = af.build(plan, af.DistState())
+        af.load_model(model, init=reset)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        return model.state_dict()
+
+    ours.assert_identical(train(af.empty), train(lambda fn: fn()))

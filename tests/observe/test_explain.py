@@ -99,7 +99,9 @@ def test_says_what_has_no_values_yet():
     assert "  empty      2 tensors without values, which load_model fills\n" in af.explain(
         step, state
     )
-    af.load_model(model, init=lambda module: module.reset_parameters())
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    state, _ = step(state, (torch.ones(2, 4), torch.ones(2, 1)))
     assert "empty" not in af.explain(step, state)
 
 

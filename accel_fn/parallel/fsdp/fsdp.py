@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 
 from accel_fn.core import primitives
 from accel_fn.core.dtensor import WholeNumbers, is_sharded
-from accel_fn.core.empty import give_memory_to_plan
+from accel_fn.core.empty import give_memory, give_memory_to_plan
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import PaddingStrategy, Strategy
 from accel_fn.core.loss import loss_module_of, sparse_tables
@@ -364,7 +364,8 @@ def _shard(
     refuse_copy = sharded.__deepcopy__
     fully_shard(sharded, mesh=mesh, ignored_params=ignored)
     home = torch.device("cpu") if offload else state.device
-    sharded.give_memory(state.device, shards_on=home)
+    # FSDP takes over the new tensors in the first forward, below.
+    give_memory(sharded, state.device, shards_on=home)
     # Keep our method: FSDP has given the module a class with another one.
     sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from accel_fn.core.batch import map_tensors
 from accel_fn.core.dtensor import WholeNumbers, is_of_shards, is_sharded, place_of_error
-from accel_fn.core.empty import give_memory
 from accel_fn.core.loss import Outcome, loss_module_of
 from accel_fn.errors import AccelError, LossError, PlanError
 from accel_fn.parallel.fsdp.unit_order import OrderedGather, OrderedReduce, UnitOrder
@@ -122,13 +121,6 @@ class ShardedLoss(nn.Module):
                     "model, got one that puts in others, as torch.func.functional_call does; "
                     + _REPAIR
                 )
-
-    def give_memory(self, device: torch.device, *, shards_on: torch.device) -> None:
-        """Give shards of a model without values memory; FSDP's records follow."""
-        if any(each.is_meta for each in self.parameters()):
-            give_memory(self, device, shards_on=shards_on)
-            for each in self._group_parameters():
-                each.reset_sharded_param()
 
     def add_top(self, top: nn.Module) -> None:
         """Gather a part's parameters outside of blocks, for a loss or for a call of the part."""
