@@ -160,7 +160,7 @@ def main(args):
             state, report = step(state, batch)
             epoch.show(report)
         found = af.evaluate(step, state, test_loader)
-        figures = f"loss {found['loss']:.5f}  held-out accuracy {found['accuracy']:.3f}"
+        figures = f"loss {found['loss']:.6f}  held-out accuracy {found['accuracy']:.3f}"
         af.print_on_main(f"epoch {epoch.index}: {figures}", state=state)
         af.save(step, state, runs, extras={"data": loader}, keep=1)
     save(model, config, tokenizer, state, f"{args.out}/model")
