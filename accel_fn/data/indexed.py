@@ -57,6 +57,9 @@ _SAMPLES_AT_ONCE = 4096
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
+PEEK = "each iter(loader) is the next pass; peek on every rank, or at loader.loader"
+"""The repair where ranks are in different passes of a loader."""
+
 Batch = Any
 """A list of samples, or the key of a batch that the data set has ready."""
 
@@ -69,6 +72,7 @@ def read_order(
     split: str,
     read_ahead: int | None,
     collates_whole: bool,
+    order: str,
 ) -> Order | SamplerBatches:
     """Read the order of a loader and check it; `batch` is the meaning of its batch size.
 
@@ -77,15 +81,29 @@ def read_order(
     if split != "auto":
         rule = "be left out for a data set that can be indexed"
         raise ArgumentError(message("shard_loader", "split", rule, split))
-    order = _read_order(loader, state, batch)
-    if collates_whole and isinstance(order, SamplerBatches):
-        order = replace(order, collates_whole=True)
-    elif collates_whole and not isinstance(order, ItemOrder):
-        order = WholeOrder(**asdict(order))
-    if isinstance(order, SamplerBatches) and order.is_own:
-        return replace(order, at_once=1 + _num_beyond(loader, read_ahead))
+    found = _read_order(loader, state, batch)
+    if order == "torch" and any(map(_is_torchdatas, nested_samplers(outermost(loader)))):
+        rule = 'be "seed" or "distributed" for a StatefulDataLoader, whose sampler seeds itself'
+        raise ArgumentError(message("shard_loader", "order", rule, order))
+    if isinstance(found, Order):
+        found = replace(found, order=order)
+    else:
+        refuse_order(order)
+    if collates_whole and isinstance(found, SamplerBatches):
+        found = replace(found, collates_whole=True)
+    elif collates_whole and not isinstance(found, ItemOrder):
+        found = WholeOrder(**asdict(found))
+    if isinstance(found, SamplerBatches) and found.is_own:
+        return replace(found, at_once=1 + _num_beyond(loader, read_ahead))
     refuse_read_ahead(read_ahead)
-    return order
+    return found
+
+
+def refuse_order(order: str) -> None:
+    """Refuse the orders of torch's own samplers for a loader that has another one, or none."""
+    if order != "seed":
+        rule = "be left out for a stream or a sampler that is neither in order nor shuffle=True"
+        raise ArgumentError(message("shard_loader", "order", rule, order))
 
 
 def refuse_read_ahead(read_ahead: int | None) -> None:
@@ -109,7 +127,7 @@ def _num_beyond(loader: DataLoader[Any], read_ahead: int | None) -> int:
 
 def _read_order(loader: Any, state: DistState, batch: str) -> Order | SamplerBatches:
     _check(loader)
-    batch_sampler, seed = _outermost(loader), _seed(loader, state)
+    batch_sampler, seed = outermost(loader), _seed(loader, state)
     is_ready = loader.batch_sampler is None
     if batch == "per_rank" and is_ready:
         raise per_rank_error("batch_size=None", "a data set or a sampler")
@@ -154,8 +172,8 @@ def _check(loader: Any) -> None:
             message("shard_loader", "loader", "be a torch DataLoader", name, repair)
         )
     # A sampler may hold another one under any name and at any depth.
-    held = reached_from(_outermost(loader), may_sample)
-    nested = nested_samplers(_outermost(loader))
+    held = reached_from(outermost(loader), may_sample)
+    nested = nested_samplers(outermost(loader))
     for sampler in [*nested, *(each for each in held if isinstance(each, Sampler))]:
         if isinstance(sampler, DistributedSampler) or knows_ranks(sampler):
             rule, name = "not be sharded over ranks already", type(sampler).__name__
@@ -169,7 +187,7 @@ def _check(loader: Any) -> None:
         raise ArgumentTypeError(message("shard_loader", "data set", rule, name))
 
 
-def _outermost(loader: DataLoader[Any]) -> Any:
+def outermost(loader: DataLoader[Any]) -> Any:
     """Return the sampler of batches; without a batch_sampler, it gives keys of ready batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
@@ -202,7 +220,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
     """Return the state's seed, mixed with that of a generator that the user gave."""
     # torchdata's samplers make a generator themselves, with another seed in each process.
-    samplers = [each for each in nested_samplers(_outermost(loader)) if not _is_torchdatas(each)]
+    samplers = [each for each in nested_samplers(outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):
             return mix(mix(state.seed) + generator.initial_seed())
@@ -227,15 +245,24 @@ class IndexedSource:
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
     ) -> Iterator[Any]:
-        return self._read(partial(self._reader.batches, by_loop=by_loop), epoch, first_batch)
+        load = partial(self._reader.batches, by_loop=by_loop)
+        return self._read(load, self._parts(epoch, first_batch), epoch, first_batch)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
-        return self._read(self._reader.numbered, epoch, first_batch)
+        return self._read(
+            self._reader.numbered, self._parts(epoch, first_batch), epoch, first_batch
+        )
+
+    def _parts(self, epoch: int | None, first_batch: int) -> Iterator[Tensor | EmptyPart]:
+        return parts_of(self._read_order, self._read_rank, epoch or 0, first_batch)
 
     def _read(
-        self, load: Callable[..., Iterator[Any]], epoch: int | None, first_batch: int
+        self,
+        load: Callable[..., Iterator[Any]],
+        parts: Iterator[Any],
+        epoch: int | None,
+        first_batch: int,
     ) -> Iterator[Any]:
-        parts: Iterator[Any] = parts_of(self._read_order, self._read_rank, epoch or 0, first_batch)
         if self._is_of_items:
             parts = map(int, parts)
         return load(parts, epoch=epoch, first_batch=first_batch, seed=self.order.seed)
@@ -305,7 +332,7 @@ class SamplerBatches:
         """Whether a sampler is of a user's class, which the loop may change during a pass."""
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
-    def facts(self) -> dict[str, int | None]:
+    def facts(self) -> dict[str, Any]:
         """Return the facts that are known before the sampler runs."""
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
@@ -525,6 +552,7 @@ class SamplerSource:
             check_equal(
                 [f"epoch {epoch} from batch {batch}" for epoch, batch in starts],
                 "shard_loader: ranks must go through the same epochs together",
+                PEEK,
             )
             several = self._sampling.take(batches)
             return [[_part(batch, *place) for batch in several] for place in places]

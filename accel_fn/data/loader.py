@@ -20,7 +20,7 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 # The logger of resuming.
 _LOG = logging.getLogger("accel_fn.checkpoint")
 
-_PLACE = ("epoch", "batch")
+_PLACE = ("epoch", "batch", "drawn_epoch", "draw")
 _NEW_RUN = "begin a new run with a state at step 0, such as init returns"
 _Value = TypeVar("_Value")
 Batch = TypeVar("Batch", covariant=True, default=Any)
@@ -51,7 +51,7 @@ class Source(Protocol[Batch]):
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
         """Return the same batches, each after the samples of this rank in it."""
 
-    def facts(self) -> dict[str, int | None]:
+    def facts(self) -> dict[str, Any]:
         """Return the known facts that a resumed run must share; not the number of ranks."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
@@ -95,10 +95,22 @@ class Progress:
         return self.epoch, self.count * self.num_each
 
 
+@dataclass(slots=True)
+class DrawnPass:
+    """What rank 0 drew for the last pass of a loader whose order is drawn anew for each pass."""
+
+    epoch: int | None = None
+    draw: int | Tensor | None = None
+    """The seed of the pass, or the state of the sampler's generator before it."""
+    is_loaded: bool = False
+    """Whether `load_state_dict` has set it, and the sampler's generator has not been set to it yet."""
+
+
 class Position:
     """The place of the loop in a loader and all its views: the pass, and the batches received."""
 
     def __init__(self) -> None:
+        self.drawn = DrawnPass()
         self._progress = Progress(0, 0, 1, None)
         self._is_next = True
         """Whether the next pass begins at this place."""
@@ -327,12 +339,20 @@ class ShardedLoader(Generic[Batch]):
         self._position.move_to(start[0], start[1] * self._num_each)
         return Epochs(self, num_epochs, max_steps, since.step, start)
 
-    def state_dict(self) -> dict[str, int | None]:
-        """Return the facts that a resumed run must share, and the position: "epoch" and "batch"."""
-        epoch, batch = self._position.place()
-        return {**self._facts(), "epoch": epoch, "batch": batch}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the facts that a resumed run must share, and the position: "epoch" and "batch".
 
-    def _facts(self) -> dict[str, int | None]:
+        With `order="torch"`, also "drawn_epoch" and "draw": the last pass, and the number or tensor
+        that its order was drawn from.
+        """
+        epoch, batch = self._position.place()
+        found = {**self._facts(), "epoch": epoch, "batch": batch}
+        drawn = self._position.drawn
+        if drawn.draw is not None:
+            found |= {"drawn_epoch": drawn.epoch, "draw": drawn.draw}
+        return found
+
+    def _facts(self) -> dict[str, Any]:
         return {"batches_per_epoch": self._num_batches(), **self._source.facts()}
 
     def _num_batches(self) -> int | None:
@@ -342,7 +362,7 @@ class ShardedLoader(Generic[Batch]):
         except ArgumentTypeError:
             return None
 
-    def differences_from(self, saved: Mapping[str, int | None]) -> list[str]:
+    def differences_from(self, saved: Mapping[str, Any]) -> list[str]:
         """List differences from the saved loader, which would change a step's position or samples.
 
         Args:
@@ -359,7 +379,7 @@ class ShardedLoader(Generic[Batch]):
             if name not in _PLACE and value != here.get(name)
         ]
 
-    def load_state_dict(self, saved: Mapping[str, int | None]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue at the position of a saved run; raise if the data differ.
 
         The next `iter(loader)` continues in the middle of its pass; `epochs` takes the position of
@@ -377,9 +397,11 @@ class ShardedLoader(Generic[Batch]):
             raise ArgumentError(
                 f"load_state_dict: loader must {rule}, got {'; '.join(found)}; {repair}"
             )
-        epoch, batch = (saved.get(name) for name in _PLACE)
+        epoch, batch, drawn_epoch, draw = (saved.get(name) for name in _PLACE)
         if epoch is not None and batch is not None:
             self._position.move_to(epoch, batch)
+        drawn = self._position.drawn
+        drawn.epoch, drawn.draw, drawn.is_loaded = drawn_epoch, draw, draw is not None
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """Return the samples of this rank in a batch: [num_samples of the part], int64."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -135,12 +136,15 @@ class Order(Cut):
     # Whether each epoch has a new permutation, instead of the data set's order.
     shuffle: bool
     seed: int
+    # Which permutation: "seed" (a pure function of seed and epoch), "distributed" (that of
+    # DistributedSampler) or "torch" (drawn by rank 0; see drawn_order.py).
+    order: str = "seed"
 
     def num_batches(self) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
         return self.count(self.num_samples)
 
-    def facts(self) -> dict[str, int | None]:
+    def facts(self) -> dict[str, Any]:
         """Return all fields but the number of ranks, by name."""
         return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
@@ -167,8 +171,18 @@ class Order(Cut):
         """Return the samples at places of an epoch's order: [num_places], int64."""
         if not self.shuffle:
             return places
+        if self.order == "distributed":
+            # DistributedSampler adds its seed, 0 by default, to the epoch.
+            return _distributed(self.num_samples, epoch)[places]
         # Hash the seed twice: seed s in epoch e + 1 must differ from seed s + 1 in epoch e.
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
+
+
+# A pass reads its permutation in slices; simulated ranks and a second loader share the cache.
+@lru_cache(maxsize=2)
+def _distributed(num_samples: int, epoch: int) -> Tensor:
+    """Return the permutation of torch's DistributedSampler: [num_samples], int64."""
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
 
 
 class ItemOrder(Order):

@@ -16,11 +16,13 @@ import torch
 from accel_fn.data.order import mix
 
 # Threads take turns: all of them share the global generators, and simulated ranks are threads.
-_LOCK = threading.RLock()
+GLOBAL_LOCK = threading.RLock()
 # Hold the lock while a worker is forked: otherwise the worker would keep states that another thread
 # has set for a while.
 os.register_at_fork(
-    before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    before=GLOBAL_LOCK.acquire,
+    after_in_parent=GLOBAL_LOCK.release,
+    after_in_child=GLOBAL_LOCK.release,
 )
 _GLOBAL = (torch.default_generator, random, np.random)
 _NUM_BYTES = 625 * 4
@@ -47,7 +49,7 @@ class Generators:
         self._outside: list[Any] = []
 
     def __enter__(self) -> None:
-        _LOCK.acquire()
+        GLOBAL_LOCK.acquire()
         self._outside = [_state(each) for each in self._all]
         if self._inside:
             self._set_all(self._inside)
@@ -58,7 +60,7 @@ class Generators:
     def __exit__(self, *_: object) -> None:
         self._inside = [_state(each) for each in self._all]
         self._set_all(self._outside)
-        _LOCK.release()
+        GLOBAL_LOCK.release()
 
     def _set_all(self, states: list[Any]) -> None:
         for each, state in zip(self._all, states, strict=True):

@@ -12,8 +12,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_fn.core.state import DistState, check_state, over
 from accel_fn.data.collate import stacks_plainly
 from accel_fn.data.compare_loaders import same_on_all_ranks
-from accel_fn.data.indexed import IndexedSource, SamplerSource, read_order, refuse_read_ahead
-from accel_fn.data.loader import ShardedLoader
+from accel_fn.data.drawn_order import DrawnSource
+from accel_fn.data.indexed import (
+    IndexedSource,
+    SamplerSource,
+    read_order,
+    refuse_order,
+    refuse_read_ahead,
+)
+from accel_fn.data.loader import DrawnPass, Position, ShardedLoader
 from accel_fn.data.order import Cut, Order
 from accel_fn.data.streams import StreamSource, read_stream_options
 from accel_fn.errors import ArgumentError, message
@@ -21,6 +28,7 @@ from accel_fn.parallel.messages import open_channel
 
 _SPLITS = ("auto", "round_robin", "workers")
 _COLLATES = ("rank", "global")
+_ORDERS = ("seed", "torch", "distributed")
 
 
 def shard_loader(
@@ -30,6 +38,7 @@ def shard_loader(
     batch: Literal["global", "per_rank"] = "global",
     split: Literal["auto", "round_robin", "workers"] = "auto",
     collate: Literal["rank", "global"] = "rank",
+    order: Literal["seed", "torch", "distributed"] = "seed",
     read_ahead: int | None = None,
 ) -> ShardedLoader:
     """Split every batch of a `DataLoader` over the ranks, exactly.
@@ -68,6 +77,12 @@ def shard_loader(
             samples: a denominator, mixed images. It must return as many rows in each tensor, and, where
             it draws random numbers, the same ones on every rank. Nothing changes with torch's own
             collate_fn, which stacks samples.
+        order: the order of each pass with `shuffle=True`. "seed": a permutation that depends on the
+            seed and the number of the pass alone. "torch": that of the `DataLoader` itself, and of
+            accelerate. Rank 0 draws as torch does, from the generator of the loader or the global
+            one, when the loop begins a pass. So the order of the second pass depends also on what
+            the loop has drawn from the global generator on rank 0. "distributed": that of
+            `DistributedSampler(data)` with `set_epoch` at each pass.
         read_ahead: how many batches a sampler or batch sampler of your own may be read ahead of the loop,
             which may change it, such as its sampling weights. Default: as few as torch's loader
             does, 0 without workers, else num_workers * prefetch_factor. A larger number saves messages.
@@ -80,7 +95,8 @@ def shard_loader(
     Raises:
         ValueError: on every rank: the loader has no batch, is sharded already, or
             gives batches out of order.
-        RuntimeError: the loaders of the ranks differ in length, batch size or seed.
+        RuntimeError: the loaders of the ranks differ in length, batch size or seed; with
+            `order="torch"`, in a pass: ranks are in different passes.
 
     Warns:
         UserWarning: on the main rank: the global batch or the data set is smaller than the world, so
@@ -91,6 +107,8 @@ def shard_loader(
     rank's samples alone are read, in one read where the data set is of tensors or
     arrays. With a sampler of your own, two or three messages a rank and batch, or each `read_ahead + 1`
     batches; with one of torch's that is neither in order nor shuffled, per some thousand samples.
+    With `order="torch"`, two messages a rank and pass, and, as with "distributed", 8 bytes of host
+    memory for each sample of the data set.
     Round robin reads all items of a stream on every rank, with two small messages a rank and batch, and
     hashes the first 16 of a pass.
     Of a stream that is split, a rank reads its own shards, with two small messages a rank and batch.
@@ -111,15 +129,21 @@ def shard_loader(
         raise ArgumentError(message("shard_loader", "split", rule, split))
     if collate not in _COLLATES:
         raise ArgumentError(message("shard_loader", "collate", 'be "rank" or "global"', collate))
+    if order not in _ORDERS:
+        rule = "be one of " + ", ".join(map(repr, _ORDERS))
+        raise ArgumentError(message("shard_loader", "order", rule, order))
     options: dict[str, Any] = {"batch": batch, "split": split}
     # torch stacks a row in the same way, whichever samples are stacked with it.
     is_plain = isinstance(loader, DataLoader) and stacks_plainly(loader.collate_fn)
     options["collates_whole"] = collate == "global" and not is_plain
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         refuse_read_ahead(read_ahead)
+        refuse_order(order)
         return ShardedLoader(_stream_source(loader, state, options), loader)
-    options["read_ahead"] = read_ahead
-    return ShardedLoader(_indexed_source(loader, state, options), loader)
+    options |= {"read_ahead": read_ahead, "order": order}
+    position = Position()
+    source = _indexed_source(loader, state, options, position.drawn)
+    return ShardedLoader(source, loader, position)
 
 
 def _stream_source(
@@ -137,7 +161,7 @@ def _stream_source(
 
 
 def _indexed_source(
-    loader: DataLoader[Any], state: DistState, given: dict[str, Any]
+    loader: DataLoader[Any], state: DistState, given: dict[str, Any], drawn: DrawnPass
 ) -> IndexedSource | SamplerSource:
     data = over(state)
     read = partial(read_order, loader, data, **given)
@@ -145,6 +169,9 @@ def _indexed_source(
     cut = order if isinstance(order, Order) else order.cut
     if cut is not None:
         _warn_of_idle_ranks(state, cut, cut.num_samples)
+    if isinstance(order, Order) and order.order == "torch":
+        is_sent = order.shuffle and state.world_size > 1
+        return DrawnSource(loader, order, state, open_channel(state) if is_sent else None, drawn)
     if isinstance(order, Order):
         return IndexedSource(loader, order, data.rank, data.world_size)
     channel = None if state.group is None else open_channel(state)

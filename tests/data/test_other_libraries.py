@@ -71,3 +71,8 @@ def test_torchdatas_loader_reads_what_torchs_does(shuffle, num_workers):
     """Its samplers seed themselves at random on each rank, so the state's seed must decide."""
     theirs = shards(lambda: stateful(shuffle=shuffle, num_workers=num_workers), 2)
     assert theirs == shards(lambda: DataLoader(range(SIZE), batch_size=4, shuffle=shuffle), 2)
+
+
+def test_torchdatas_loader_has_no_order_of_torch():
+    with pytest.raises(ValueError, match='order must be "seed" or "distributed" for a Stateful'):
+        af.shard_loader(stateful(shuffle=True), af.DistState(), order="torch")

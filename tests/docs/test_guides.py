@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def sides(page: str) -> tuple[str, str]:
-    """Both programs of the first diff of a page, read in one order so that they can be compared."""
+    """Both programs of the first diff of a page."""
     text = (ROOT / "docs" / page).read_text()
     [whole] = re.findall(r"^```diff\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)[:1]
-    lines = whole.replace("shuffle=True", "shuffle=False").splitlines()
+    lines = whole.splitlines()
     old, new = ([line[1:] for line in lines if line[:1] != sign] for sign in "+-")
     return "\n".join(old), "\n".join(new)
 

@@ -56,6 +56,7 @@ KEPT = {
     "_code_of": "a fact about a dtype",
     "_writings": "the files of a model that lives which a thread writes",
     "_LOCK": "a lock",
+    "GLOBAL_LOCK": "a lock",
     "_SHARED": "which epoch a data set that is being read was set to last",
     "_STARTING": "a lock",
     "_INFO_LOCK": "a lock",
