@@ -57,6 +57,7 @@ KEPT = {
     "_writings": "the files of a model that lives which a thread writes",
     "_LOCK": "a lock",
     "GLOBAL_LOCK": "a lock",
+    "_distributed": "permutations, which a size and a seed give",
     "_SHARED": "which epoch a data set that is being read was set to last",
     "_STARTING": "a lock",
     "_INFO_LOCK": "a lock",
