@@ -77,7 +77,7 @@ def draw() -> None:
                 command = [sys.executable, __file__, name, name.removeprefix("lr="), str(step)]
                 subprocess.run(command, cwd=home, check=not step)
         for command in (["plot", *RUNS, "-o", str(PICTURE)], ["report", list(RUNS)[-1]]):
-            subprocess.run([sys.executable, "-m", "accel_fn.cli", *command], cwd=home, check=True)
+            subprocess.run([sys.executable, "-m", "accel_fn", *command], cwd=home, check=True)
     with Image.open(PICTURE) as picture:
         picture.quantize(64).save(PICTURE, optimize=True)
 

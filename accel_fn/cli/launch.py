@@ -89,6 +89,7 @@ def launch(
         raise click.UsageError("--json needs --dry-run")
     kind: Literal["script", "module", "program"]
     kind = "module" if module else "program" if no_python else "script"
+    _name_options_of_script(script, arguments)
     resolved = resolve_settings(flags, config_file)
 
     with one_line_errors():
@@ -101,6 +102,19 @@ def launch(
     _print("", sys.stdout)
     _print(report, sys.stderr)
     sys.exit(exit_code)
+
+
+def _name_options_of_script(script: str, arguments: Sequence[str]) -> None:
+    """Print which settings stand after the script, and so go to it, not to the launch."""
+    own = {"-n", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
+    named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
+    after = [each for each in named if each.replace("_", "-") in own]
+    if after:
+        click.echo(
+            f"accel-fn launch: {' and '.join(after)} after {script} goes to the script; options of the "
+            "launch stand before it",
+            err=True,
+        )
 
 
 def _start(plan: LaunchPlan) -> tuple[int, str]:

@@ -43,7 +43,7 @@ def test(
     prints for each promise, as soon as it is checked, the largest difference that was found beside
     what rounding explains. The exit code is 0 if all promises hold. Settings are those of `accel-fn launch`.
 
-    On several machines, start it there: `accel-fn launch ... -m accel_fn.cli test`, or srun.
+    On several machines, start it there: `accel-fn launch ... -m accel_fn test`, or srun.
     """
     with one_line_errors():
         if "RANK" not in os.environ and read_task(os.environ) is None:
@@ -69,7 +69,7 @@ def _check_new_world(
         raise click.ClickException(
             f"test: num_machines must be 1 for processes of its own, got {settings.num_machines} "
             f"({resolved.sources['num_machines']}); start it on each machine: "
-            "accel-fn launch -m accel_fn.cli test"
+            "accel-fn launch -m accel_fn test"
         )
     # On the CPU, start two ranks by default: one rank shares nothing, so little could break.
     on_cpu = settings.cpu or not detect().num_devices

@@ -40,6 +40,7 @@ from accel_fn.launcher.notebook import (
     shown_displays,
 )
 from accel_fn.launcher.plan_launch import (
+    check_mesh,
     check_temporary_folder,
     choose_processors,
     launch_variables,
@@ -149,6 +150,7 @@ def launch(
         {name: each for name, each in given.items() if each is not None}, where
     )
     check_machine(settings, where, os.environ, detect())
+    check_mesh(settings, settings.num_processes or 1)
     check_temporary_folder()
     call, processors = _pickle(fn, args, kwargs or {}), read_processors()
     variables = _variables(settings, processors)

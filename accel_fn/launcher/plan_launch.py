@@ -16,11 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from accel_fn.core.mesh_axes import mesh_shape
 from accel_fn.core.signed import TOKEN
 from accel_fn.errors import ArgumentError, WorldError, message
 from accel_fn.launcher.hardware import Processors, bind_ranks, detect, read_processors
 from accel_fn.launcher.machines import Machines, interface_towards, place
 from accel_fn.launcher.settings import Resolved, Settings
+from accel_fn.parallel.launch_options import parse_mesh
 
 Kind = Literal["script", "module", "program"]
 
@@ -63,6 +65,7 @@ def plan_launch(
     _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
+    check_mesh(settings, machines.num_processes)
     processors = read_processors()
     return LaunchPlan(
         command=Command(kind, target, arguments),
@@ -71,6 +74,12 @@ def plan_launch(
         variables=launch_variables(settings, machines, processors, environment),
         cpus=choose_processors(settings, processors, machines.num_local, environment),
     )
+
+
+def check_mesh(settings: Settings, num_processes: int) -> None:
+    """Refuse a mesh that so many processes cannot form, before they start."""
+    if settings.mesh is not None:
+        mesh_shape("launch", parse_mesh("launch", "mesh", settings.mesh), num_processes)
 
 
 def choose_processors(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.core.batch import count_samples
+from accel_fn.core.collectives import any_rank
 from accel_fn.core.delayed_read import DelayedFloats
 from accel_fn.core.loop import Strategy
 from accel_fn.core.observers import Observer
@@ -100,8 +101,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
 
     Args:
         *writers: each a path that ends in .jsonl (an object a line) or .csv, `~` being your home folder; or a
-            function `(step, values)`, called on the main rank with a dict of floats by name. On other ranks
-            a writer may be None.
+            function `(step, values)`, called on the main rank with a dict of floats by name. None writes
+            nothing: `log_to(None)` is no log, and on other ranks than the main one a writer may be None.
         every: number of steps between lines, as `state.step` counts them.
         prefix: begins all names, if several plans of a program share a log: "generator/".
 
@@ -133,7 +134,9 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     2 ['data_wait', 'learning_rate', 'loss']
     """
     if not writers:
-        raise ArgumentError("log_to: writers must be at least one, got none")
+        raise ArgumentError(
+            "log_to: writers must be at least one, got none; log_to(None) makes no log"
+        )
     for each in writers:
         _check_writer(each)
     check_count("log_to", "every", every)
@@ -143,6 +146,8 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     settings = [f"every={every}"] + [f"prefix={prefix!r}"] * bool(prefix)
     slot = SlotFunction(build_log, writers=writers, every=every, prefix=prefix)
     made = named(fill(observers=slot), f"log_to({', '.join(settings)})")
+    if all(each is None for each in writers):
+        named_by = ["no writer"]
     slot.source = f"to {' and '.join(map(str, named_by))}"
     return made
 
@@ -200,13 +205,14 @@ def build_log(
     prefix: str,
 ) -> Log:
     """Make the log of one step; `build` raises on every rank if the main rank cannot."""
-    if not state.is_main:
+    has_writers = any_rank(any(each is not None for each in writers), state)
+    if not state.is_main or not has_writers:
         return Log()
     return LogOnMain(state, plan, Recorder(writers, prefix, explain(plan, state)), every)
 
 
 class Log(Observer):
-    """Tracks the newest step on a rank that does not write; `LogOnMain` writes."""
+    """Tracks the newest step where nothing is written; `LogOnMain` writes."""
 
     def __init__(self) -> None:
         self._newest = 0

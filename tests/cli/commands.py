@@ -99,4 +99,4 @@ def run_command(
     folder: Path, *arguments: str, timeout_s: float = 500, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `accel-fn ARGUMENTS` in a folder; return its output and its exit code."""
-    return run_python(folder, "-m", "accel_fn.cli", *arguments, timeout_s=timeout_s, **variables)
+    return run_python(folder, "-m", "accel_fn", *arguments, timeout_s=timeout_s, **variables)

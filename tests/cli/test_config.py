@@ -27,7 +27,7 @@ def shown(place, *arguments, **variables):
 
 
 def terminal(place, *arguments):
-    command = [sys.executable, "-m", "accel_fn.cli", "config", *arguments]
+    command = [sys.executable, "-m", "accel_fn", "config", *arguments]
     variables = {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "COLUMNS": "200"}
     return Terminal(command, place, commands.surroundings(place, **variables))
 

@@ -65,7 +65,7 @@ def interrupt(folder, name, *, delay_s=0.0, program=(sys.executable,), sign="beg
     paths = f"{folder}{os.pathsep}{ROOT}"
     torchs = str(folder / "torch")  # torch makes this folder and leaves it
     command = subprocess.Popen(
-        [*program, "-m", "accel_fn.cli", *_COMMANDS[name]],
+        [*program, "-m", "accel_fn", *_COMMANDS[name]],
         cwd=folder,
         env=surroundings(
             folder, TMPDIR=str(temporary), PYTHONPATH=paths, TORCHINDUCTOR_CACHE_DIR=torchs
@@ -138,7 +138,7 @@ def test_ctrl_c_while_python_looks_for_a_temporary_folder_leaves_no_file(tmp_pat
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(_LOOKING))
     (tmp_path / "script.py").write_text("import time; time.sleep(600)")
     paths = f"{tmp_path}{os.pathsep}{ROOT}"
-    command = ["-m", "accel_fn.cli", *_COMMANDS[name]]
+    command = ["-m", "accel_fn", *_COMMANDS[name]]
     ended = run_python(tmp_path, *command, PYTHONPATH=paths, TMPDIR=str(temporary))
     assert ended.returncode == 128 + signal.SIGINT
     assert list(temporary.iterdir()) == []

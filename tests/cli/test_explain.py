@@ -190,7 +190,7 @@ def test_a_file_with_the_name_of_a_module_replaces_none(folder):
 def test_completion_of_a_shell_knows_commands_options_and_files(tmp_path):
     """A real bash runs the line that the documentation gives."""
     program = tmp_path / "accel-fn"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn "$@"\n')
     program.chmod(0o755)
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     script = """

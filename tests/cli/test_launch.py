@@ -43,10 +43,38 @@ def test_a_script_sees_what_it_sees_under_python(launchers, tmp_path, target, ho
     (tmp_path / "link.py").symlink_to("folder/see.py")
     plain = run_python(tmp_path, "-u", *how, target, *_ARGUMENTS)
     ended = launchers.run(tmp_path, *how, target, *_ARGUMENTS)
-    assert (ended.exit_code, ended.stderr) == (0, "")
+    names = f"accel-fn launch: -n after {target} goes to the script; options of the launch stand before it"
+    assert (ended.exit_code, ended.stderr) == (0, f"{names}\n")
     (ours, after), (theirs, _) = ended.stdout.splitlines(), plain.stdout.splitlines()
     assert json.loads(ours) == json.loads(theirs)
     assert after == "Local"
+
+
+def test_options_of_the_launch_that_stand_after_the_script_are_named(launchers, tmp_path):
+    arguments = ["script.py", "--num_processes=2", "--lr", "-1", "--mesh", "tp=2"]
+    ended = launchers.run(tmp_path, *arguments, script="import sys; print(sys.argv[1:])")
+    assert ended.stdout == f"{arguments[1:]}\n"
+    assert ended.stderr == (
+        "accel-fn launch: --num_processes and --mesh after script.py goes to the script; options of the "
+        "launch stand before it\n"
+    )
+    ended = launchers.run(tmp_path, "script.py", "--lr", "3", "-x", script="")
+    assert ended.stderr == ""
+
+
+def test_a_mesh_that_the_processes_cannot_form_is_refused_before_they_start(launchers, tmp_path):
+    options = ["-n", 4, "--cpu", "--mesh", "dp=2,tp=3"]
+    ended = launchers.run(tmp_path, *options, "script.py", script="print('started')")
+    assert (ended.exit_code, ended.stdout) == (1, "")
+    assert ended.stderr == (
+        "Error: launch: mesh must have sizes that multiply to the number of ranks, 4, got "
+        "{'dp': 2, 'tp': 3}; an axis of -1 takes all ranks that the others leave\n"
+    )
+
+
+def test_python_m_of_the_package_is_the_command(tmp_path):
+    done = run_python(tmp_path, "-m", "accel_fn", "--version")
+    assert done.stdout.startswith("accel-fn, version ")
 
 
 def test_two_processes_on_a_cpu_are_one_world_of_two(launchers, tmp_path):

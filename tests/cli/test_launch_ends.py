@@ -118,7 +118,7 @@ _UP = "import os, time\nos.write(1, b'up\\n')\nassert os.isatty(1)\ntime.sleep(6
 
 def on_a_terminal(folder):
     (folder / "script.py").write_text(_UP)
-    command = [sys.executable, "-m", "accel_fn.cli", "launch", "-n", "2", "script.py"]
+    command = [sys.executable, "-m", "accel_fn", "launch", "-n", "2", "script.py"]
     return Terminal(command, folder, surroundings(folder))
 
 

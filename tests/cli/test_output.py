@@ -18,7 +18,7 @@ COMMANDS += ["checkpoints", "export", "migrate", "explain"]
 def test_a_terminal_gets_a_table_in_colours_that_cuts_no_name(tmp_path):
     place = tmp_path / "a_name_that_is_long" / "of_a_folder" / "in_a_deep_folder" / "of_a_program"
     written(place, "log_dir: logs\n")
-    show = [sys.executable, "-m", "accel_fn.cli", "config", "--show"]
+    show = [sys.executable, "-m", "accel_fn", "config", "--show"]
     environment = surroundings(tmp_path, TERM="xterm-256color", COLUMNS="80")
     with Terminal(show, place, environment) as screen:
         assert screen.end() == 0

@@ -173,7 +173,7 @@ def test_the_command_passes_on_one_rank_and_prints_what_that_leaves_out(launcher
 
 @pytest.mark.slow
 def test_the_command_runs_over_the_world_that_it_is_started_in(launchers, tmp_path):
-    done = launchers.run(tmp_path, "-n", 2, "--cpu", "-m", "accel_fn.cli", "test", "--json")
+    done = launchers.run(tmp_path, "-n", 2, "--cpu", "-m", "accel_fn", "test", "--json")
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)  # the report of one rank
     assert (report["holds"], report["num_processes"], report["device"]) == (True, 2, "cpu")

@@ -72,9 +72,9 @@ def test_all_else_works_and_what_it_gave_names_the_extra(name, tmp_path):
     (tmp_path / "train.py").write_text("import accel_fn as af\naf.wrap_as_launched()\n")
     lines = run(tmp_path, "-c", PROGRAM, *GAVE[name]).stdout.splitlines()
     assert sorted(lines) == sorted(missing(each.rpartition(".")[2], name) for each in GAVE[name])
-    assert " launch " in run(tmp_path, "-m", "accel_fn.cli", "--help").stdout
+    assert " launch " in run(tmp_path, "-m", "accel_fn", "--help").stdout
     for each in COMMANDS[name]:
-        done = run(tmp_path, "-m", "accel_fn.cli", *each.split(), code=1)
+        done = run(tmp_path, "-m", "accel_fn", *each.split(), code=1)
         if name == "deepspeed":  # the script fails, with its own traceback
             assert missing("wrap_deepspeed", name) in done.stderr
         else:

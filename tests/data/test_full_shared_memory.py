@@ -63,7 +63,7 @@ def may_mount():
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_batch_larger_than_shared_memory_is_an_error_with_the_repair(tmp_path, kind, num_ranks):
     (tmp_path / "script.py").write_text(SCRIPT)
-    launch = ["-m", "accel_fn.cli", "launch", "--cpu", "-n", str(num_ranks)]
+    launch = ["-m", "accel_fn", "launch", "--cpu", "-n", str(num_ranks)]
     done = subprocess.run(
         [*SMALL, sys.executable, *launch, "script.py", *kind.split()],
         cwd=tmp_path, env=surroundings(tmp_path), capture_output=True, text=True, timeout=100,

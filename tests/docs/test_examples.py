@@ -158,7 +158,7 @@ def test_both_programs_of_the_readme_learn(printed_alone: str, tmp_path: Path) -
 def test_program_of_the_readme_prints_the_same_on_two_processes(
     printed_alone: str, tmp_path: Path
 ) -> None:
-    launcher = ["-m", "accel_fn.cli", "launch", "-n", "2", "--cpu"]
+    launcher = ["-m", "accel_fn", "launch", "-n", "2", "--cpu"]
     assert run_program(PROGRAM, tmp_path, launcher) == printed_alone
 
 

@@ -78,7 +78,7 @@ def project(tmp_path: Path) -> Path:
     for name, text in (
         ("srun", SRUN),
         ("ssh", SSH),
-        ("accel-fn", f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn.cli "$@"\n'),
+        ("accel-fn", f'#!/bin/sh\nexec "{sys.executable}" -m accel_fn "$@"\n'),
         ("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'),
     ):
         (programs / name).write_text(text)

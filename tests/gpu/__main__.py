@@ -22,7 +22,7 @@ from tests.gpu.parts import ACCELERATOR, IS_REHEARSAL
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
-CLI = (PYTHON, "-m", "accel_fn.cli")
+CLI = (PYTHON, "-m", "accel_fn")
 _PATIENCE_S = 10
 
 

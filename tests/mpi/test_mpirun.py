@@ -20,7 +20,7 @@ total = af.reduce_sum(state.rank + 1, state)
 line = f"{state.rank} {state.world_size} {state.local_rank} {total}\\n"
 os.write(1, line.encode())  # at once: mpiexec mixes the pieces of processes
 """
-LAUNCH = ["-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "script.py"]
+LAUNCH = ["-m", "accel_fn", "launch", "-n", "2", "--cpu", "script.py"]
 HOSTS = ["-launcher", "fork", "-hosts", "127.0.0.2,127.0.0.3", "-ppn", "1"]
 """Options of MPICH, which starts the processes of two machines on this one."""
 

@@ -402,7 +402,7 @@ from tests.observe.test_log_files import *
 state, step, _ = train(small_plan(af.log_to({str(tmp_path / "log.jsonl")!r}, every=2)), BATCHES[:3])
 {last}
 """)
-    launcher = ["-m", "accel_fn.cli", "launch"] * launched
+    launcher = ["-m", "accel_fn", "launch"] * launched
     subprocess.run(
         [sys.executable, *launcher, str(script)],
         cwd=ROOT,

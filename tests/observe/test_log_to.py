@@ -332,6 +332,22 @@ def test_a_wrong_argument_is_refused_when_it_is_given(arguments):
         af.log_to(*writers, **options)
 
 
+def test_without_a_writer_there_is_no_log_and_values_are_checked_alone():
+    def run(state):
+        plan = af.compose(af.wrap_ddp(), af.log_to(None, None))(small_plan())
+        state, step = af.build(plan, state)
+        for batch in BATCHES:
+            state, report = step(state, af.shard_batch(batch, state))
+        af.log_values(step, state, {"mine": 1})
+        with pytest.raises(ValueError, match="log_values: values must be numbers by name"):
+            af.log_values(step, state, {"mine": "text"})
+        return float(report.loss)
+
+    _, _, reports = train(small_plan(), BATCHES)
+    losses = simulate(run, world_size=2)
+    assert losses == [pytest.approx(float(reports[-1].loss))] * 2
+
+
 def test_a_writer_may_be_missing_on_the_other_ranks_alone():
     def run(state, *, is_there):
         writer = (lambda step, values: None) if state.is_main is is_there else None

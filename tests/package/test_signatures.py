@@ -29,7 +29,9 @@ SIGNATURES = {
     af.explain: "plan, state",
     af.count_samples: "batch",
     af.count_labels: "key_or_path, ignore_index=-100, *, shift=0, class_weight=None",
-    af.shard_loader: "loader, state, *, batch='global', split='auto', collate='rank', order='seed', read_ahead=None",
+    af.shard_loader: (
+        "loader, state, *, batch='global', split='auto', collate='rank', order='seed', read_ahead=None"
+    ),
     af.ShardedLoader.epochs: "self, num_epochs, *, max_steps=None, since=None",
     af.shard_batch: "tree, state",
     af.draw: "fn, state, name='', *, rows=()",

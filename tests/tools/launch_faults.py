@@ -25,7 +25,7 @@ rank, attempt = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT",
 os.write(1, f"up {os.getpid()}\\n".encode())
 """
 _LAUNCHERS = {
-    "accel-fn launch": ["-m", "accel_fn.cli", "launch", "--cpu", "-n", "2"],
+    "accel-fn launch": ["-m", "accel_fn", "launch", "--cpu", "-n", "2"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
     "accelerate launch": [
         *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),

@@ -56,7 +56,7 @@ def logged(path):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_run_stores_the_values_of_the_file(library, num_processes, tmp_path):
     launch = ("launch", "-n", num_processes, "--cpu", "--mixed-precision", "no")
-    run(tmp_path, "-m", "accel_fn.cli", *launch, TRAIN, library, tmp_path)
+    run(tmp_path, "-m", "accel_fn", *launch, TRAIN, library, tmp_path)
     stored, settings = read(library, tmp_path)
     lines = logged(tmp_path / "log.jsonl")
     assert list(lines) == [2, 4, 6, 8]

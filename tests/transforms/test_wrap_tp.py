@@ -207,7 +207,8 @@ def with_table():
 REFUSED = {
     "no mesh": (
         af.wrap_tp(STYLES),
-        "build: wrap_tp's mesh must have an axis 'tp', got 'dp 2'",
+        "build: wrap_tp's mesh must have an axis 'tp', got 'dp 2'; use init(mesh={\"dp\": -1, \"tp\": 2}), "
+        "or start it by: accel-fn launch -n 2 --mesh dp=-1,tp=2 ",
         {"mesh": None},
     ),
     "another axis": (

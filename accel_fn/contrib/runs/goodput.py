@@ -28,7 +28,10 @@ CATEGORIES = {
 _SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluation"}
 """The category of each kind of event that takes time."""
 
-_PRIORITY = ("down", "compile", "repeated", "checkpoints", "evaluation", "start", "other")
+_PAUSED = "paused"
+"""No process ran after one that had ended: nobody waited for the run, so the time counts nowhere."""
+
+_PRIORITY = ("down", _PAUSED, "compile", "repeated", "checkpoints", "evaluation", "start", "other")
 """Categories in order of priority where they overlap: the save of a lost step is lost time."""
 
 
@@ -39,12 +42,15 @@ class Goodput:
     microseconds: dict[str, int]
     """The time in each category. Integers sum to the wall time exactly."""
 
+    paused: int
+    """The time after processes that had ended and before the next ones, which is in no category."""
+
     processes: int
     """The number of processes that trained, one after the other."""
 
     @property
     def wall(self) -> int:
-        """Microseconds from the start of the first process to the last entry of the log."""
+        """Microseconds from the start of the first process to the last entry, less pauses."""
         return sum(self.microseconds.values())
 
     @property
@@ -115,11 +121,12 @@ def goodput(run: Run) -> Goodput:
         place = bisect_right(windows, begin, key=lambda each: each.begin) - 1
         if category == "updates" and place >= 0 and begin < windows[place].end:
             running[windows[place]] += end - begin
+    paused = parts.pop(_PAUSED, 0)
     for window, spent in running.items():
         waited = min(round(window.data_wait * (window.end - window.begin)), spent)
         skipped = round(window.skipped * (spent - waited))
         parts.update(data=waited, other=skipped, updates=-waited - skipped)
-    return Goodput(dict(parts), len(processes))
+    return Goodput(dict(parts), paused, len(processes))
 
 
 def _microseconds(seconds: Any) -> int | None:
@@ -220,7 +227,13 @@ def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
             elif entry.kind in _SPENT_IN:
                 yield _Claim(begin, entry.time, _SPENT_IN[entry.kind])
     for before, after in itertools.pairwise(processes):
-        yield _Claim(before.ended, after.began, "down")
+        yield _Claim(before.ended, after.began, _PAUSED if _has_ended(before) else "down")
+
+
+def _has_ended(process: _Process) -> bool:
+    """Return whether a process came to its end, by no error."""
+    last = process.entries[-1] if process.entries else None
+    return last is not None and last.kind == "end" and last.values.get("error") is None
 
 
 def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:

@@ -73,6 +73,7 @@ class _Summary:
             "skipped_updates": self.skipped,
             "goodput": self.spent.share,
             "wall_seconds": self.spent.wall / 1e6,
+            "paused_seconds": self.spent.paused / 1e6,
             "seconds": {name: spent / 1e6 for name, spent in self.spent.microseconds.items()},
             "last_values": {name: each.values[-1] for name, each in self.run.columns.items()},
         }
@@ -176,6 +177,11 @@ def _print_run(found: _Summary) -> None:
         shares = dict(zip(spent.microseconds, _shares([*spent.microseconds.values()]), strict=True))
         share, wall = _percent(shares["updates"]), readable_seconds(spent.wall / 1e6)
         print(f"goodput {share}: that share of {wall} went into updates that count\n")
+        if spent.paused:
+            paused = readable_seconds(spent.paused / 1e6)
+            print(
+                f"paused {paused} between processes that had ended and later ones, which is not counted\n"
+            )
         print_table(["time", "share", "length", "", ""], [*_parts(spent, shares)])
     names = [name for name in run.columns if name != "time"]
     if names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -200,12 +201,20 @@ def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, Paralle
     return {} if is_split else styles_of(model, styles, size)
 
 
+def _script() -> str:
+    """Return the program of this process as it was started; `train.py` if it is not a file."""
+    return sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
+
+
 def _size(state: DistState, axis: str) -> int:
     """Return the number of ranks along the axis, which the mesh must name."""
     mesh = mesh_of(state)
     if axis in mesh or state.world_size == 1:
         return mesh.get(axis, 1)
-    repair = f'init(mesh={{"dp": -1, {axis!r}: 2}}), or --mesh dp=-1,{axis}=2'.replace("'", '"')
+    # The smallest axis that the ranks can form.
+    size = next(n for n in range(2, state.world_size + 1) if state.world_size % n == 0)
+    launch = f"accel-fn launch -n {state.world_size} --mesh dp=-1,{axis}={size} {_script()}"
+    repair = f'use init(mesh={{"dp": -1, "{axis}": {size}}}), or start it by: {launch}'
     raise PlanError(
         message("build", "wrap_tp's mesh", f"have an axis {axis!r}", mesh_name(mesh), repair)
     )

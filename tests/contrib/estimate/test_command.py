@@ -52,7 +52,7 @@ def test_a_terminal_of_80_columns_shows_that_it_works_then_whole_words(script):
     estimate = [
         sys.executable,
         "-m",
-        "accel_fn.cli",
+        "accel_fn",
         "estimate",
         "net.py:model",
         "-n",

@@ -46,7 +46,8 @@ class History:
 
     def begin(self, down, start, load, damaged):
         """A process begins; it loads the last checkpoint that is not damaged, if there is one."""
-        self.pass_time(down, "down")
+        has_ended = self.events and self.events[-1]["event"] == "end"
+        self.pass_time(down, "paused" if has_ended else "down")
         self.began = self.time
         self.pass_time(start, "start")
         self.saved = self.saved[: max(len(self.saved) - damaged, 1)]
@@ -61,7 +62,7 @@ class History:
         self.step = self.saved[-1]
         self.lines = [line for line in self.lines if line["step"] <= self.step]
         for place, (begin, end, category, step) in enumerate(self.spans):
-            if step > self.step and category not in ("start", "compile", "down"):
+            if step > self.step and category not in ("start", "compile", "down", "paused"):
                 self.spans[place] = (begin, end, "repeated", step)
         lost = {"lost_step": last.get("step"), "lost_time": last.get("time")}
         self.spend("load", length, "checkpoints", **lost)
@@ -124,11 +125,12 @@ class History:
         self.end(100)
 
     def truth(self):
-        """Microseconds by category, from the first process to the last entry."""
+        """Microseconds by category, from the first process to the last entry; pauses are in none."""
         self.kill()
         found = Counter()
         for begin, end, category, _ in self.spans[:-1]:
             found[category] += 1000 * max(end - begin, 0)
+        self.paused = found.pop("paused", 0)
         return found
 
     def write(self, folder: Path) -> Path:

@@ -106,7 +106,7 @@ def test_json_has_the_seconds_of_each_category(runs):
 
 def test_a_terminal_of_80_columns_shows_every_heading_on_one_line(runs):
     paths = [f"runs/{name}" for name in WAITS]
-    report = [sys.executable, "-m", "accel_fn.cli", "report", *paths]
+    report = [sys.executable, "-m", "accel_fn", "report", *paths]
     environment = surroundings(runs, TERM="xterm-256color", COLUMNS="80")
     with Terminal(report, runs, environment) as screen:
         assert screen.end() == 0

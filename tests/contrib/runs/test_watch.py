@@ -53,7 +53,7 @@ def test_a_run_without_a_value_has_a_line_and_one_without_a_log_is_refused(runs)
 
 
 def test_a_terminal_is_drawn_again_when_the_log_grows_and_left_clean_by_ctrl_c(runs):
-    watch = [sys.executable, "-m", "accel_fn.cli", "watch", "runs/a"]
+    watch = [sys.executable, "-m", "accel_fn", "watch", "runs/a"]
     environment = surroundings(runs, TERM="xterm-256color", COLUMNS="80", LINES="24")
     with Terminal(watch, runs, environment) as screen:
         screen.read_until("\x1b[?1049h").read_until("step 60")

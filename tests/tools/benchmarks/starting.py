@@ -21,7 +21,7 @@ TARGET = 1.0
 _SCRIPT = r"import os, time; os.write(1, f'{time.monotonic()}\n'.encode())"
 _OPTIONS = {
     "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)),
-    "accel_fn": ("-m", "accel_fn.cli", "launch", "-n", str(NUM_RANKS), "--cpu"),
+    "accel_fn": ("-m", "accel_fn", "launch", "-n", str(NUM_RANKS), "--cpu"),
 }
 
 

@@ -24,7 +24,7 @@ STAGES = range(4)
 def found(tmp_path_factory):
     """The results of all cases, from one launch."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    launch = ("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu", "--wrap", "deepspeed")
+    launch = ("-m", "accel_fn", "launch", "-n", "2", "--cpu", "--wrap", "deepspeed")
     command = [sys.executable, *launch, str(RUN), str(folder / "found.json"), str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "ACCEL_FN_TIMEOUT_S": "60"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     """A folder with what one process has written, and two processes with each stage."""
     folder = tmp_path_factory.mktemp("trainer")
     trainer.work(folder / "one")
-    launch = ("-m", "accel_fn.cli", "launch", "-n", "2", "--cpu")
+    launch = ("-m", "accel_fn", "launch", "-n", "2", "--cpu")
     command = [sys.executable, *launch, trainer.__file__, str(folder)]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

@@ -1,0 +1,6 @@
+"""`python -m accel_fn`, where the script `accel-fn` is not on the PATH."""
+
+from accel_fn.cli import main
+
+if __name__ == "__main__":
+    main()
