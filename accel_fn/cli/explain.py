@@ -22,16 +22,14 @@ from accel_fn.cli.output import (
     print_json,
     resolve_settings,
 )
-from accel_fn.cli.targets import call_target, load_target
+from accel_fn.cli.targets import as_plan, read_target
 from accel_fn.core.mesh_axes import mesh_shape
-from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+from accel_fn.errors import ArgumentError, message
 from accel_fn.launcher.plan_launch import settings_variables
 from accel_fn.parallel.launch_options import launched_mesh
 
 if TYPE_CHECKING:
     import torch
-
-    from accel_fn.core.plan import Plan
 
 
 @click.command()
@@ -52,8 +50,9 @@ def explain(
 ) -> None:
     """Print what one step of a plan does, phase by phase. Nothing is built or run.
 
-    TARGET is FILE.py:NAME or MODULE:NAME, and names a Plan, or a function without arguments that
-    returns one. The settings that it leaves to the launch are those of `accel-fn config --show`.
+    TARGET is FILE.py:NAME or MODULE:NAME, and names a function without arguments that gives a plan, a
+    plan and a state, or a model. The settings that it leaves to the launch are those of `accel-fn config
+    --show`.
     """
     from accel_fn.core.state import Axis, DistState, mesh_of
     from accel_fn.observe.explain import explain as explain_plan
@@ -69,7 +68,7 @@ def explain(
         shape = mesh_shape("explain", sizes, num_processes) if sizes else {}
         axes = tuple([Axis(axis, 0, size, None) for axis, size in shape.items()])
         state = DistState(world_size=num_processes, device=_device(device), axes=axes)
-        plan = _load_plan(target)
+        plan = as_plan(read_target(target, "explain")[0])
         if as_json:
             found = {"num_processes": num_processes, "device": str(state.device)}
             print_json({**found, "mesh": mesh_of(state), "phases": phases(plan, state)})
@@ -106,16 +105,3 @@ def _device(name: str | None) -> torch.device:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ArgumentError(message("explain", "device", "be torch's", name, reason)) from None
-
-
-def _load_plan(target: str) -> Plan:
-    from accel_fn.core.plan import Plan
-
-    found = load_target(target, "explain")
-    if not isinstance(found, Plan) and callable(found):
-        found = call_target(found, target, "explain")
-    if not isinstance(found, Plan):
-        rule = "name a Plan, or a function that gives one"
-        got = f"{target} ({type(found).__name__})"
-        raise ArgumentTypeError(message("explain", "target", rule, got))
-    return found

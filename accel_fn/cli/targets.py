@@ -1,4 +1,4 @@
-"""Load the object that a command names: `train.py:make_plan` or `package.module:make_plan`."""
+"""Load what a command names, `train.py:make_plan` or `package.module:make_plan`: a plan or a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, message
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from accel_fn.core.plan import Plan
 
 
 class _TargetError(Exception):
@@ -43,6 +49,67 @@ def call_target(found: Any, target: str, function: str, parameter: str = "target
         rule = "name what can be called without arguments"
         raise ArgumentTypeError(message(function, parameter, rule, target, str(error))) from None
     return found()
+
+
+def read_target(target: str, function: str) -> tuple[Plan | nn.Module, Any]:
+    """Load and call a target; return its plan or model, and the batch that came with a model.
+
+    A target gives a plan, a plan and a state, a model, or a model and a batch.
+    """
+    from torch import nn
+
+    from accel_fn.core.plan import Plan
+    from accel_fn.core.state import DistState
+
+    found = load_target(target, function)
+    if not isinstance(found, Plan):
+        found = call_target(found, target, function)
+    first, second = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    is_plan = isinstance(first, Plan) and isinstance(second, DistState | None)
+    if not is_plan and not isinstance(first, nn.Module):
+        rule = (
+            "name a function that gives a plan, a plan and a state, a model, or a model and a batch"
+        )
+        kinds = [type(each).__name__ for each in (found if isinstance(found, tuple) else [found])]
+        raise ArgumentTypeError(message(function, "target", rule, f"{target} ({', '.join(kinds)})"))
+    return first, None if is_plan else second
+
+
+def as_plan(found: Plan | nn.Module) -> Plan:
+    """Return the plan, or the one that a model stands for: the mean of its outputs, by AdamW."""
+    import torch
+
+    from accel_fn.core.plan import Plan
+
+    if isinstance(found, Plan):
+        return found
+    return Plan(mean_of_outputs, found, torch.optim.AdamW(found.parameters()))
+
+
+def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
+    """Return the `loss` of the model's outputs for a batch, or the sum of their means."""
+    import torch
+
+    return loss_of_outputs(model, batch, torch.mean)
+
+
+def loss_of_outputs(
+    model: nn.Module, batch: Any, reduce: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return the `loss` of the model's outputs for a batch, or the sum of what `reduce` makes of them."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(batch[0] if isinstance(batch, tuple | list) else batch)
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor)]
+    reduce = reduce or torch.sum
+    return torch.stack([reduce(each) for each in found if each.is_floating_point()]).sum()
 
 
 def _load_file(path: Path) -> ModuleType:

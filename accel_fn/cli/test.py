@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accel_fn.cli.output import (
+    SHELL_FILE,
     config_option,
     interruptible,
     json_option,
@@ -20,6 +21,8 @@ from accel_fn.cli.output import (
     resolve_settings,
     wrapped,
 )
+from accel_fn.cli.targets import as_plan, call_target, load_target, read_target
+from accel_fn.errors import NotEquivalentError
 from accel_fn.launcher.hardware import detect
 from accel_fn.parallel.clusters import read_task
 
@@ -27,25 +30,43 @@ if TYPE_CHECKING:
     from accel_fn.testing.promises import Verdict
 
 _TIMEOUT_S = 60.0
+_NUM_BATCHES = 3
 
 
 @click.command()
+@click.argument("target", type=SHELL_FILE, required=False)
+@click.option("--batch", metavar="TARGET", help="A function that returns the global batch.")
 @num_processes_option("Ranks.  [default: the accelerators here, else 2]")
 @click.option("--cpu", is_flag=True, default=None, help="Use the CPU.")
 @config_option()
 @json_option()
 def test(
-    *, num_processes: int | None, cpu: bool | None, config_file: Path | None, as_json: bool
+    *,
+    target: str | None,
+    batch: str | None,
+    num_processes: int | None,
+    cpu: bool | None,
+    config_file: Path | None,
+    as_json: bool,
 ) -> None:
-    """Check the library's promises on this machine, over real processes.
+    """Check the library's promises on this machine, over real processes, or one plan of yours.
 
     Trains small models on all ranks and by a plain loop on one, shares out data, runs collectives, and
     prints for each promise, as soon as it is checked, the largest difference that was found beside
     what rounding explains. The exit code is 0 if all promises hold. Settings are those of `accel-fn launch`.
 
+    With a TARGET, train that plan in float64 on one simulated rank and on several, on the CPU, and compare
+    parameters, losses and norms. TARGET is FILE.py:NAME or MODULE:NAME, and names a function without
+    arguments that gives a plan, a plan and a state, a model, or a model and a batch.
+
     On several machines, start it there: `accel-fn launch ... -m accel_fn test`, or srun.
     """
     with one_line_errors():
+        if target is not None:
+            _check_plan(target, batch, num_processes or 2, as_json=as_json)
+            return
+        if batch is not None:
+            raise click.UsageError("--batch is for a TARGET")
         if "RANK" not in os.environ and read_task(os.environ) is None:
             holds = _check_new_world(num_processes, cpu, config_file, as_json=as_json)
         elif num_processes is not None or cpu or config_file is not None:
@@ -55,6 +76,37 @@ def test(
         else:
             holds = check_this_world(as_json=as_json)
     sys.exit(not holds)
+
+
+def _check_plan(
+    target: str, batch_target: str | None, num_processes: int, *, as_json: bool
+) -> None:
+    """Check that a user's plan trains on several ranks as on one; raise if it does not."""
+    from accel_fn.core.batch import map_tensors
+    from accel_fn.parallel.ddp import wrap_ddp
+    from accel_fn.testing.equivalence import assert_equivalent
+
+    found, batch = read_target(target, "test")
+    if batch_target is not None:
+        batch = call_target(
+            load_target(batch_target, "test", "batch"), batch_target, "test", "batch"
+        )
+    if batch is None:
+        raise click.UsageError("a plan is checked on a batch: give --batch FILE.py:NAME")
+    plan = as_plan(found)
+    # In float32, rounding would hide small errors.
+    for model in (plan.model, *plan.frozen.values()):
+        model.double()
+    batch = map_tensors(lambda each: each.double() if each.is_floating_point() else each, batch)
+    shared = plan if plan.strategy else wrap_ddp()(plan)
+    try:
+        assert_equivalent(shared, shared, [batch] * _NUM_BATCHES, world_sizes=(1, num_processes))
+    except NotEquivalentError as error:
+        raise click.ClickException(f"test: {target} on {num_processes} ranks: {error}") from None
+    if as_json:
+        print_json({"holds": True, "num_processes": num_processes, "target": target})
+    else:
+        click.echo(f"holds: {num_processes} ranks train {target} as one does")
 
 
 def _check_new_world(

@@ -152,7 +152,7 @@ def test_the_mesh_is_that_of_the_option_else_of_the_launch(folder):
         (["./train:make_plan"], "got './train'; ./train.py is a file: write ./train.py:NAME"),
         (["train.py:make_plam"], "target must name something in train.py, got 'make_plam'; did you mean"),
         (["train.py:Recipes.simpel"], "got 'simpel'; did you mean simple?"),
-        (["train.py:number"], "target must name a Plan, or a function that gives one, got 'train.py:number "),
+        (["train.py:number"], "target must name what can be called without arguments, got 'train.py:number'"),
         (["train.py:needs_more"], "got 'train.py:needs_more'; missing a required argument: 'plan'"),
         (["train.py:Recipes"], "got 'train.py:Recipes (Recipes)'"),
         (["train.py:make_plan", "--device", "gpu"], "device must be torch's, got 'gpu'"),

@@ -19,7 +19,7 @@ from accel_fn.cli.output import (
     print_table,
     readable_bytes,
 )
-from accel_fn.cli.targets import call_target, load_target
+from accel_fn.cli.targets import call_target, load_target, read_target
 from accel_fn.extend import parse_mesh
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _count_option(*names: str, text: str) -> Callable[[Any], Any]:
 @click.argument("target", type=SHELL_FILE)
 @click.option("--batch", metavar="TARGET", help="A function that returns the global batch.")
 @click.option("--loss", metavar="TARGET", help="The loss function, (model, batch) -> loss.")
-@click.option("--optimizer", default="AdamW", show_default=True, help="A name in torch.optim.")
+@click.option("--optimizer", help="A name in torch.optim.  [default: the plan's, else AdamW]")
 @click.option(
     "--precision",
     type=click.Choice(["no", "fp16", "bf16"]),
@@ -74,9 +74,11 @@ def estimate(
 ) -> None:
     """Print the memory that one training step takes on a rank, without using it.
 
-    TARGET is FILE.py:NAME or MODULE:NAME, and names a function without arguments that gives a model,
-    or a model and a batch. It runs where tensors have shapes and no data, so a model may be larger than
-    this machine. With a batch, the step is gone through to count what is alive in it.
+    TARGET is FILE.py:NAME or MODULE:NAME, and names a function without arguments that gives a model, a
+    model and a batch, a plan, or a plan and a state. Of a plan, the model, the loss, the optimizers and
+    the frozen models count, and none of its transforms. The function runs where tensors have shapes and
+    no data, so a model may be larger than this machine. With a batch, the step is gone through to count
+    what is alive in it.
     """
     from accel_fn.contrib.estimate.memory import estimates
 
@@ -84,7 +86,7 @@ def estimate(
     total = len(num_processes) * len(num_microbatches)
     with interruptible(), one_line_errors(), at_work(f"estimating, 0 of {total} done") as show:
         for each in estimates(
-            _maker(target, "target"),
+            lambda: read_target(target, "estimate"),
             make_batch=None if batch is None else _maker(batch, "batch"),
             loss_fn=None if loss is None else load_target(loss, "estimate", "loss"),
             world_sizes=num_processes,

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_fn import DistState, count_samples, shard_batch
+from accel_fn import DistState, Plan, count_samples, shard_batch
+from accel_fn.cli.targets import loss_of_outputs
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 from accel_fn.extend import map_tensors, mesh_shape, tensors_of
 
@@ -67,7 +67,7 @@ def estimate_memory(
     *,
     make_batch: Callable[[], Any] | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
-    optimizer: str = "AdamW",
+    optimizer: str | None = None,
     precision: str = "no",
     world_sizes: Iterable[int] = (1,),
     num_microbatches: Iterable[int] = (1,),
@@ -88,11 +88,14 @@ def estimate_memory(
     the batch for its place along `dp`; parameters that `wrap_tp` splits are counted whole.
 
     Args:
-        make_model: returns the model, or a model and a batch. Called once, without memory.
+        make_model: returns the model, a model and a batch, a plan, or a plan and a state. Called once,
+            without memory. Of a plan, the model, loss, optimizers and frozen models count, and none of its
+            transforms.
         make_batch: returns a global batch, a tree of tensors [num_samples, ...].
-        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`; default: call the model with the batch (first
-            element of a tuple; a dict by name), and take its `loss`, or the sum of its outputs.
-        optimizer: a name in `torch.optim`.
+        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`; default: the plan's, else call the model
+            with the batch (first element of a tuple; a dict by name), and take its `loss`, or the sum of
+            its outputs.
+        optimizer: a name in `torch.optim`; default: the plan's optimizers, else AdamW.
         precision: "no", "bf16" or "fp16", as for `with_amp`.
         world_sizes: numbers of ranks to estimate for.
         num_microbatches: numbers of micro-batches, likewise.
@@ -140,7 +143,7 @@ def estimates(
     *,
     make_batch: Callable[[], Any] | None,
     loss_fn: Callable[[Any, Any], Any] | None,
-    optimizer: str,
+    optimizer: str | None,
     precision: str,
     world_sizes: Iterable[int],
     num_microbatches: Iterable[int],
@@ -158,18 +161,21 @@ def estimates(
     else:
         places = {size: size for size in sizes}
     counts = [check_count(_FUNCTION, "num_microbatches", each) for each in num_microbatches]
-    kind = _optimizer_class(optimizer)
+    kind = None if optimizer is None else _optimizer_class(optimizer)
     here = torch.accelerator.current_accelerator(check_available=True)
     place = torch.device(device or here or "cpu")
     mode = _NoData(allow_non_fake_inputs=True)
     with mode, place:
-        model, batch = _made(make_model, make_batch, place)
+        model, batch, plan = _made(make_model, make_batch, place)
+        if make_frozen is None and plan is not None:
+            make_frozen = partial(getattr, plan, "frozen")
         frozen = _made_frozen(make_frozen, place, frozen_dtype)
-        loss_of: Callable[..., Any] = loss_fn or _loss_of
+        loss_of: Callable[..., Any] = loss_fn or (plan.loss_fn if plan else loss_of_outputs)
         if frozen and "frozen" in inspect.signature(loss_of).parameters:
             loss_of = partial(loss_of, frozen=frozen)
         held = [each for one in frozen.values() for each in (*one.parameters(), *one.buffers())]
-        run = _Run(model, _stepped(model, kind), loss_of, place, _AUTOCAST[precision], held)
+        optimizers = _optimizers(model, kind, plan)
+        run = _Run(model, optimizers, loss_of, place, _AUTOCAST[precision], held)
     for size, count in product(sizes, counts):
         try:
             with mode, place:
@@ -202,20 +208,32 @@ class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def _made(
     make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Any, Plan | None]:
     """Make model and batch by one function or two; move the model off the meta device."""
     with warnings.catch_warnings():
         # `deepcopy` in the user's function may cause this warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        made = make_model()
+        try:
+            made = make_model()
+        except RuntimeError as error:
+            # torch exchanges the parameters of a module that is cast, which these tensors do not allow.
+            if "Couldn't swap" not in str(error):
+                raise
+            rule, got = "make the model in its dtype, and not cast it", str(error)
+            repair = "leave .half() or .to(dtype) out and call torch.set_default_dtype(dtype) first"
+            raise ArgumentError(message(_FUNCTION, "make_model", rule, got, repair)) from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    plan = None
+    if isinstance(model, Plan):
+        plan, model = model, model.model
+        batch = None if isinstance(batch, DistState) else batch
     if not isinstance(model, nn.Module):
-        rule = "give an nn.Module, or one and a batch"
+        rule = "give an nn.Module, or one and a batch, or a Plan"
         raise ArgumentTypeError(message(_FUNCTION, "make_model", rule, type(model).__name__))
     _leave_meta(model, device)
     if make_batch is not None:
         batch = make_batch()
-    return model.train(), batch
+    return model.train(), batch, plan
 
 
 def _made_frozen(
@@ -257,34 +275,30 @@ def _emptied(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) ->
     return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
-def _stepped(model: nn.Module, kind: type[Optimizer]) -> Optimizer:
-    """Make an optimizer and run its first step, so that all of its state exists."""
+def _optimizers(
+    model: nn.Module, kind: type[Optimizer] | None, plan: Plan | None
+) -> Sequence[Optimizer]:
+    """Make an optimizer, or take those of a plan; run their first step, so that all state exists."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         rule = "have parameters that require a gradient"
         raise ArgumentError(message(_FUNCTION, "model", rule, type(model).__name__))
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
+    made: Sequence[Optimizer] = ()
+    if kind is None and plan is not None:
+        given = plan.optimizer
+        made = [given] if isinstance(given, Optimizer) else [*given.values()]
+    kind = kind or torch.optim.AdamW
     try:
-        optimizer: Optimizer = kind(trained)  # type: ignore[call-arg]
-        optimizer.step()
+        made = made or [kind(trained)]  # type: ignore[call-arg]
+        for each in made:
+            each.step()
     except (DataDependentOutputException, RuntimeError, TypeError, ValueError) as error:
         rule = f"take such parameters and step without their values ({error})"
-        raise ArgumentError(message(_FUNCTION, "optimizer", rule, kind.__name__)) from error
-    return optimizer
-
-
-def _loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Return a scalar that depends on all outputs of the model."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(batch[0] if isinstance(batch, tuple | list) else batch)
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
-    return torch.stack([each.sum() for each in found if each.is_floating_point()]).sum()
+        name = type(made[0]).__name__ if made else kind.__name__
+        raise ArgumentError(message(_FUNCTION, "optimizer", rule, name)) from error
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +306,7 @@ class _Run:
     """Steps of one model, measured at several sizes of micro-batch."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     loss_fn: Callable[[Any, Any], Any]
     device: torch.device
     autocast: torch.dtype | None
@@ -304,7 +318,8 @@ class _Run:
     ) -> MemoryEstimate:
         parameters, buffers = list(self.model.parameters()), list(self.model.buffers())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        state = [each for held in self.optimizer.state.values() for each in tensors_of(held)]
+        held_by = [held for one in self.optimizers for held in one.state.values()]
+        state = [each for held in held_by for each in tensors_of(held)]
         gradients = [torch.zeros_like(parameter) for parameter in trained]
         sums = [
             torch.zeros_like(each, dtype=torch.float32) for each in trained if each.dtype in _HALF
@@ -344,7 +359,8 @@ class _Run:
             alive = ledger.alive
             loss.backward()  # type: ignore[no-untyped-call]
             del loss, found
-            self.optimizer.step()
+            for each in self.optimizers:
+                each.step()
         return alive, ledger.peak
 
 
