@@ -16,8 +16,10 @@ from accel_fn.core.delayed_read import DelayedRead
 from accel_fn.core.plan import Plan
 from accel_fn.core.report import Report, verdict_of
 from accel_fn.core.state import DistState
+from accel_fn.core.warn import warn_user
 from accel_fn.transforms.schedule.rival_check import LOOKS, rival_check
 
+_MANY_ZERO = 3
 MetricFn = Callable[[Report], Tensor | float]
 
 
@@ -27,6 +29,37 @@ class Advance:
     def __init__(self, scheduler: Any, *, is_main: bool = True) -> None:
         self.scheduler = scheduler
         self.rival = rival_check(scheduler, is_main=is_main)
+        self._watches = is_main
+        """Whether to warn of a rate that has ended at 0."""
+        self._num_zero: int | None = None
+        """The number of updates in a row with a rate of 0; None before the first one above 0."""
+
+    def watch(self) -> None:
+        """Warn once, at the third update in a row with rate 0 in all groups after one above 0."""
+        if not self._watches:
+            return
+        for group in self.scheduler.optimizer.param_groups:
+            rate = group["lr"]
+            # The host would wait for a rate on the device: do not read it.
+            if (isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0:
+                self._num_zero = 0
+                return
+        if self._num_zero is None:
+            # A warm-up begins at 0.
+            return
+        self._num_zero += 1
+        if self._num_zero == _MANY_ZERO:
+            self._watches = False
+            warn_user(
+                "schedule: learning rate should be above 0 while a run trains, got 0 in all groups for "
+                f"{_MANY_ZERO} updates in a row after rates above 0; count the length of a schedule in "
+                "updates, len(loader) * num_epochs, on any number of ranks and micro-batches"
+            )
+
+    def watched(self) -> None:
+        """Watch the rates of the update that was made, then advance."""
+        self.watch()
+        self()
 
     def __call__(self) -> None:
         rival = self.rival
@@ -126,6 +159,7 @@ class Schedule:
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
         if self._always or verdict_of(report):
+            self._advance.watch()
             self._advance()
         return state
 
@@ -160,6 +194,7 @@ class BatchSchedule(Schedule):
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.note(state, report)
+        self._advance.watch()
         self.before_step(state)
         return state
 
@@ -192,6 +227,7 @@ class StateSchedule(Schedule):
         """A list of one state, which the function reads."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
+        self._advance.watch()
         self.before_step(state)
         return state
 
@@ -356,7 +392,7 @@ class DeviceSchedule(Schedule):
         self._before = copy.deepcopy(self._advance.kept())
         if self._is_first:
             self.rates.begin()
-        self.rates.advance(self._advance, report.applied)
+        self.rates.advance(self._advance.watched, report.applied)
         return state
 
     def state_dict(self) -> dict[str, Any]:

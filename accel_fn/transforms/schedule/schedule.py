@@ -83,7 +83,8 @@ def schedule(
             function beside another schedule of its optimizer.
 
     Warns:
-        UserWarning: once, on the main rank: the loop steps a scheduler of the same optimizer itself.
+        UserWarning: once, on the main rank: the loop steps a scheduler of the same optimizer itself; at the
+            third update in a row whose rate is 0 in all groups, after one above 0.
 
     Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
     where updates may be skipped: the learning rate is then a tensor on the device, chosen there

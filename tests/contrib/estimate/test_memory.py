@@ -226,7 +226,7 @@ class Reads(nn.Linear):
         ({"world_sizes": [3], "mesh": {"dp": -1, "tp": 2}}, "mesh must have sizes that divide the"),
         ({"world_sizes": [26], "mesh": {"dp": -1, "tp": 2}}, "world_sizes must make at most 12 parts"),
         ({"num_microbatches": [1.5]}, "num_microbatches must be an integer >= 1, got 1.5"),
-        ({"make_model": lambda: 3}, "make_model must give an nn.Module, or one and a batch, or a Plan, got 'int'"),
+        ({"make_model": lambda: 3}, "make_model must give .* or one and a batch, or a Plan, got 'int'"),
         ({"make_model": nn.ReLU}, "model must have parameters that require a gradient, got 'ReLU'"),
         (
             {"make_model": lambda: (Reads(4, 1), torch.ones(12, 4))},
