@@ -47,6 +47,8 @@ def linear(num_updates):
 def test_it_warns_once_at_the_third_update_in_a_row_with_a_rate_of_0():
     # Updates 5, 6 and 7 have a rate of 0.
     assert warned(linear(4), 12) == [7]
+    # Three of four updates have a rate of 0.
+    assert warned(lambda optimizer: lambda done: float(done % 4 == 0), 12) == [4]
 
 
 @pytest.mark.parametrize(

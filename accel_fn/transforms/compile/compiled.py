@@ -29,6 +29,7 @@ from accel_fn.core.torch_compile import (
 from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, check_flag, message
 from accel_fn.parallel.blocks import repeated
+from accel_fn.transforms.compile.compiler_warnings import warn_once_from_rank_0
 from accel_fn.transforms.compile.plan_guards import hooked
 from accel_fn.transforms.compile.whole_step import CompiledStep, GraphFn
 
@@ -67,7 +68,8 @@ def compiled(
 
     Law: the identity, to rounding. The loss draws other random numbers.
 
-    Cost: compiling, in the first steps. No host synchronisation.
+    Cost: compiling, in the first steps. No host synchronisation. Torch's compiler prints each of its warnings
+    once, on rank 0, unless the variable TORCH_LOGS is set.
 
     >>> import accel_fn as af
     >>> af.compiled()(af.Plan(loss_fn, model, optimizer))
@@ -209,3 +211,4 @@ def _for_cpu(mode: str) -> dict[str, Any]:
 
 def _check_machine(state: DistState) -> None:
     all_or_none(lambda: check_compiler(state.device), state, "build")
+    warn_once_from_rank_0()
