@@ -95,6 +95,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "clip_value",
         ),
         "transforms.compile.compiled": ("compiled",),
+        "parallel.cp.wrap_cp": ("wrap_cp",),
         "parallel.ddp": ("wrap_ddp",),
         "transforms.freeze": ("freeze",),
         "parallel.fsdp.fsdp": ("wrap_fsdp",),

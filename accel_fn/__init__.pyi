@@ -46,6 +46,7 @@ from accel_fn.observe.log_to import log_values as log_values
 from accel_fn.observe.predict import predict as predict
 from accel_fn.observe.profile import profile as profile
 from accel_fn.observe.progress import progress as progress
+from accel_fn.parallel.cp.wrap_cp import wrap_cp as wrap_cp
 from accel_fn.parallel.ddp import wrap_ddp as wrap_ddp
 from accel_fn.parallel.fsdp.fsdp import wrap_fsdp as wrap_fsdp
 from accel_fn.parallel.gather import gather as gather

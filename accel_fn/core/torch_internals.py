@@ -49,11 +49,8 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
     """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
+    # `torch.autograd.backward` is a torch function, which would switch function modes off inside.
     seed = torch.ones_like(loss) if seed is None else seed
-    if type(loss) is not Tensor or type(inputs[0]) is not nn.Parameter:
-        # Tensor subclasses have their own rules.
-        torch.autograd.backward(loss, seed, inputs=inputs)
-        return
     _engine_run_backward(
         (loss,),
         (seed,),

@@ -1,0 +1,251 @@
+"""Attention of this rank's queries over the keys and values of whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from accel_fn.core import primitives
+from accel_fn.core.state import DistState
+from accel_fn.errors import LossError
+from accel_fn.parallel.cp.blocks import Blocks
+
+_ROWS = 256
+"""For how many queries a causal mask is made at a time, where there is no kernel without one."""
+
+
+class WholeAttention(TorchFunctionMode):
+    """Lets `F.scaled_dot_product_attention` see the keys and values of all ranks along the axis.
+
+    It is entered around a forward, and around the engine's call of the backward, where activation
+    checkpoints run forwards again.
+    """
+
+    def __init__(self, cp: DistState) -> None:
+        super().__init__()
+        self._cp = cp
+        self._blocks = Blocks((), 0)
+        self._is_inside = False
+        """Whether attention that is called is that of `_Attention` itself, in its backward."""
+
+    def over(self, blocks: Blocks) -> WholeAttention:
+        """Return this mode, for sequences that are cut so from here on."""
+        self._blocks = blocks
+        return self
+
+    def __torch_function__(
+        self, fn: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if fn is F.scaled_dot_product_attention and not self._is_inside:
+            return self.attend(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Attend as `F.scaled_dot_product_attention` on the whole sequence; return this rank's rows."""
+        blocks = self._blocks
+        _check_lengths(query, key, blocks)
+        if dropout_p:
+            raise LossError(
+                f"step: wrap_cp must have attention without dropout, got dropout_p={dropout_p:g}; set it to 0, "
+                "as by attention_dropout=0, and keep dropout outside of attention"
+            )
+        if attn_mask is not None and is_causal:
+            raise LossError(
+                "step: wrap_cp must have attention with a mask or is_causal, got both; put the one into the other"
+            )
+        mask = None if attn_mask is None else _own_rows(attn_mask, blocks)
+        tensors = _as_autocast(query, key, value, mask)
+        call = _Call(self, self._cp, blocks, is_causal, options)
+        found: Tensor = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
+        return found
+
+
+def _check_lengths(query: Tensor, key: Tensor, blocks: Blocks) -> None:
+    lengths = query.shape[-2], key.shape[-2]
+    if lengths != (blocks.own, blocks.own):
+        raise LossError(
+            f"step: wrap_cp must have attention among the {blocks.own} tokens of this rank's block, got "
+            f"{lengths[0]} queries and {lengths[1]} keys; windows and pooling of the model's own, caches and "
+            "attention to another sequence are not cut"
+        )
+
+
+def _own_rows(mask: Tensor, blocks: Blocks) -> Tensor:
+    """Return the rows of a mask over the whole sequence that are this rank's."""
+    whole = blocks.num_tokens
+    rows = mask.shape[-2] if mask.ndim > 1 else 1
+    if mask.shape[-1] != whole or rows not in (1, whole):
+        raise LossError(
+            f"step: wrap_cp must have attention masks over the whole sequence, [..., {whole}, {whole}] or "
+            f"[..., 1, {whole}], got {list(mask.shape)}; make it of entries that dims leave whole"
+        )
+    return mask if rows == 1 else mask.narrow(-2, blocks.offset, blocks.own)
+
+
+def _as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Cast tensors as autocast casts the inputs of attention, before they travel."""
+    query = tensors[0]
+    assert query is not None
+    device = query.device.type
+    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+        return [*tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [each.to(dtype) if each is not None and each.is_floating_point() else each for each in tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of attention: what forward and backward both need."""
+
+    mode: WholeAttention
+    cp: DistState
+    blocks: Blocks
+    is_causal: bool
+    options: Mapping[str, Any]
+
+    def pieces(self, query: Tensor) -> Iterator[tuple[slice, int]]:
+        """Yield rows of queries, and how many keys these see."""
+        own, offset = self.blocks.own, self.blocks.offset
+        if not self.is_causal:
+            yield slice(0, own), self.blocks.num_tokens
+            return
+        step = own if _has_causal_kernel(query) else _ROWS
+        for start in range(0, own, step):
+            stop = min(start + step, own)
+            yield slice(start, stop), offset + stop
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend some queries of this rank, of which the last one sees the last key."""
+        if self.is_causal:
+            mask = _causal_mask(query, keys.shape[-2])
+        with torch.autocast(query.device.type, enabled=False):
+            return F.scaled_dot_product_attention(query, keys, values, mask, **self.options)
+
+    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather keys and values of the whole sequence, by one collective."""
+        most = max(self.blocks.sizes)
+        sent = torch.cat([_padded(each, most).reshape(-1) for each in (key, value)])
+        received = primitives.all_gather(sent, self.cp, "step")
+        sizes = [_padded_numel(each, most) for each in (key, value)]
+        parts = [each.split(sizes) for each in received]
+        keys, values = (
+            torch.cat(
+                [
+                    _viewed(part[place], like, most).narrow(-2, 0, size)
+                    for part, size in zip(parts, self.blocks.sizes, strict=True)
+                ],
+                -2,
+            )
+            for place, like in enumerate((key, value))
+        )
+        return keys, values
+
+    def summed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum gradients of whole keys and values over the ranks; return this rank's blocks."""
+        most = max(self.blocks.sizes)
+        blocks = [each.split(self.blocks.sizes, -2) for each in (keys, values)]
+        sent = torch.stack(
+            [
+                torch.cat([_padded(each, most).reshape(-1) for each in pair])
+                for pair in zip(*blocks, strict=True)
+            ]
+        )
+        total = primitives.all_to_all(sent, self.cp, "step").sum(0)
+        sizes = [_padded_numel(each, most) for each in (keys, values)]
+        of_key, of_value = (
+            _viewed(part, like, most).narrow(-2, 0, self.blocks.own)
+            for part, like in zip(total.split(sizes), (keys, values), strict=True)
+        )
+        return of_key, of_value
+
+
+def _has_causal_kernel(query: Tensor) -> bool:
+    """Return whether torch runs causal attention of the last queries alone without a mask."""
+    # No tensor of another class can be made while a mode watches operations, as the checks do.
+    return query.is_cuda and _get_current_dispatch_mode() is None
+
+
+def _causal_mask(query: Tensor, num_keys: int) -> Tensor:
+    """Return the mask, or the bias that stands for it, of queries of which the last one sees all keys."""
+    num_queries = query.shape[-2]
+    if _has_causal_kernel(query):
+        return causal_lower_right(num_queries, num_keys)
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+    return ones.tril(num_keys - num_queries)
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    return F.pad(tensor, (0, 0, 0, length - tensor.shape[-2]))
+
+
+def _padded_numel(tensor: Tensor, length: int) -> int:
+    return tensor.numel() // tensor.shape[-2] * length
+
+
+def _viewed(flat: Tensor, like: Tensor, length: int) -> Tensor:
+    return flat.view(*like.shape[:-2], length, like.shape[-1])
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps only this rank's tensors: the backward gathers and attends again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: _Call
+    ) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, mask)
+        keys, values = call.gathered(key, value)
+        found = [
+            call.attend(query[..., rows, :], keys[..., :seen, :], values[..., :seen, :], mask)
+            for rows, seen in call.pieces(query)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        query, key, value, mask = ctx.saved_tensors
+        keys, values = call.gathered(key, value)
+        of_query = torch.empty_like(query)
+        of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+        of_mask: list[Tensor] = []
+        call.mode._is_inside = True
+        try:
+            for rows, seen in call.pieces(query):
+                every = (query[..., rows, :], keys[..., :seen, :], values[..., :seen, :])
+                leaves = [each.detach().requires_grad_() for each in every]
+                if ctx.needs_input_grad[3]:
+                    mask = mask.detach().requires_grad_()
+                    leaves.append(mask)
+                with torch.enable_grad():
+                    found = call.attend(*leaves[:3], mask)
+                own, some_keys, some_values, *of_mask = torch.autograd.grad(
+                    found, leaves, gradient[..., rows, :]
+                )
+                of_query[..., rows, :] = own
+                of_keys[..., :seen, :] += some_keys
+                of_values[..., :seen, :] += some_values
+        finally:
+            call.mode._is_inside = False
+        return of_query, *call.summed(of_keys, of_values), of_mask[0] if of_mask else None, None

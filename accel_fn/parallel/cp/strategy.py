@@ -1,0 +1,232 @@
+"""The strategy of wrap_ddp or wrap_fsdp, for ranks that share the tokens of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from math import isclose
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from accel_fn.core import primitives
+from accel_fn.core.dtensor import is_sharded, local
+from accel_fn.core.grads import Grads
+from accel_fn.core.loop import Strategy
+from accel_fn.core.loss import Metrics, Outcome, counted_in, leave_out
+from accel_fn.core.plan import Plan, describe
+from accel_fn.core.report import Report
+from accel_fn.core.state import DistState
+from accel_fn.core.weights import Weight, WeightFn, weigh
+from accel_fn.errors import BatchError
+from accel_fn.parallel.cp.attention import WholeAttention
+from accel_fn.parallel.cp.blocks import Blocks, blocks_in
+
+_SENDING = ("_AttentionBackward", "CheckpointFunctionBackward")
+"""The names of the graph nodes whose backwards exchange gradients: attention, and reentrant checkpoints,
+whose backwards may hold attention."""
+
+
+def make_cp(
+    state: DistState,
+    module: nn.Module,
+    plan: Plan,
+    *,
+    dims: Mapping[str, int],
+    axis: str,
+    inner: Callable[[DistState, nn.Module, Plan], Strategy] = Strategy,
+) -> Strategy:
+    """Make the strategy of `inner`, and let the ranks along the axis share the tokens of sequences."""
+    is_split = any(map(is_sharded, plan.model.parameters()))
+    strategy = inner(state, module, plan)
+    cp = state.along(axis)
+    if cp.world_size > 1:
+        strategy.__class__ = _over_context(type(strategy))
+        assert isinstance(strategy, ContextParallel)
+        strategy.begin(plan, cp, dims, averages=is_split)
+    return strategy
+
+
+@cache
+def _over_context(kind: type[Strategy]) -> type[Strategy]:
+    """Return the class of a strategy over blocks of tokens."""
+    return type(f"ContextParallel{kind.__name__}", (ContextParallel, kind), {})
+
+
+class ContextParallel(Strategy):
+    """A base class before a strategy's: ranks along an axis compute blocks of the same sequences.
+
+    Losses are summed over the axis. A backward starts from the share times the number of ranks along it, so
+    the average of the gradients over these ranks is their sum.
+    """
+
+    def begin(
+        self, plan: Plan, cp: DistState, dims: Mapping[str, int], *, averages: bool
+    ) -> None:
+        """Take the ranks along the axis, and the dimension of the tokens in each entry of a batch."""
+        self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
+        self._averages = averages
+        """Whether the strategy itself averages over `dp` alone, as for a model that wrap_tp has split."""
+        self._attention = WholeAttention(cp)
+        self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
+        """Names and sizes of the metrics, by whether the model trains; the same along the axis."""
+        self._checked: tuple[Plan, Plan] | None = None
+
+    def gradients(
+        self, plan: Plan, state: DistState, batch: Any
+    ) -> tuple[DistState, Grads, Report]:
+        """Compute the gradients of the global batch; refuse sequences that cannot be cut."""
+        # A weight_fn runs before the first forward, and its error travels to all ranks.
+        if self._checked is None or self._checked[0] is not plan:
+            self._checked = plan, replace(plan, weight_fn=self._weigh)
+        return super().gradients(self._checked[1], state, batch)
+
+    def _weigh(self, part: Any) -> Any:
+        """Weigh a whole micro-batch; refuse one that cannot be cut."""
+        blocks_in(part, self._dims, self._cp)
+        return cast("WeightFn", self._weight_fn)(part)
+
+    def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
+        """Return loss and metrics of a micro-batch, of which this rank runs its block of tokens."""
+        if part is None:
+            return super().outputs(plan, state, part, weight)
+        blocks = blocks_in(part, self._dims, self._cp)
+        with self._attention.over(blocks):
+            outcome = super().outputs(plan, state, blocks.cut(part, self._dims), weight)
+        if plan.reduction == "sum" or counted_in(outcome[1]):
+            return self._joined(*outcome, 1.0)
+        shares, broken = self._shares(part, blocks)
+        if broken and not torch.is_grad_enabled():
+            raise BatchError(f"step: {broken}")
+        loss, metrics = self._joined(*outcome, shares[blocks.rank])
+        # A mark, as for metrics: on a rank without rows, which computes nothing, all ranks raise too.
+        return loss, {**metrics, "": broken} if broken else metrics
+
+    def _shares(self, part: Any, blocks: Blocks) -> tuple[list[float], str]:
+        """Return each block's part of a micro-batch's weight; and why these do not add up, or ""."""
+        ranks = range(len(blocks.sizes))
+        parts = [part, *(blocks.at(rank).cut(part, self._dims) for rank in ranks)]
+        weights = weigh(self._weight_fn, parts)
+        whole, *every = [sum(each) for each in weights]
+        total = sum(every)
+        if isclose(total, whole, rel_tol=1e-9):
+            return [each / total if total else 0.0 for each in every], ""
+        rule = (
+            f"weight_fn must count tokens, so that the weights of the blocks of a sequence add up, got {whole:g} "
+            f"for all and {' + '.join(f'{each:g}' for each in every)} for the blocks by "
+            f'{describe(self._weight_fn)}; use weight_fn=count_labels("labels"), with labels in dims of wrap_cp '
+            "that are shifted before the batch is cut"
+        )
+        return [each / total if total else 0.0 for each in every], rule
+
+    def _joined(self, loss: Tensor, metrics: Metrics, share: float) -> Outcome:
+        """Sum a block's share of loss and metrics over the axis."""
+        if share:
+            own = loss * share
+        else:
+            # The loss of no items may be 0 / 0. Its gradient is zero up to the attention, which brings the
+            # gradients of other ranks.
+            if loss.grad_fn is not None and torch.is_grad_enabled():
+                leave_out([loss.grad_fn], _sending([loss.grad_fn]))
+            own = torch.zeros_like(loss) * torch.nan_to_num(loss, 0.0, 0.0, 0.0)
+        names, layout = self._layout(metrics)
+        values = [*_values(metrics, share)] if names == layout else []
+        missing = sum(size for _, size in layout) if names != layout else 0
+        like = torch.promote_types(loss.dtype, torch.float32)
+        flat = [each.detach().to(loss.device, like).reshape(1) for each in values]
+        rest = torch.cat([*flat, loss.new_full((missing,), torch.nan, dtype=like)])
+        total, rest = _SumOverBlocks.apply(own, rest, self._cp)  # type: ignore[no-untyped-call]
+        if names != layout:
+            rule = "return the same metrics for every block of a sequence"
+            return total, {"": f"{rule}, got {names} and {layout}"}
+        found: dict[str, Any] = {}
+        pieces = iter(rest.unbind())
+        for name, size in layout:
+            found[name] = next(pieces) if size == 1 else (next(pieces), next(pieces))
+        marks = {name: each for name, each in metrics.items() if isinstance(each, str)}
+        return total, {**found, **marks}
+
+    def _layout(
+        self, metrics: Metrics
+    ) -> tuple[list[tuple[str, int]], Sequence[tuple[str, int]]]:
+        """Return names and sizes of a block's metrics, and those that all blocks must have."""
+        names = [
+            (name, 2 if isinstance(each, tuple) else 1)
+            for name, each in metrics.items()
+            if not isinstance(each, str)
+        ]
+        key = self.model.training
+        if key not in self._layouts:
+            first, *_ = primitives.exchange(names, self._cp, "step")
+            self._layouts[key] = first
+        return names, self._layouts[key]
+
+    def backward(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Run the backward; activation checkpoints in it run attention again."""
+        with self._attention:
+            super().backward(loss, seed)
+
+    def average(self, state: DistState) -> None:
+        """Average the gradients over the ranks of the strategy, and along the axis."""
+        super().average(state)
+        if self._averages:
+            tensors = [local(each.grad) for each in self.trained if each.grad is not None]
+            average_over(tensors, self._cp)
+
+
+def average_over(tensors: Sequence[Tensor], state: DistState) -> None:
+    """Average tensors over the ranks of a state, in place, by one collective for each dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for each in tensors:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    sums = [primitives.start_sums(same, state, "step") for same in by_dtype.values()]
+    for same, pending in zip(by_dtype.values(), sums, strict=True):
+        pending.wait()
+        torch._foreach_div_(same, state.world_size)
+
+
+def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
+    """Yield the numbers that the ranks add up: a mean times its share, a sum and its count."""
+    for value in metrics.values():
+        if isinstance(value, tuple):
+            yield from value
+        elif not isinstance(value, str):
+            yield value * share if share else torch.zeros_like(value)
+
+
+def _sending(ends: Sequence[Node]) -> list[Node]:
+    """Return the first nodes behind these whose backwards exchange gradients."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    ahead = [*ends]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() in _SENDING:
+            found.append(node)
+        else:
+            ahead += [each for each, _ in node.next_functions if each is not None]
+    return found
+
+
+class _SumOverBlocks(torch.autograd.Function):
+    """The sum of a loss over the axis, and of further numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, rest: Tensor, cp: DistState) -> tuple[Tensor, Tensor]:
+        ctx.num_ranks = cp.world_size
+        total = torch.cat([loss.reshape(-1).to(rest.dtype), rest])
+        primitives.start_sum(total, cp, "step").wait()
+        whole, rest = total.split([loss.numel(), len(rest)])
+        ctx.mark_non_differentiable(rest)
+        return whole.reshape(loss.shape).to(loss.dtype), rest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _rest: Tensor) -> tuple[Any, ...]:
+        return gradient * ctx.num_ranks, None, None
