@@ -26,11 +26,6 @@ from accel_fn.errors import BatchError
 from accel_fn.parallel.cp.attention import WholeAttention
 from accel_fn.parallel.cp.blocks import Blocks, blocks_in
 
-_SENDING = ("_AttentionBackward", "CheckpointFunctionBackward")
-"""The names of the graph nodes whose backwards exchange gradients: attention, and reentrant checkpoints,
-whose backwards may hold attention."""
-
-
 def make_cp(
     state: DistState,
     module: nn.Module,
@@ -131,7 +126,7 @@ class ContextParallel(Strategy):
             # The loss of no items may be 0 / 0. Its gradient is zero up to the attention, which brings the
             # gradients of other ranks.
             if loss.grad_fn is not None and torch.is_grad_enabled():
-                leave_out([loss.grad_fn], _sending([loss.grad_fn]))
+                leave_out([loss.grad_fn], _attention_behind([loss.grad_fn]))
             own = torch.zeros_like(loss) * torch.nan_to_num(loss, 0.0, 0.0, 0.0)
         names, layout = self._layout(metrics)
         values = [*_values(metrics, share)] if names == layout else []
@@ -198,8 +193,8 @@ def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
             yield value * share if share else torch.zeros_like(value)
 
 
-def _sending(ends: Sequence[Node]) -> list[Node]:
-    """Return the first nodes behind these whose backwards exchange gradients."""
+def _attention_behind(ends: Sequence[Node]) -> list[Node]:
+    """Return the first attention behind these nodes, whose backward exchanges gradients."""
     found: list[Node] = []
     seen: set[Node] = set()
     ahead = [*ends]
@@ -208,7 +203,7 @@ def _sending(ends: Sequence[Node]) -> list[Node]:
         if node in seen:
             continue
         seen.add(node)
-        if node.name() in _SENDING:
+        if node.name() == "_AttentionBackward":
             found.append(node)
         else:
             ahead += [each for each, _ in node.next_functions if each is not None]

@@ -1,0 +1,124 @@
+"""Law 13: a model whose sequences `wrap_cp` cuts over an axis, on any mesh, is one process."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accel_fn as af
+from accel_fn.testing import simulate, strategies
+from tests.support import long_sequences as long
+from tests.support import strategies as ours
+from tests.support.processes import from_lists, launch
+
+CUT = af.wrap_cp(long.DIMS)
+MESHES = ({"cp": 2}, {"cp": 3}, {"cp": 4}, {"dp": 2, "cp": 2})
+WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp()}
+both = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
+
+
+def train_by_hand(model, batches, make_optimizer, *, max_norm=0.5):
+    """Return loss, norm, weight and metrics of each step, and the parameters, of one process."""
+    model = copy.deepcopy(model)
+    optimizer, found = make_optimizer(model.parameters()), []
+    for batch in batches:
+        loss, metrics = long.loss_fn(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        right, count = map(int, metrics["right"])
+        found.append((loss.item(), norm.item(), count, right / count, right / count))
+    return found, model.state_dict()
+
+
+def train(state, model, parts, recipe, make_optimizer):
+    """Return the same of a rank, which trains on `parts[its place along dp]`."""
+    mine = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in mine.parameters():
+            parameter.add_(state.rank)  # the values of rank 0 are everyone's
+    optimizer = make_optimizer(mine.parameters())
+    plan = af.Plan(long.loss_fn, mine, optimizer, af.count_labels("labels"))
+    state, step = af.build(recipe(plan), state)
+    found = []
+    for part in parts[state.data.rank]:
+        state, report = step(state, part)
+        numbers = report.loss, report.grad_norm, report.weight, *map(report.metrics.get, ("right", "part"))
+        found.append(tuple(map(float, numbers)))
+    return found, ours.whole(mine.state_dict())
+
+
+def check(wrap, model, mesh, batches, sizes, num_microbatches=1, make_optimizer=ours.sgd):
+    # AdamW turns the rounding of a drawn gradient near zero into 1e-12 of the rate.
+    recipe = af.compose(wrap, CUT, af.accumulate(num_microbatches), af.clip(0.5))
+    parts = ours.dealt(batches, sizes)
+    reports, expected = train_by_hand(model, batches, make_optimizer)
+    for found, actual in simulate(
+        lambda state: train(state, model, parts, recipe, make_optimizer), mesh=mesh
+    ):
+        ours.assert_close(actual, expected)
+        # The norm is reported in float32.
+        assert found == [pytest.approx(each, rel=1e-6) for each in reports]
+        assert [each[0] for each in found] == pytest.approx([each[0] for each in reports], rel=1e-12)
+
+
+@st.composite
+def runs(draw):
+    """Draw a mesh, sequences of any length, packed or not, and any split of the rows over `dp`."""
+    mesh = draw(st.sampled_from(MESHES))
+    length = draw(st.integers(mesh["cp"], long.MAX_TOKENS))
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=2))
+    options = {"packed": draw(st.booleans()), "seed": draw(st.integers(0, 9))}
+    parts = [draw(strategies.uneven_parts(size, mesh.get("dp", 1))) for size in sizes]
+    return mesh, long.batches(*sizes, length=length, **options), parts
+
+
+@both
+@ours.share(0.2)
+@given(run=runs(), num_microbatches=st.integers(1, 3))
+def test_any_cut_of_sequences_is_one_rank(wrap, run, num_microbatches):
+    check(wrap, long.long_model(depth=1), *run, num_microbatches)
+
+
+@both
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+@pytest.mark.parametrize("mesh", [{"cp": 4}, {"dp": 2, "cp": 2}], ids=str)
+def test_a_mesh_is_one_rank(wrap, mesh, packed):
+    batches = long.batches(3, 4, 3, packed=packed)
+    sizes = [[2, 1], [0, 4], [3, 0]] if "dp" in mesh else [[3], [4], [3]]
+    check(wrap, long.long_model(), mesh, batches, sizes, 2, ours.adamw)
+
+
+@both
+@pytest.mark.parametrize("of_torch", [False, True], ids=["checkpoint_activations", "of torch"])
+def test_activations_that_are_computed_again_attend_to_the_whole_sequence(wrap, of_torch):
+    wraps = wrap if of_torch else af.compose(wrap, af.checkpoint_activations())
+    model = long.long_model(reentrant=False if of_torch else None)
+    check(wraps, model, {"cp": 2}, long.batches(3, 4), [[3], [4]], 2)
+
+
+@both
+def test_a_mesh_evaluates_predicts_and_runs_forward_as_one_process(wrap):
+    batches, model = long.batches(3, 4, length=7), long.long_model()
+
+    def run(state):
+        mine = copy.deepcopy(model)
+        plan = af.Plan(long.loss_fn, mine, ours.sgd(mine.parameters()), af.count_labels("labels"))
+        state, step = af.build(af.compose(wrap, CUT)(plan), state)
+        parts = [af.shard_batch(batch, state) for batch in batches]
+        rows = af.predict(step, state, parts, lambda model, batch: model(batch))
+        return af.evaluate(step, state, parts), step.forward(state, parts[0]), rows
+
+    ((means, loss, rows),) = simulate(run, world_size=1)
+    for found in simulate(run, mesh={"dp": 2, "cp": 2}):
+        assert found[0] == pytest.approx(means, rel=1e-12)
+        assert torch.allclose(found[1], loss, rtol=1e-12)
+        assert torch.allclose(found[2], rows, rtol=0, atol=1e-12)
