@@ -62,6 +62,22 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
     )
 
 
+def gradients_of(
+    output: Tensor, inputs: Sequence[Tensor], seed: Tensor
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(output, inputs, seed, allow_unused=True)`, which leaves function modes on."""
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
+        (output,),
+        (seed,),
+        False,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
 def run_optimizer(optimizer: Optimizer) -> None:
     """Call `optimizer.step()`, without torch's wrapper if there is no profiler and no hook."""
     bare = unwrapped_step(type(optimizer))

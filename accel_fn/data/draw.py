@@ -14,6 +14,7 @@ from accel_fn.core.split_batch import split_rows
 from accel_fn.core.state import DistState, check_state, data_places
 from accel_fn.data.shard_batch import shard_batch
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
+from accel_fn.parallel.cp.draws import is_of_block
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
     Raises:
         TypeError: `fn` is not callable, or `name` is not a string.
         ValueError: `fn` returns no rows, different numbers of them, or rows that it did not draw from
-            the generator; `rows` cannot be counted.
+            the generator; `rows` cannot be counted; it is called in a loss under `wrap_cp`.
 
     Cost: `fn` for the whole batch on every rank, and some microseconds; no message without `rows`, with
     them one small collective in a world of several.
@@ -64,6 +65,11 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
     torch.Size([5, 16])
     """
     check_state("draw", state)
+    if is_of_block():
+        raise BatchError(
+            "draw: must be called in the loop where wrap_cp cuts sequences, got a call in the loss, whose "
+            "tokens are one block; put the numbers into the batch, and name them in dims"
+        )
     if not callable(fn):
         rule, repair = (
             "be a function of a generator",

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,6 +16,7 @@ from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
 
 CUT = af.wrap_cp(long.DIMS)
+CUBE = {"dp": 2, "cp": 2, "tp": 2}
 MESHES = ({"cp": 2}, {"cp": 3}, {"cp": 4}, {"dp": 2, "cp": 2})
 WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp()}
 both = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -51,7 +51,12 @@ def train(state, model, parts, recipe, make_optimizer):
     found = []
     for part in parts[state.data.rank]:
         state, report = step(state, part)
-        numbers = report.loss, report.grad_norm, report.weight, *map(report.metrics.get, ("right", "part"))
+        numbers = (
+            report.loss,
+            report.grad_norm,
+            report.weight,
+            *map(report.metrics.get, ("right", "part")),
+        )
         found.append(tuple(map(float, numbers)))
     return found, ours.whole(mine.state_dict())
 
@@ -67,7 +72,9 @@ def check(wrap, model, mesh, batches, sizes, num_microbatches=1, make_optimizer=
         ours.assert_close(actual, expected)
         # The norm is reported in float32.
         assert found == [pytest.approx(each, rel=1e-6) for each in reports]
-        assert [each[0] for each in found] == pytest.approx([each[0] for each in reports], rel=1e-12)
+        assert [each[0] for each in found] == pytest.approx(
+            [each[0] for each in reports], rel=1e-12
+        )
 
 
 @st.composite
@@ -98,6 +105,17 @@ def test_a_mesh_is_one_rank(wrap, mesh, packed):
 
 
 @both
+@pytest.mark.parametrize(
+    "mesh", [{"cp": 2, "tp": 2}, pytest.param(CUBE, marks=pytest.mark.slow)], ids=str
+)
+def test_a_model_that_is_split_too_is_one_rank(wrap, mesh):
+    batches = long.batches(3, 4, packed=True)
+    sizes = [[2, 1], [0, 4]] if "dp" in mesh else [[3], [4]]
+    wraps = af.compose(wrap, af.wrap_tp(long.STYLES), af.checkpoint_activations())
+    check(wraps, long.long_model(), mesh, batches, sizes, 2)
+
+
+@both
 @pytest.mark.parametrize("of_torch", [False, True], ids=["checkpoint_activations", "of torch"])
 def test_activations_that_are_computed_again_attend_to_the_whole_sequence(wrap, of_torch):
     wraps = wrap if of_torch else af.compose(wrap, af.checkpoint_activations())
@@ -122,3 +140,52 @@ def test_a_mesh_evaluates_predicts_and_runs_forward_as_one_process(wrap):
         assert found[0] == pytest.approx(means, rel=1e-12)
         assert torch.allclose(found[1], loss, rtol=1e-12)
         assert torch.allclose(found[2], rows, rtol=0, atol=1e-12)
+
+
+def test_a_run_is_saved_on_a_mesh_and_resumed_on_one_process(tmp_path):
+    batches, model = long.batches(3, 4), long.long_model(depth=1)
+
+    def run(state):
+        mine = copy.deepcopy(model)
+        plan = af.Plan(long.loss_fn, mine, ours.adamw(mine.parameters()), af.count_labels("labels"))
+        recipe = (
+            af.compose(af.wrap_ddp(), CUT) if state.world_size > 1 else af.compose(af.wrap_ddp())
+        )
+        state, step = af.build(recipe(plan), state)
+        state = af.resume(step, state, tmp_path)
+        state, _ = step(state, batches[state.step])
+        af.save(step, state, tmp_path)
+        return mine.state_dict()
+
+    simulate(run, mesh={"cp": 2})
+    (found,) = simulate(run, world_size=1)
+    ours.assert_close(found, train_by_hand(model, batches, ours.adamw, max_norm=torch.inf)[1])
+
+
+TRAIN = """
+import json
+import accel_fn as af
+from tests.laws.law13_context_parallel import CUT, WRAPS
+from tests.support import long_sequences as long
+from tests.support import strategies as ours
+
+with af.distributed(device="cpu", timeout_s=60, mesh={"dp": 2, "cp": 2}) as state:
+    for wrap in WRAPS.values():
+        model = long.long_model()
+        plan = af.Plan(long.loss_fn, model, ours.sgd(model.parameters()), af.count_labels("labels"))
+        recipe = af.compose(wrap, CUT, af.checkpoint_activations(), af.clip(0.5))
+        state, step = af.build(recipe(plan), state)
+        for batch in long.batches(3, 1, packed=True):
+            state, report = step(state, af.shard_batch(batch, state))
+        say(json.dumps({name: each.tolist() for name, each in ours.whole(model.state_dict()).items()}))
+"""
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one():
+    batches = long.batches(3, 1, packed=True)
+    _, expected = train_by_hand(long.long_model(), batches, ours.sgd)
+    ranks = launch(TRAIN, num_processes=4).splitlines()
+    assert len(ranks) == 8
+    for rank in ranks:
+        ours.assert_close(from_lists(json.loads(rank)), expected)

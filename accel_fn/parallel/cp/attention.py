@@ -65,12 +65,12 @@ class WholeAttention(TorchFunctionMode):
         _check_lengths(query, key, blocks)
         if dropout_p:
             raise LossError(
-                f"step: wrap_cp must have attention without dropout, got dropout_p={dropout_p:g}; set it to 0, "
-                "as by attention_dropout=0, and keep dropout outside of attention"
+                f"step: wrap_cp must have attention without dropout, got dropout_p={dropout_p:g}; set it "
+                "to 0, as by attention_dropout=0, and keep dropout outside of attention"
             )
         if attn_mask is not None and is_causal:
             raise LossError(
-                "step: wrap_cp must have attention with a mask or is_causal, got both; put the one into the other"
+                "step: wrap_cp must have attention with a mask or is_causal, got both; put one into the other"
             )
         mask = None if attn_mask is None else _own_rows(attn_mask, blocks)
         tensors = _as_autocast(query, key, value, mask)
@@ -109,7 +109,10 @@ def _as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
         return [*tensors]
     dtype = torch.get_autocast_dtype(device)
-    return [each.to(dtype) if each is not None and each.is_floating_point() else each for each in tensors]
+    return [
+        each.to(dtype) if each is not None and each.is_floating_point() else each
+        for each in tensors
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ class _Call:
         sent = torch.cat([_padded(each, most).reshape(-1) for each in (key, value)])
         received = primitives.all_gather(sent, self.cp, "step")
         sizes = [_padded_numel(each, most) for each in (key, value)]
-        parts = [each.split(sizes) for each in received]
+        parts = [torch.split(each, sizes) for each in received]
         keys, values = (
             torch.cat(
                 [
@@ -162,7 +165,7 @@ class _Call:
     def summed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sum gradients of whole keys and values over the ranks; return this rank's blocks."""
         most = max(self.blocks.sizes)
-        blocks = [each.split(self.blocks.sizes, -2) for each in (keys, values)]
+        blocks = [torch.split(each, [*self.blocks.sizes], -2) for each in (keys, values)]
         sent = torch.stack(
             [
                 torch.cat([_padded(each, most).reshape(-1) for each in pair])
@@ -173,7 +176,7 @@ class _Call:
         sizes = [_padded_numel(each, most) for each in (keys, values)]
         of_key, of_value = (
             _viewed(part, like, most).narrow(-2, 0, self.blocks.own)
-            for part, like in zip(total.split(sizes), (keys, values), strict=True)
+            for part, like in zip(torch.split(total, sizes), (keys, values), strict=True)
         )
         return of_key, of_value
 
@@ -239,7 +242,7 @@ class _Attention(torch.autograd.Function):
                     mask = mask.detach().requires_grad_()
                     leaves.append(mask)
                 with torch.enable_grad():
-                    found = call.attend(*leaves[:3], mask)
+                    found = call.attend(leaves[0], leaves[1], leaves[2], mask)
                 own, some_keys, some_values, *of_mask = torch.autograd.grad(
                     found, leaves, gradient[..., rows, :]
                 )

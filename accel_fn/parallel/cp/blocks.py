@@ -68,9 +68,7 @@ def blocks_in(batch: Any, dims: Mapping[str, int], cp: DistState) -> Blocks:
     if not isinstance(batch, Mapping):
         rule, repair = "be a mapping of names to tensors with wrap_cp", "return a dict"
         raise BatchError(message("step", "batch", rule, type(batch).__name__, repair))
-    lengths = {
-        name: _length(name, batch[name], dim) for name, dim in dims.items() if name in batch
-    }
+    lengths = {name: _length(name, batch[name], dim) for name, dim in dims.items() if name in batch}
     if not lengths:
         rule = f"hold one of the entries that wrap_cp cuts, {sorted(dims)}"
         raise BatchError(message("step", "batch", rule, sorted(map(str, batch))))

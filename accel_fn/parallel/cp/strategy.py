@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import isclose
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,16 @@ from accel_fn.core import primitives
 from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import Strategy
-from accel_fn.core.loss import Metrics, Outcome, counted_in, leave_out
+from accel_fn.core.loss import Metrics, Outcome, leave_out
 from accel_fn.core.plan import Plan, describe
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState
-from accel_fn.core.weights import Weight, WeightFn, weigh
+from accel_fn.core.weights import Weight, weigh
 from accel_fn.errors import BatchError
 from accel_fn.parallel.cp.attention import WholeAttention
 from accel_fn.parallel.cp.blocks import Blocks, blocks_in
+from accel_fn.parallel.cp.draws import draws_of_block
+
 
 def make_cp(
     state: DistState,
@@ -40,7 +41,7 @@ def make_cp(
     strategy = inner(state, module, plan)
     cp = state.along(axis)
     if cp.world_size > 1:
-        strategy.__class__ = _over_context(type(strategy))
+        strategy.__class__ = _over_context(type(strategy))  # type: ignore[arg-type]
         assert isinstance(strategy, ContextParallel)
         strategy.begin(plan, cp, dims, averages=is_split)
     return strategy
@@ -59,9 +60,7 @@ class ContextParallel(Strategy):
     the average of the gradients over these ranks is their sum.
     """
 
-    def begin(
-        self, plan: Plan, cp: DistState, dims: Mapping[str, int], *, averages: bool
-    ) -> None:
+    def begin(self, plan: Plan, cp: DistState, dims: Mapping[str, int], *, averages: bool) -> None:
         """Take the ranks along the axis, and the dimension of the tokens in each entry of a batch."""
         self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
         self._averages = averages
@@ -77,46 +76,39 @@ class ContextParallel(Strategy):
         """Compute the gradients of the global batch; refuse sequences that cannot be cut."""
         # A weight_fn runs before the first forward, and its error travels to all ranks.
         if self._checked is None or self._checked[0] is not plan:
-            self._checked = plan, replace(plan, weight_fn=self._weigh)
+            self._checked = plan, replace(plan, weight_fn=partial(self._weigh, plan))
         return super().gradients(self._checked[1], state, batch)
 
-    def _weigh(self, part: Any) -> Any:
+    def _weigh(self, plan: Plan, part: Any) -> float:
         """Weigh a whole micro-batch; refuse one that cannot be cut."""
-        blocks_in(part, self._dims, self._cp)
-        return cast("WeightFn", self._weight_fn)(part)
+        return self._weights(plan, part, blocks_in(part, self._dims, self._cp))[0]
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
         """Return loss and metrics of a micro-batch, of which this rank runs its block of tokens."""
         if part is None:
             return super().outputs(plan, state, part, weight)
         blocks = blocks_in(part, self._dims, self._cp)
-        with self._attention.over(blocks):
+        _, *weights = self._weights(plan, part, blocks)
+        with self._attention.over(blocks), draws_of_block(state.device, blocks.rank):
             outcome = super().outputs(plan, state, blocks.cut(part, self._dims), weight)
-        if plan.reduction == "sum" or counted_in(outcome[1]):
+        if plan.reduction == "sum":
             return self._joined(*outcome, 1.0)
-        shares, broken = self._shares(part, blocks)
-        if broken and not torch.is_grad_enabled():
-            raise BatchError(f"step: {broken}")
-        loss, metrics = self._joined(*outcome, shares[blocks.rank])
-        # A mark, as for metrics: on a rank without rows, which computes nothing, all ranks raise too.
-        return loss, {**metrics, "": broken} if broken else metrics
+        share = weights[blocks.rank] / sum(weights) if any(weights) else 0.0
+        return self._joined(*outcome, share)
 
-    def _shares(self, part: Any, blocks: Blocks) -> tuple[list[float], str]:
-        """Return each block's part of a micro-batch's weight; and why these do not add up, or ""."""
+    def _weights(self, plan: Plan, part: Any, blocks: Blocks) -> list[float]:
+        """Return the weight of a micro-batch, then that of each block; refuse others than their sum."""
         ranks = range(len(blocks.sizes))
-        parts = [part, *(blocks.at(rank).cut(part, self._dims) for rank in ranks)]
-        weights = weigh(self._weight_fn, parts)
-        whole, *every = [sum(each) for each in weights]
-        total = sum(every)
-        if isclose(total, whole, rel_tol=1e-9):
-            return [each / total if total else 0.0 for each in every], ""
-        rule = (
-            f"weight_fn must count tokens, so that the weights of the blocks of a sequence add up, got {whole:g} "
-            f"for all and {' + '.join(f'{each:g}' for each in every)} for the blocks by "
-            f'{describe(self._weight_fn)}; use weight_fn=count_labels("labels"), with labels in dims of wrap_cp '
-            "that are shifted before the batch is cut"
-        )
-        return [each / total if total else 0.0 for each in every], rule
+        cuts = [blocks.at(rank).cut(part, self._dims) for rank in ranks]
+        found = [sum(each) for each in weigh(self._weight_fn, [part, *cuts])]
+        if plan.reduction == "mean" and not isclose(found[0], sum(found[1:]), rel_tol=1e-9):
+            every = " + ".join(f"{each:g}" for each in found[1:])
+            raise BatchError(
+                "step: weight_fn must count tokens, so that weights of the blocks of a sequence add up, got "
+                f"{found[0]:g} for all and {every} for the blocks, by {describe(self._weight_fn)}; use "
+                'count_labels("labels"), with labels in dims of wrap_cp, shifted before the batch is cut'
+            )
+        return found
 
     def _joined(self, loss: Tensor, metrics: Metrics, share: float) -> Outcome:
         """Sum a block's share of loss and metrics over the axis."""
@@ -145,9 +137,7 @@ class ContextParallel(Strategy):
         marks = {name: each for name, each in metrics.items() if isinstance(each, str)}
         return total, {**found, **marks}
 
-    def _layout(
-        self, metrics: Metrics
-    ) -> tuple[list[tuple[str, int]], Sequence[tuple[str, int]]]:
+    def _layout(self, metrics: Metrics) -> tuple[list[tuple[str, int]], Sequence[tuple[str, int]]]:
         """Return names and sizes of a block's metrics, and those that all blocks must have."""
         names = [
             (name, 2 if isinstance(each, tuple) else 1)
@@ -218,7 +208,7 @@ class _SumOverBlocks(torch.autograd.Function):
         ctx.num_ranks = cp.world_size
         total = torch.cat([loss.reshape(-1).to(rest.dtype), rest])
         primitives.start_sum(total, cp, "step").wait()
-        whole, rest = total.split([loss.numel(), len(rest)])
+        whole, rest = torch.split(total, [loss.numel(), len(rest)])
         ctx.mark_non_differentiable(rest)
         return whole.reshape(loss.shape).to(loss.dtype), rest
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from accel_fn.core.loss import sparse_tables
 from accel_fn.core.mesh_axes import AXES, mesh_name
@@ -17,10 +19,65 @@ from accel_fn.parallel.cp.strategy import make_cp
 from accel_fn.parallel.ddp import DDPSlot
 from accel_fn.parallel.fsdp.fsdp import FSDPSlot
 
+_RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
+"""The names under which a `config` keeps the rate of dropout inside of attention."""
+
 
 @transform
 def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
     """Cut sequences over the ranks of an axis: each computes a block of consecutive tokens.
+
+    The ranks along the axis are given the same batch. Each cuts its block out of the entries in `dims`,
+    and runs model and loss on it; all other entries stay whole. Blocks of a sequence whose length the
+    number of ranks does not divide differ by one token. `F.scaled_dot_product_attention` sees the keys
+    and values of all blocks, from the forward to the end of the backward: `is_causal` means places in
+    the whole sequence, and a mask is of the whole sequence, [..., length, length] or [..., 1, length].
+    `wrap_ddp` or `wrap_fsdp` must stand beside it, and averages gradients over `dp` and the axis;
+    `wrap_tp` may.
+
+    All else must compute each token by itself, from the batch: give the model its positions as an
+    entry, shift labels before the batch, and use no convolution, recurrence, pooling or norm along the
+    sequence. `weight_fn` must count tokens. A loss must have a graph for a block without labels too. A
+    function that `predict` or `evaluate` is given gets whole sequences on every rank, and runs on them
+    without `wrap_cp`.
+
+    Outside of attention, ranks along the axis draw different numbers after `seed_all`.
+
+    Law: any mesh gives the result of one rank, for sequences of any length, causal or masked, uneven
+    parts, an empty rank, blocks without a label.
+
+    Args:
+        dims: the dimension of the tokens in each entry of a batch that is cut, by its name. Entries
+            that a batch lacks are skipped.
+        axis: "cp", or another axis of the mesh than `dp`.
+
+    Returns:
+        A transform.
+
+    Raises:
+        TypeError: `dims` does not map names to integers.
+        ValueError: `dims` is empty, or `axis` is not one of these. In `build`, on all ranks: the mesh
+            has no such axis; neither `wrap_ddp` nor `wrap_fsdp` stands beside it; several terms,
+            `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse gradients, or dropout
+            inside of attention. In a step, on all ranks: a batch that is no mapping, has none of these
+            entries, has them in several lengths, or has less tokens than ranks along the axis; weights
+            of blocks that do not add up to that of the sequence. In a step, on each rank along the
+            axis: attention with dropout, among other tokens than those of the block, or with a mask of
+            another shape; `draw` in the loss.
+
+    Cost: for each attention, one all-gather of keys and values over the axis in the forward, one more
+        and one all-to-all of the size of a reduce-scatter in the backward, which computes attention a
+        second time; for each micro-batch one small all-reduce of loss and metrics; beside `wrap_tp`,
+        one all-reduce of the gradients over the axis after the last backward. In the first forward one
+        small exchange. A rank holds the activations of its block, and, in one attention at a time, the
+        keys and values of the sequence. The weights of a micro-batch are counted once more for its
+        blocks.
+
+    Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+
+    >>> import accel_fn as af
+    >>> af.wrap_cp({"input_ids": 1, "labels": 1, "position_ids": 1})
+    wrap_cp({'input_ids': 1, 'labels': 1, 'position_ids': 1})
     """
     rule = "map names of entries of a batch to the dimension of their tokens"
     repair = 'such as {"input_ids": 1, "labels": 1}'
@@ -48,8 +105,8 @@ class CPSlot(SlotFunction):
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
         """Take over the strategy that stands beside this one."""
-        others = [each for each in plan.strategy if each is not self]
-        if len(others) != 1 or isinstance(others[0], CPSlot):
+        others = [each for each in plan.strategy if not isinstance(each, CPSlot)]
+        if len(others) != 1 or len(plan.strategy) != 2:
             return plan
         held = CPSlot(self.func, **{**self.keywords, "inner": others[0]})
         held.call, held.source = f"{describe(others[0])} and {describe(self)}", self.source
@@ -63,9 +120,11 @@ class CPSlot(SlotFunction):
         if _size(state, self.keywords["axis"]) == 1:
             return
         if not isinstance(inner, DDPSlot | FSDPSlot):
-            got = "nothing" if inner is None else describe(inner)
+            others = [each for each in (inner, *plan.strategy) if each not in (None, self)]
+            got = " and ".join(map(describe, others)) or "nothing"
             raise PlanError(
-                f"build: wrap_cp must stand beside what averages gradients, wrap_ddp or wrap_fsdp, got {got}"
+                "build: wrap_cp must stand beside one wrap_ddp or wrap_fsdp, which averages gradients, got "
+                f"{got}"
             )
         if plan.terms:
             rule, repair = "be one function with wrap_cp", "return one mean over tokens"
@@ -80,6 +139,9 @@ class CPSlot(SlotFunction):
                 f"build: wrap_cp must not be used with {describe(compiled)}, whose graph cannot hold what "
                 "gathers keys and values; leave it out"
             )
+        for name, rate in _attention_dropout(plan.model):
+            rule, repair = "have no dropout inside of attention", "set it to 0"
+            raise PlanError(message("build", "wrap_cp's model", rule, f"{name}={rate}", repair))
         for name, layer in batch_norms(plan.model).items():
             rule, repair = "normalize tokens one by one", "use LayerNorm"
             got = f"{name}, a {type(layer).__name__}"
@@ -87,6 +149,17 @@ class CPSlot(SlotFunction):
         for name in sparse_tables(plan.model):
             rule, repair = "have dense gradients", "use sparse=False"
             raise PlanError(message("build", "wrap_cp's model", rule, name, repair))
+
+
+def _attention_dropout(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield rates of dropout inside of attention: of torch's layer, and of a `config`."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and module.dropout:
+            yield f"{name}.dropout", module.dropout
+        config = getattr(module, "config", None)
+        for key in _RATES:
+            if rate := getattr(config, key, 0):
+                yield key, rate
 
 
 def _size(state: DistState, axis: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.modules.dropout import _DropoutNd
+
+from accel_fn.parallel.draws import generator_of, seed_at
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -90,11 +91,9 @@ class _Region:
         if self._lasts():
             return
         self._device = output.device
-        generator = _generator_of(self._device)
+        generator = generator_of(self._device)
         self._outside = generator.get_state()
-        key = self._outside.numpy().tobytes() + str(self._rank).encode()
-        # Hash the state instead of drawing a seed: the host would wait for a number on a device.
-        self._seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 2**63
+        self._seed = seed_at(self._outside, self._rank)
         generator.manual_seed(self._seed)
         self._inside = generator.get_state()
         self._is_open = True
@@ -103,7 +102,7 @@ class _Region:
     def end(self, *_: object) -> None:
         """End the region: restore the generator, and advance it if the region has drawn."""
         if self._lasts():
-            generator = _generator_of(self._device)
+            generator = generator_of(self._device)
             has_drawn = not torch.equal(generator.get_state(), self._inside)
             generator.set_state(self._outside)
             if has_drawn:
@@ -113,11 +112,4 @@ class _Region:
     def _lasts(self) -> bool:
         # A recomputation may begin a region and stop before its end; then torch restores the
         # generator, which has another seed again.
-        return self._is_open and _generator_of(self._device).initial_seed() == self._seed
-
-
-def _generator_of(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
-    return generators[device.index]
+        return self._is_open and generator_of(self._device).initial_seed() == self._seed

@@ -26,6 +26,7 @@ from accel_fn.core.dtensor import is_sharded, whole
 from accel_fn.core.primitives import exchange
 from accel_fn.core.restored import restored_random
 from accel_fn.core.state import DistState
+from accel_fn.core.torch_internals import gradients_of
 from accel_fn.core.warn import warn_user
 from accel_fn.errors import PlanError
 from accel_fn.parallel.same_on_all_ranks import fingerprints
@@ -360,7 +361,7 @@ class _Block(nn.Module):
             return [output]
         drawn = torch.Generator(output.device).manual_seed(0)
         weights = torch.empty_like(output).normal_(generator=drawn)
-        found = torch.autograd.grad(output, self.leaves, weights, allow_unused=True)
+        found = gradients_of(output, self.leaves, weights)
         pairs = zip(found, self.leaves, strict=True)
         return [output, *(torch.zeros_like(leaf) if each is None else each for each, leaf in pairs)]
 

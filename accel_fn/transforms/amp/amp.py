@@ -164,6 +164,7 @@ def compute_dtype(plan: Plan | Step) -> torch.dtype:
         if isinstance(each, SlotFunction) and each.func is autocast:
             return cast("torch.dtype", each.keywords["dtype"])
     settings = [each.keywords for each in plan.strategy if isinstance(each, SlotFunction)]
+    settings += [each["inner"].keywords for each in settings if "inner" in each]
     sharded = [each["param_dtype"] for each in settings if each.get("param_dtype") is not None]
     own = [each.dtype for each in plan.model.parameters() if each.is_floating_point()]
     return next(iter([*sharded, *own]), torch.get_default_dtype())
