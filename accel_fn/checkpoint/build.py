@@ -17,6 +17,7 @@ from accel_fn.checkpoint.compare import is_model, listed
 from accel_fn.checkpoint.run_state import put_back, run_state_of, with_prefix
 from accel_fn.checkpoint.schedules import ResumedSchedules, can_restart, restart
 from accel_fn.checks.first_batches import FirstBatches
+from accel_fn.checks.sequences import SequenceCheck
 from accel_fn.core import step as step_build
 from accel_fn.core.collectives import all_or_none
 from accel_fn.core.dtensor import is_sharded, local
@@ -101,7 +102,7 @@ def build(
     >>> state, step = af.build(plan, af.DistState())
     """
     check_flag("build", "check_loss", check_loss)
-    observers = (partial(FirstBatches, check_loss=check_loss),) if checks is None else checks
+    observers = _default_checks(plan, check_loss) if checks is None else checks
     if not isinstance(observers, Sequence) or not all(map(callable, observers)):
         rule = "be a sequence of functions (plan, strategy, state) -> Observer, or None"
         raise ArgumentTypeError(message("build", "checks", rule, checks))
@@ -116,6 +117,13 @@ def build(
     if new and state.is_main:
         _LOG.warning("build: the run goes on after the step; new are:\n%s", listed(new))
     return built, step
+
+
+def _default_checks(plan: Plan, check_loss: bool) -> Sequence[ObserverFn]:
+    """Return the checks that a step makes by default."""
+    first = partial(FirstBatches, check_loss=check_loss)
+    cuts = check_loss and isinstance(plan, Plan) and plan.having("cuts_sequences")
+    return (SequenceCheck, first) if cuts else (first,)
 
 
 def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:

@@ -48,6 +48,12 @@ class WholeAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if fn is F.scaled_dot_product_attention and not self._is_inside:
             return self.attend(*args, **kwargs)
+        if fn is F.multi_head_attention_forward:
+            # This mode is off inside of a torch function that is written in Python.
+            raise LossError(
+                "step: wrap_cp must have attention by F.scaled_dot_product_attention, got "
+                "F.multi_head_attention_forward, which does not let it through; call it in a layer of yours"
+            )
         return fn(*args, **kwargs)
 
     def attend(

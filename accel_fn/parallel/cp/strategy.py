@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from math import isclose
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from accel_fn.core import primitives
+from accel_fn.core.batch import map_tensors
 from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import Strategy
@@ -69,6 +71,8 @@ class ContextParallel(Strategy):
         self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
         """Names and sizes of the metrics, by whether the model trains; the same along the axis."""
         self._checked: tuple[Plan, Plan] | None = None
+        self._is_whole = False
+        """Whether this rank runs whole sequences, as the checks do."""
 
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
@@ -81,14 +85,14 @@ class ContextParallel(Strategy):
 
     def _weigh(self, plan: Plan, part: Any) -> float:
         """Weigh a whole micro-batch; refuse one that cannot be cut."""
-        return self._weights(plan, part, blocks_in(part, self._dims, self._cp))[0]
+        return self.weights_of(plan, part)[0]
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
         """Return loss and metrics of a micro-batch, of which this rank runs its block of tokens."""
-        if part is None:
+        if part is None or self._is_whole:
             return super().outputs(plan, state, part, weight)
-        blocks = blocks_in(part, self._dims, self._cp)
-        _, *weights = self._weights(plan, part, blocks)
+        blocks = self.blocks_of(part)
+        _, *weights = self.weights_of(plan, part)
         with self._attention.over(blocks), draws_of_block(state.device, blocks.rank):
             outcome = super().outputs(plan, state, blocks.cut(part, self._dims), weight)
         if plan.reduction == "sum":
@@ -96,8 +100,9 @@ class ContextParallel(Strategy):
         share = weights[blocks.rank] / sum(weights) if any(weights) else 0.0
         return self._joined(*outcome, share)
 
-    def _weights(self, plan: Plan, part: Any, blocks: Blocks) -> list[float]:
+    def weights_of(self, plan: Plan, part: Any) -> list[float]:
         """Return the weight of a micro-batch, then that of each block; refuse others than their sum."""
+        blocks = self.blocks_of(part)
         ranks = range(len(blocks.sizes))
         cuts = [blocks.at(rank).cut(part, self._dims) for rank in ranks]
         found = [sum(each) for each in weigh(self._weight_fn, [part, *cuts])]
@@ -152,15 +157,60 @@ class ContextParallel(Strategy):
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Run the backward; activation checkpoints in it run attention again."""
-        with self._attention:
+        with nullcontext() if self._is_whole else self._attention:
             super().backward(loss, seed)
 
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks of the strategy, and along the axis."""
         super().average(state)
         if self._averages:
-            tensors = [local(each.grad) for each in self.trained if each.grad is not None]
-            average_over(tensors, self._cp)
+            self._average_along_axis()
+
+    def _average_along_axis(self) -> None:
+        tensors = [local(each.grad) for each in self.trained if each.grad is not None]
+        average_over(tensors, self._cp)
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Enclose forwards and backwards of whole sequences on each rank, for the checks."""
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+
+    def join_gradients(self) -> None:
+        """Average the gradients of trial passes along the axis, unless shards have done so."""
+        if self._averages:
+            super().average(self._cp)
+        if self._averages or not self.pads:
+            self._average_along_axis()
+
+    def blocks_of(self, part: Any) -> Blocks:
+        """Return how a micro-batch is cut."""
+        return blocks_in(part, self._dims, self._cp)
+
+    def start_of(self, part: Any, num_tokens: int) -> Any:
+        """Return the first tokens of each sequence, so many for each rank along the axis.
+
+        Entries that are not cut lose the other tokens in all dimensions as long as a sequence, but the first.
+        """
+        length = self.blocks_of(part).num_tokens
+        most = num_tokens * self._cp.world_size
+        if length <= most:
+            return part
+
+        def shortened(tensor: Tensor) -> Tensor:
+            for dim in range(1, tensor.ndim):
+                if tensor.shape[dim] == length:
+                    tensor = tensor.narrow(dim, 0, most)
+            return tensor
+
+        start = map_tensors(shortened, part)
+        for name, dim in self._dims.items():
+            if name in part:
+                start[name] = part[name].narrow(dim, 0, most)
+        return start
 
 
 def average_over(tensors: Sequence[Tensor], state: DistState) -> None:

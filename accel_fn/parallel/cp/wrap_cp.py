@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,12 +58,14 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
         TypeError: `dims` does not map names to integers.
         ValueError: `dims` is empty, or `axis` is not one of these. In `build`, on all ranks: the mesh
             has no such axis; neither `wrap_ddp` nor `wrap_fsdp` stands beside it; several terms,
-            `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse gradients, or dropout
-            inside of attention. In a step, on all ranks: a batch that is no mapping, has none of these
-            entries, has them in several lengths, or has less tokens than ranks along the axis; weights
-            of blocks that do not add up to that of the sequence. In a step, on each rank along the
-            axis: attention with dropout, among other tokens than those of the block, or with a mask of
-            another shape; `draw` in the loss.
+            `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse gradients,
+            `nn.MultiheadAttention`, or dropout inside of attention. In a step, on all ranks: a batch
+            that is no mapping, has none of these entries, has them in several lengths, or has less
+            tokens than ranks along the axis; weights of blocks that do not add up to that of the
+            sequence; in steps 1, 2, 10 and 100, where the start of some sequences runs whole and cut:
+            another loss, gradient or output of a layer. In a step, on each rank along the axis:
+            attention with dropout, among other tokens than those of the block, or with a mask of another
+            shape; `draw` in the loss.
 
     Cost: for each attention, one all-gather of keys and values over the axis in the forward, one more
         and one all-to-all of the size of a reduce-scatter in the backward, which computes attention a
@@ -71,7 +73,8 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
         one all-reduce of the gradients over the axis after the last backward. In the first forward one
         small exchange. A rank holds the activations of its block, and, in one attention at a time, the
         keys and values of the sequence. The weights of a micro-batch are counted once more for its
-        blocks.
+        blocks. In steps 1, 2, 10 and 100, two more forwards and backwards of the first 64 tokens a rank
+        of two sequences, and with `wrap_ddp` one all-reduce of the gradients over the axis.
 
     Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 
@@ -139,9 +142,8 @@ class CPSlot(SlotFunction):
                 f"build: wrap_cp must not be used with {describe(compiled)}, whose graph cannot hold what "
                 "gathers keys and values; leave it out"
             )
-        for name, rate in _attention_dropout(plan.model):
-            rule, repair = "have no dropout inside of attention", "set it to 0"
-            raise PlanError(message("build", "wrap_cp's model", rule, f"{name}={rate}", repair))
+        for name, module in plan.model.named_modules():
+            _check_attention(name, module)
         for name, layer in batch_norms(plan.model).items():
             rule, repair = "normalize tokens one by one", "use LayerNorm"
             got = f"{name}, a {type(layer).__name__}"
@@ -151,15 +153,17 @@ class CPSlot(SlotFunction):
             raise PlanError(message("build", "wrap_cp's model", rule, name, repair))
 
 
-def _attention_dropout(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield rates of dropout inside of attention: of torch's layer, and of a `config`."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and module.dropout:
-            yield f"{name}.dropout", module.dropout
-        config = getattr(module, "config", None)
-        for key in _RATES:
-            if rate := getattr(config, key, 0):
-                yield key, rate
+def _check_attention(name: str, module: nn.Module) -> None:
+    """Refuse torch's attention layer, and rates of dropout inside of attention in a `config`."""
+    if isinstance(module, nn.MultiheadAttention):
+        rule, repair = "attend by F.scaled_dot_product_attention", "call it in a layer of yours"
+        got = f"{name}, a MultiheadAttention"
+        raise PlanError(message("build", "wrap_cp's model", rule, got, repair))
+    config = getattr(module, "config", None)
+    for key in _RATES:
+        if rate := getattr(config, key, 0):
+            rule, repair = "have no dropout inside of attention", f"set {key}=0"
+            raise PlanError(message("build", "wrap_cp's model", rule, f"{key}={rate}", repair))
 
 
 def _size(state: DistState, axis: str) -> int:
