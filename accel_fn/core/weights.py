@@ -75,7 +75,8 @@ def count_labels(
             attribute name, or a path of these (`("target", 0)`).
         ignore_index: the label that does not count.
         shift: 1 for losses that compare each output with the next label, and so leave out the
-            first label of each row, as transformers' causal language models do; else 0.
+            first label of each row, as transformers' causal language models do; else 0. With 1, a batch that
+            holds `"shift_labels"` beside the labels counts these, which are shifted already.
         class_weight: the weight of each class, [num_classes], finite and >= 0, if the loss divides
             by the sum of the labels' weights: `cross_entropy(..., weight=class_weight)`.
 
@@ -174,7 +175,10 @@ def labels_at(
     """
     labels = batch
     for key in path:
-        labels = _child(labels, key, path)
+        around, labels = labels, _child(labels, key, path)
+    if shift == 1 and isinstance(around, Mapping) and "shift_labels" in around:
+        # A loss takes these beside the labels: each token's next label, also at the end of a part.
+        labels, shift = around["shift_labels"], 0
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
         raise BatchError(message("count_labels", "key_or_path", rule, type(labels).__name__))

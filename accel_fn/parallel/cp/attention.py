@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,16 @@ class WholeAttention(TorchFunctionMode):
     def __init__(self, cp: DistState) -> None:
         super().__init__()
         self._cp = cp
-        self._blocks = Blocks((), 0)
+        self.blocks = Blocks((), 0)
+        """How the sequences are cut that run now."""
+        self.documents: Tensor | None = None
+        """Positions of packed documents in the whole sequences, for masks of transformers."""
         self._is_inside = False
-        """Whether attention that is called is that of `_Attention` itself, in its backward."""
+        """Whether attention that is called is that of `_Attention` itself."""
 
     def over(self, blocks: Blocks) -> WholeAttention:
         """Return this mode, for sequences that are cut so from here on."""
-        self._blocks = blocks
+        self.blocks, self.documents = blocks, None
         return self
 
     def __torch_function__(
@@ -56,6 +60,15 @@ class WholeAttention(TorchFunctionMode):
             )
         return fn(*args, **kwargs)
 
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Enclose attention that is torch's own."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
     def attend(
         self,
         query: Tensor,
@@ -64,10 +77,15 @@ class WholeAttention(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
+        has_own_rows: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Attend as `F.scaled_dot_product_attention` on the whole sequence; return this rank's rows."""
-        blocks = self._blocks
+        """Attend as `F.scaled_dot_product_attention` on the whole sequence; return this rank's rows.
+
+        With `has_own_rows`, the mask has only these.
+        """
+        blocks = self.blocks
         _check_lengths(query, key, blocks)
         if dropout_p:
             raise LossError(
@@ -78,7 +96,9 @@ class WholeAttention(TorchFunctionMode):
             raise LossError(
                 "step: wrap_cp must have attention with a mask or is_causal, got both; put one into the other"
             )
-        mask = None if attn_mask is None else _own_rows(attn_mask, blocks)
+        mask = attn_mask
+        if attn_mask is not None and not has_own_rows:
+            mask = _own_rows(attn_mask, blocks)
         tensors = _as_autocast(query, key, value, mask)
         call = _Call(self, self._cp, blocks, is_causal, options)
         found: Tensor = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
@@ -146,7 +166,7 @@ class _Call:
         """Attend some queries of this rank, of which the last one sees the last key."""
         if self.is_causal:
             mask = _causal_mask(query, keys.shape[-2])
-        with torch.autocast(query.device.type, enabled=False):
+        with self.mode.inside(), torch.autocast(query.device.type, enabled=False):
             return F.scaled_dot_product_attention(query, keys, values, mask, **self.options)
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,22 +259,18 @@ class _Attention(torch.autograd.Function):
         of_query = torch.empty_like(query)
         of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
         of_mask: list[Tensor] = []
-        call.mode._is_inside = True
-        try:
-            for rows, seen in call.pieces(query):
-                every = (query[..., rows, :], keys[..., :seen, :], values[..., :seen, :])
-                leaves = [each.detach().requires_grad_() for each in every]
-                if ctx.needs_input_grad[3]:
-                    mask = mask.detach().requires_grad_()
-                    leaves.append(mask)
-                with torch.enable_grad():
-                    found = call.attend(leaves[0], leaves[1], leaves[2], mask)
-                own, some_keys, some_values, *of_mask = torch.autograd.grad(
-                    found, leaves, gradient[..., rows, :]
-                )
-                of_query[..., rows, :] = own
-                of_keys[..., :seen, :] += some_keys
-                of_values[..., :seen, :] += some_values
-        finally:
-            call.mode._is_inside = False
+        for rows, seen in call.pieces(query):
+            every = (query[..., rows, :], keys[..., :seen, :], values[..., :seen, :])
+            leaves = [each.detach().requires_grad_() for each in every]
+            if ctx.needs_input_grad[3]:
+                mask = mask.detach().requires_grad_()
+                leaves.append(mask)
+            with torch.enable_grad():
+                found = call.attend(leaves[0], leaves[1], leaves[2], mask)
+            own, some_keys, some_values, *of_mask = torch.autograd.grad(
+                found, leaves, gradient[..., rows, :]
+            )
+            of_query[..., rows, :] = own
+            of_keys[..., :seen, :] += some_keys
+            of_values[..., :seen, :] += some_values
         return of_query, *call.summed(of_keys, of_values), of_mask[0] if of_mask else None, None

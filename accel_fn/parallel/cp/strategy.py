@@ -27,6 +27,7 @@ from accel_fn.errors import BatchError
 from accel_fn.parallel.cp.attention import WholeAttention
 from accel_fn.parallel.cp.blocks import Blocks, blocks_in
 from accel_fn.parallel.cp.draws import draws_of_block
+from accel_fn.parallel.cp.transformers import ModelsOfTransformers
 
 
 def make_cp(
@@ -68,6 +69,7 @@ class ContextParallel(Strategy):
         self._averages = averages
         """Whether the strategy itself averages over `dp` alone, as for a model that wrap_tp has split."""
         self._attention = WholeAttention(cp)
+        self._of_transformers = ModelsOfTransformers(self.model, dims)
         self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
         """Names and sizes of the metrics, by whether the model trains; the same along the axis."""
         self._checked: tuple[Plan, Plan] | None = None
@@ -93,8 +95,14 @@ class ContextParallel(Strategy):
             return super().outputs(plan, state, part, weight)
         blocks = self.blocks_of(part)
         _, *weights = self.weights_of(plan, part)
-        with self._attention.over(blocks), draws_of_block(state.device, blocks.rank):
-            outcome = super().outputs(plan, state, blocks.cut(part, self._dims), weight)
+        with (
+            self._attending(blocks),
+            self._of_transformers.given(part, blocks),
+            draws_of_block(state.device, blocks.rank),
+        ):
+            # A loss may call `view`, which a whole batch allows.
+            own = map_tensors(Tensor.contiguous, blocks.cut(part, self._dims))
+            outcome = super().outputs(plan, state, own, weight)
         if plan.reduction == "sum":
             return self._joined(*outcome, 1.0)
         share = weights[blocks.rank] / sum(weights) if any(weights) else 0.0
@@ -103,10 +111,15 @@ class ContextParallel(Strategy):
     def weights_of(self, plan: Plan, part: Any) -> list[float]:
         """Return the weight of a micro-batch, then that of each block; refuse others than their sum."""
         blocks = self.blocks_of(part)
-        ranks = range(len(blocks.sizes))
-        cuts = [blocks.at(rank).cut(part, self._dims) for rank in ranks]
+        part = self._of_transformers.with_shifted(part)
+        dims = self._dims
+        if self._of_transformers.shifts:
+            dims = {**dims, "shift_labels": dims["labels"]}
+        cuts = [blocks.at(rank).cut(part, dims) for rank in range(len(blocks.sizes))]
         found = [sum(each) for each in weigh(self._weight_fn, [part, *cuts])]
-        if plan.reduction == "mean" and not isclose(found[0], sum(found[1:]), rel_tol=1e-9):
+        # In a trial of the checks, the ranks have rows of their own, and must not raise alone.
+        checks = plan.reduction == "mean" and not self._is_alone
+        if checks and not isclose(found[0], sum(found[1:]), rel_tol=1e-9):
             every = " + ".join(f"{each:g}" for each in found[1:])
             raise BatchError(
                 "step: weight_fn must count tokens, so that weights of the blocks of a sequence add up, got "
@@ -157,8 +170,15 @@ class ContextParallel(Strategy):
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Run the backward; activation checkpoints in it run attention again."""
-        with nullcontext() if self._is_whole else self._attention:
+        with nullcontext() if self._is_whole else self._attending():
             super().backward(loss, seed)
+
+    @contextmanager
+    def _attending(self, blocks: Blocks | None = None) -> Iterator[None]:
+        """Enclose a forward of these blocks, or the backward of the last one."""
+        attention = self._attention if blocks is None else self._attention.over(blocks)
+        with attention, self._of_transformers.attending():
+            yield
 
     def average(self, state: DistState) -> None:
         """Average the gradients over the ranks of the strategy, and along the axis."""

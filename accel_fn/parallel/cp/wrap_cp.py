@@ -16,6 +16,7 @@ from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn.parallel.batch_norm import batch_norms
 from accel_fn.parallel.cp.strategy import make_cp
+from accel_fn.parallel.cp.transformers import check_models
 from accel_fn.parallel.ddp import DDPSlot
 from accel_fn.parallel.fsdp.fsdp import FSDPSlot
 
@@ -142,6 +143,7 @@ class CPSlot(SlotFunction):
                 f"build: wrap_cp must not be used with {describe(compiled)}, whose graph cannot hold what "
                 "gathers keys and values; leave it out"
             )
+        check_models(plan.model, self.keywords["dims"])
         for name, module in plan.model.named_modules():
             _check_attention(name, module)
         for name, layer in batch_norms(plan.model).items():
