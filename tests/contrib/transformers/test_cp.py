@@ -150,9 +150,7 @@ def test_gradient_checkpointing_attends_to_the_whole_sequence(reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     recipe = af.compose(af.wrap_ddp(), CUT)
     if reentrant:
-        with pytest.raises(
-            ValueError, match=r"must not use torch\.utils\.checkpoint with"
-        ):
+        with pytest.raises(ValueError, match=r"must not use torch\.utils\.checkpoint with"):
             check(model, batches("plain"), recipe, {"cp": 2})
         return
     check(model, batches("packed"), recipe, {"cp": 2})
@@ -162,7 +160,7 @@ def test_a_llama_that_is_split_too_is_one_process():
     recipe = af.compose(af.wrap_fsdp(), CUT, af.wrap_tp())
     # Its norms compute in float32, where sums of split layers are rounded in another order; AdamW divides
     # by roots of squares.
-    options = {"optimizer": ours.adamw, "rel": 1e-7, "atol": 1e-6}
+    options = {"optimizer": ours.adamw, "rel": 1e-9, "atol": 1e-9}
     check(model_of("llama"), batches("padded"), recipe, {"dp": 1, "cp": 2, "tp": 2}, **options)
 
 
