@@ -61,9 +61,9 @@ def train(state, model, parts, recipe, make_optimizer):
     return found, ours.whole(mine.state_dict())
 
 
-def check(wrap, model, mesh, batches, sizes, num_microbatches=1, make_optimizer=ours.sgd):
+def check(wrap, model, mesh, batches, sizes, num_microbatches=1, make_optimizer=ours.sgd, cut=CUT):
     # AdamW turns the rounding of a drawn gradient near zero into 1e-12 of the rate.
-    recipe = af.compose(wrap, CUT, af.accumulate(num_microbatches), af.clip(0.5))
+    recipe = af.compose(wrap, cut, af.accumulate(num_microbatches), af.clip(0.5))
     parts = ours.dealt(batches, sizes)
     reports, expected = train_by_hand(model, batches, make_optimizer)
     for found, actual in simulate(
@@ -113,6 +113,16 @@ def test_a_model_that_is_split_too_is_one_rank(wrap, mesh):
     sizes = [[2, 1], [0, 4]] if "dp" in mesh else [[3], [4]]
     wraps = af.compose(wrap, af.wrap_tp(long.STYLES), af.checkpoint_activations())
     check(wraps, long.long_model(), mesh, batches, sizes, 2)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"dp": 2, "cp": 2}], ids=str)
+def test_ranks_that_attend_for_some_heads_are_one_rank(mesh, packed):
+    batches = long.batches(3, 4, 3, length=9, packed=packed)
+    sizes = [[2, 1], [0, 4], [3, 0]] if "dp" in mesh else [[3], [4], [3]]
+    wraps = af.compose(af.wrap_fsdp(), af.checkpoint_activations())
+    cut = af.wrap_cp(long.DIMS, attention="ulysses")
+    check(wraps, long.long_model(), mesh, batches, sizes, 2, ours.adamw, cut)
 
 
 @both

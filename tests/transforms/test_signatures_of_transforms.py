@@ -15,7 +15,7 @@ SIGNATURES = {
         "(*, blocks=None, ignore=None, replicate=1, reshard_after_forward=True, param_dtype=None, "
         "reduce_dtype=torch.float32, offload=False, sync_batchnorm=False, frozen=False)"
     ),
-    "wrap_cp": "(dims, *, axis='cp')",
+    "wrap_cp": "(dims, *, axis='cp', attention='gather')",
     "wrap_tp": "(styles='auto', *, axis='tp')",
     "wrap_deepspeed": "(config=None, *, stage=None, offload=None, nvme_path=None, **settings)",
     "local_sgd": "(every)",

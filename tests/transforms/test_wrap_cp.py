@@ -215,6 +215,16 @@ def test_attention_that_is_not_that_of_the_block_is_refused(options, match):
     refused(re.escape(match), mesh={"cp": 2}, loss_fn=attending(**options), model=model)
 
 
+def test_attention_is_of_a_kind_that_is_known():
+    with pytest.raises(ValueError, match='attention must be "gather" or "ulysses"'):
+        af.wrap_cp(long.DIMS, attention="ring")
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused():
+    recipe = af.compose(af.wrap_ddp(), af.wrap_cp(long.DIMS, attention="ulysses"))
+    refused("must have heads that 4 ranks divide, got 2", mesh={"cp": 4}, recipe=recipe)
+
+
 @pytest.mark.parametrize("shape", [(10, 10), (1, 10), (10,), (2, 1, 1, 10)], ids=str)
 def test_a_mask_and_its_gradient_are_those_of_the_whole_sequence(shape):
     torch.manual_seed(0)

@@ -31,9 +31,11 @@ class WholeAttention(TorchFunctionMode):
     checkpoints run forwards again.
     """
 
-    def __init__(self, cp: DistState) -> None:
+    def __init__(self, cp: DistState, *, by_heads: bool = False) -> None:
         super().__init__()
         self._cp = cp
+        self.by_heads = by_heads
+        """Whether each rank attends for some heads, among all tokens: "ulysses"."""
         self.blocks = Blocks((), 0)
         """How the sequences are cut that run now."""
         self.documents: Tensor | None = None
@@ -98,11 +100,33 @@ class WholeAttention(TorchFunctionMode):
             )
         mask = attn_mask
         if attn_mask is not None and not has_own_rows:
-            mask = _own_rows(attn_mask, blocks)
+            _check_mask(attn_mask, blocks)
+            mask = attn_mask if self.by_heads else _own_rows(attn_mask, blocks)
         tensors = _as_autocast(query, key, value, mask)
+        if self.by_heads:
+            return self._attend_by_heads(*tensors, is_causal=is_causal, **options)
         call = _Call(self, self._cp, blocks, is_causal, options)
         found: Tensor = _Attention.apply(*tensors, call)  # type: ignore[no-untyped-call]
         return found
+
+    def _attend_by_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Exchange tokens for heads, attend, and exchange back."""
+        place, num_ranks = self._cp.rank, self._cp.world_size
+        for each in (query, key):
+            if each.ndim < 3 or each.shape[-3] % num_ranks:
+                got = each.shape[-3] if each.ndim > 2 else 1
+                raise LossError(
+                    f'step: wrap_cp(attention="ulysses") must have heads that {num_ranks} ranks divide, got '
+                    f'{got}; use attention="gather"'
+                )
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask.chunk(num_ranks, -3)[place]
+        query, key, value = (_to_heads(each, self._cp, self.blocks) for each in (query, key, value))
+        with self.inside(), torch.autocast(query.device.type, enabled=False):
+            found = F.scaled_dot_product_attention(query, key, value, mask, **options)
+        return _to_tokens(found, self._cp, self.blocks)
 
 
 def _check_lengths(query: Tensor, key: Tensor, blocks: Blocks) -> None:
@@ -115,8 +139,8 @@ def _check_lengths(query: Tensor, key: Tensor, blocks: Blocks) -> None:
         )
 
 
-def _own_rows(mask: Tensor, blocks: Blocks) -> Tensor:
-    """Return the rows of a mask over the whole sequence that are this rank's."""
+def _check_mask(mask: Tensor, blocks: Blocks) -> None:
+    """Refuse a mask that is not over the whole sequence."""
     whole = blocks.num_tokens
     rows = mask.shape[-2] if mask.ndim > 1 else 1
     if mask.shape[-1] != whole or rows not in (1, whole):
@@ -124,13 +148,18 @@ def _own_rows(mask: Tensor, blocks: Blocks) -> Tensor:
             f"step: wrap_cp must have attention masks over the whole sequence, [..., {whole}, {whole}] or "
             f"[..., 1, {whole}], got {list(mask.shape)}; make it of entries that dims leave whole"
         )
-    return mask if rows == 1 else mask.narrow(-2, blocks.offset, blocks.own)
 
 
-def _as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def _own_rows(mask: Tensor, blocks: Blocks) -> Tensor:
+    """Return the rows of a mask over the whole sequence that are this rank's."""
+    if mask.ndim == 1 or mask.shape[-2] == 1:
+        return mask
+    return mask.narrow(-2, blocks.offset, blocks.own)
+
+
+def _as_autocast(*tensors: Any) -> list[Any]:
     """Cast tensors as autocast casts the inputs of attention, before they travel."""
     query = tensors[0]
-    assert query is not None
     device = query.device.type
     if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
         return [*tensors]
@@ -274,3 +303,41 @@ class _Attention(torch.autograd.Function):
             of_keys[..., :seen, :] += some_keys
             of_values[..., :seen, :] += some_values
         return of_query, *call.summed(of_keys, of_values), of_mask[0] if of_mask else None, None
+
+
+class _Swap(torch.autograd.Function):
+    """Exchange tokens of all heads for all tokens of some heads, or back; each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cp: DistState, blocks: Blocks, by_heads: bool) -> Tensor:
+        ctx.settings = cp, blocks, by_heads
+        most = max(blocks.sizes)
+        if by_heads:
+            parts = _padded(tensor, most).chunk(cp.world_size, -3)
+        else:
+            parts = tuple(
+                [_padded(each, most) for each in torch.split(tensor, [*blocks.sizes], -2)]
+            )
+        received = primitives.all_to_all(torch.stack(parts), cp, "step").unbind()
+        if not by_heads:
+            return torch.cat([each.narrow(-2, 0, blocks.own) for each in received], -3)
+        sizes = zip(received, blocks.sizes, strict=True)
+        return torch.cat([each.narrow(-2, 0, size) for each, size in sizes], -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cp, blocks, by_heads = ctx.settings
+        found = _to_tokens(gradient, cp, blocks) if by_heads else _to_heads(gradient, cp, blocks)
+        return found, None, None, None
+
+
+def _to_heads(tensor: Tensor, cp: DistState, blocks: Blocks) -> Tensor:
+    """Return all tokens of this rank's heads, from the tokens of its block."""
+    found: Tensor = _Swap.apply(tensor, cp, blocks, True)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _to_tokens(tensor: Tensor, cp: DistState, blocks: Blocks) -> Tensor:
+    """Return the tokens of this rank's block, of all heads."""
+    found: Tensor = _Swap.apply(tensor, cp, blocks, False)  # type: ignore[no-untyped-call]
+    return found

@@ -37,6 +37,7 @@ def make_cp(
     *,
     dims: Mapping[str, int],
     axis: str,
+    attention: str = "gather",
     inner: Callable[[DistState, nn.Module, Plan], Strategy] = Strategy,
 ) -> Strategy:
     """Make the strategy of `inner`, and let the ranks along the axis share the tokens of sequences."""
@@ -46,7 +47,8 @@ def make_cp(
     if cp.world_size > 1:
         strategy.__class__ = _over_context(type(strategy))  # type: ignore[arg-type]
         assert isinstance(strategy, ContextParallel)
-        strategy.begin(plan, cp, dims, averages=is_split)
+        attending = WholeAttention(cp, by_heads=attention == "ulysses")
+        strategy.begin(plan, cp, dims, attending, averages=is_split)
     return strategy
 
 
@@ -63,12 +65,20 @@ class ContextParallel(Strategy):
     the average of the gradients over these ranks is their sum.
     """
 
-    def begin(self, plan: Plan, cp: DistState, dims: Mapping[str, int], *, averages: bool) -> None:
+    def begin(
+        self,
+        plan: Plan,
+        cp: DistState,
+        dims: Mapping[str, int],
+        attention: WholeAttention,
+        *,
+        averages: bool,
+    ) -> None:
         """Take the ranks along the axis, and the dimension of the tokens in each entry of a batch."""
         self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
         self._averages = averages
         """Whether the strategy itself averages over `dp` alone, as for a model that wrap_tp has split."""
-        self._attention = WholeAttention(cp)
+        self._attention = attention
         self._of_transformers = ModelsOfTransformers(self.model, dims)
         self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
         """Names and sizes of the metrics, by whether the model trains; the same along the axis."""
@@ -263,7 +273,7 @@ def _attention_behind(ends: Sequence[Node]) -> list[Node]:
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == "_AttentionBackward":
+        if node.name() in ("_AttentionBackward", "_SwapBackward"):
             found.append(node)
         else:
             ahead += [each for each, _ in node.next_functions if each is not None]

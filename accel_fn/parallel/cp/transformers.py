@@ -237,7 +237,7 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make this rank's rows of transformers' mask of the whole sequence; None where it is causal alone."""
+    """Make the rows of transformers' whole mask that this rank needs; None where it is causal alone."""
     from transformers import masking_utils as masks
 
     mode = _mode()
@@ -246,12 +246,8 @@ def _mask(
     if q_length != blocks.own or kv_length not in (blocks.own, whole):
         rule = f"be for {blocks.own} tokens"
         raise LossError(message("step", "wrap_cp's masks", rule, f"{q_length} x {kv_length}"))
-    kwargs |= {
-        "q_length": blocks.own,
-        "kv_length": whole,
-        "q_offset": blocks.offset,
-        "kv_offset": 0,
-    }
+    rows, offset = (whole, 0) if mode.by_heads else (blocks.own, blocks.offset)
+    kwargs |= {"q_length": rows, "kv_length": whole, "q_offset": offset, "kv_offset": 0}
     is_padded = attention_mask is not None and not bool(attention_mask.all())
     if documents is None:
         is_whole = local_size is None or whole < local_size

@@ -25,7 +25,7 @@ _RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "at
 
 
 @transform
-def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
+def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gather") -> Transform:
     """Cut sequences over the ranks of an axis: each computes a block of consecutive tokens.
 
     The ranks along the axis are given the same batch. Each cuts its block out of the entries in `dims`,
@@ -51,15 +51,18 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
         dims: the dimension of the tokens in each entry of a batch that is cut, by its name. Entries
             that a batch lacks are skipped.
         axis: "cp", or another axis of the mesh than `dp`.
+        attention: `"gather"`: each rank gathers keys and values, and attends for its tokens. `"ulysses"`:
+            each rank exchanges its tokens for some heads, and attends for these among all tokens. The number
+            of ranks must divide the numbers of heads; masks are whole on each rank.
 
     Returns:
         A transform.
 
     Raises:
         TypeError: `dims` does not map names to integers.
-        ValueError: `dims` is empty, or `axis` is not one of these. In `build`, on all ranks: the mesh
-            has no such axis; neither `wrap_ddp` nor `wrap_fsdp` stands beside it; several terms,
-            `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse gradients,
+        ValueError: `dims` is empty, or `axis` or `attention` is not one of these. In `build`, on all
+            ranks: the mesh has no such axis; neither `wrap_ddp` nor `wrap_fsdp` stands beside it;
+            several terms, `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse gradients,
             `nn.MultiheadAttention`, or dropout inside of attention. In a step, on all ranks: a batch
             that is no mapping, has none of these entries, has them in several lengths, or has less
             tokens than ranks along the axis; weights of blocks that do not add up to that of the
@@ -74,10 +77,12 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
         one all-reduce of the gradients over the axis after the last backward. In the first forward one
         small exchange. A rank holds the activations of its block, and, in one attention at a time, the
         keys and values of the sequence. The weights of a micro-batch are counted once more for its
-        blocks. In steps 1, 2, 10 and 100, two more forwards and backwards of the first 64 tokens a rank
-        of two sequences, and with `wrap_ddp` one all-reduce of the gradients over the axis.
+        blocks. With "ulysses", four all-to-alls of a block of queries, keys, values or outputs in the
+        forward and four in the backward, and attention is computed once. In steps 1, 2, 10 and 100, two
+        more forwards and backwards of the first 64 tokens a rank of two sequences, and with `wrap_ddp`
+        one all-reduce of the gradients over the axis.
 
-    Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
+    Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2; Jacobs et al. 2023, arXiv:2309.14509.
 
     >>> import accel_fn as af
     >>> af.wrap_cp({"input_ids": 1, "labels": 1, "position_ids": 1})
@@ -95,7 +100,10 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp") -> Transform:
     others = [name for name in AXES if name != "dp"]
     if axis not in others:
         raise ArgumentError(message("wrap_cp", "axis", f"be one of {', '.join(others)}", axis))
-    return fill(strategy=CPSlot(make_cp, dims=dict(dims), axis=axis))
+    if attention not in ("gather", "ulysses"):
+        rule = 'be "gather" or "ulysses"'
+        raise ArgumentError(message("wrap_cp", "attention", rule, attention))
+    return fill(strategy=CPSlot(make_cp, dims=dict(dims), axis=axis, attention=attention))
 
 
 class CPSlot(SlotFunction):

@@ -118,6 +118,12 @@ def test_any_cut_is_one_process(name, kind):
     check(model_of(name), batches(kind), af.compose(af.wrap_ddp(), CUT), {"cp": 4})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_attend_for_some_heads_are_one_process(kind):
+    cut = af.wrap_cp({"input_ids": 1, "labels": 1, "position_ids": 1}, attention="ulysses")
+    check(model_of("mistral"), batches(kind), af.compose(af.wrap_ddp(), cut), {"cp": 2})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
