@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_fn.checks.first_batches import FirstBatches
+from accel_fn.checks.sequences import SequenceCheck
 from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.empty import is_unfilled, tensors_in
 from accel_fn.core.loop import describe_backward
@@ -63,6 +64,8 @@ def explain(plan: Plan | Step, state: DistState) -> str:
         for each in plan.observers.every:
             if isinstance(each, FirstBatches):
                 described["check"] = f"the loss {each.comparison.verdict}"
+            if isinstance(each, SequenceCheck):
+                described["cut"] = f"the loss of blocks of sequences {each.text}"
         unused = plan.strategy.reached.unused
         if unused:
             described["unused"] = f"{', '.join(unused)}, which wrap_ddp refuses on several ranks"

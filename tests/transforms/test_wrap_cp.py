@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import accel_fn as af
+from accel_fn.core.torch_internals import run_backward
 from accel_fn.testing import simulate
 from tests.support import long_sequences as long
 from tests.support import strategies as ours
@@ -314,3 +317,50 @@ def test_ranks_draw_masks_of_their_own_that_a_recomputation_repeats():
         assert first[1:] == second[1:]  # draws after the step, and parameters
     for kept, computed in zip(plain, again, strict=True):
         assert kept == computed
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_recomputation_in_a_thread_of_the_engine_sees_the_mode_around_the_backward(device):
+    seen = []
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, fn, types, args=(), kwargs=None):
+            seen.append(fn is F.scaled_dot_product_attention)
+            return fn(*args, **(kwargs or {}))
+
+    weight = nn.Parameter(torch.randn(1, 2, 3, 4, device=device))
+
+    def attend(tensor):
+        return F.scaled_dot_product_attention(tensor, tensor, tensor)
+
+    with Counting():
+        loss = checkpoint(attend, weight, use_reentrant=False).sum()
+    assert sum(seen) == 1
+    with Counting():
+        run_backward(loss, None, [weight])
+    assert sum(seen) == 2
+
+
+def test_explain_names_the_blocks_and_the_check():
+    def run(state):
+        model = long.long_model(depth=1)
+        plan = af.Plan(long.loss_fn, model, ours.sgd(model.parameters()), af.count_labels("labels"))
+        state, step = af.build(af.compose(af.wrap_ddp(), CUT)(plan), state)
+        step(state, long.batches(4)[0])
+        return af.explain(step, state)
+
+    for text in simulate(run, mesh={"cp": 2}):
+        assert "the mean over the global batch, by wrap_ddp() and wrap_cp({'input_ids': 1" in text
+        assert "the same rows along cp" in text
+        assert (
+            "cut        the loss of blocks of sequences is that of the whole one, in step" in text
+        )

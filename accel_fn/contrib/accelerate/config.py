@@ -171,7 +171,7 @@ _AXES = {"cp": "parallelism_config_cp_size", "tp": "parallelism_config_tp_size"}
 """Axes of the mesh, beside `dp`, and the keys of their sizes."""
 
 _SPLIT_BY = {
-    "cp": "accel_fn has no transform yet that splits sequences along it, so ranks along it compute the same",
+    "cp": "in the script, wrap_cp(dims) cuts sequences along it",
     "tp": "in the script, wrap_tp() splits the model along it",
 }
 

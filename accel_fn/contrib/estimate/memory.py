@@ -85,7 +85,8 @@ def estimate_memory(
     Ranks hold replicas, as under `wrap_ddp`: more of them, or more
     micro-batches, make activations smaller and nothing else. A rank that
     shares gradients or accumulates them holds them through the whole step. On a mesh, a rank has a part of
-    the batch for its place along `dp`; parameters that `wrap_tp` splits are counted whole.
+    the batch for its place along `dp`; parameters that `wrap_tp` splits are counted whole, and so
+    are sequences that `wrap_cp` cuts: give a batch of one block of tokens.
 
     Args:
         make_model: returns the model, a model and a batch, a plan, or a plan and a state. Called once,

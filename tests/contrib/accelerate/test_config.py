@@ -240,8 +240,7 @@ def test_sizes_of_axes_are_the_mesh_and_the_warning_names_what_splits_along_them
 ):
     file = written(tmp_path, parallel(**sizes) + "num_processes: 16\n")
     splits = {
-        "cp": "accel_fn has no transform yet that splits sequences along it, so ranks along it compute the "
-        "same",
+        "cp": "in the script, wrap_cp(dims) cuts sequences along it",
         "tp": "in the script, wrap_tp() splits the model along it",
     }
     lines = [f"the mesh has the axis {axis}: {splits[axis]}" for axis in splits if axis in mesh]
