@@ -82,6 +82,9 @@ DEEP = {
     "transforms/test_hoist_scalars.py": {"transforms.compile.pass_hoist_scalars"},
     "transforms/test_tp_plans.py": {"parallel.tp.styles"},
     "transforms/test_tp_styles.py": {"parallel.tp.styles"},
+    "transforms/test_wrap_cp.py": {"core.torch_internals"},
+    "transforms/test_wrap_cp_checks.py": {"checks.sequences"},
+    "transforms/test_wrap_cp_cost.py": {"parallel.cp"},
     "transforms/test_tree_sum.py": {"parallel.reproducible", "parallel.reproducible.tree_sum"},
 }
 

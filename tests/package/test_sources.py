@@ -51,6 +51,9 @@ KEPT = {
     "_watch_registrations": "that torch calls a function of ours",
     "_is_uncompiled": "whether a thread runs modules uncompiled, while it does",
     "_form": "what a type is made of",
+    "_FORWARD": "whether a thread runs a block of a sequence, while it does",
+    "_over_context": "a class for each class of strategies",
+    "_register": "that the registries of transformers know an attention",
     "_hints": "the fields of a class",
     "_VERSION": "the version that is installed",
     "_code_of": "a fact about a dtype",
@@ -156,7 +159,7 @@ def test_modules_keep_nothing_of_a_run():
 
 HEAVY = {
     *("IPython", "torch", "click", "cloudpickle", "deepspeed", "ipykernel", "libcst", "matplotlib"),
-    *("rich", "safetensors", "torchao", "tqdm", "traitlets", "xxhash", "yaml"),
+    *("rich", "safetensors", "torchao", "tqdm", "traitlets", "transformers", "xxhash", "yaml"),
 }
 
 
