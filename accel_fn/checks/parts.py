@@ -66,6 +66,8 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
         is_window = bool(plan.having("takes_windows"))
         whole = batch[0] if is_window and type(batch) is list else batch
         num = 0 if whole is None else count_samples(whole)
+        if num and not strategy.can_run(plan, whole):
+            return None, None, -1
         if num < 2:
             return whole, None, num
         part = split_batch(whole, max(1, num // _NUM_SAMPLES))[0]

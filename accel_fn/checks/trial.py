@@ -44,7 +44,8 @@ _LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 def couples(plan: Plan, strategy: Strategy) -> bool:
     """Return whether forwards have collectives, so that all ranks must run the same number."""
-    return strategy.pads or bool(plan.shard_model) or not strategy.leaves_gradients
+    meets = bool(plan.shard_model or plan.having("cuts_sequences"))
+    return strategy.pads or meets or not strategy.leaves_gradients
 
 
 class Ran(NamedTuple):
@@ -356,7 +357,7 @@ def _check_graph(loss: Tensor) -> None:
 
 def _num_collectives(state: DistState, plan: Plan) -> int | None:
     """Count the group's collectives so far; None if sharding calls them in every forward."""
-    if state.group is None or plan.having("shards"):
+    if state.group is None or plan.having("shards") or plan.having("cuts_sequences"):
         return None
     return num_collectives(state.group)
 

@@ -263,6 +263,10 @@ class Strategy:
             outcome = module(placed(state, plan, part))
         return outcome
 
+    def can_run(self, plan: Plan, part: Any) -> bool:
+        """Return whether the strategy can run such a micro-batch; if not, the step raises why."""
+        return True
+
     def evaluating(
         self, plan: Plan, state: DistState, function: str
     ) -> AbstractContextManager[None]:

@@ -317,8 +317,8 @@ class SlotFunction(partial[Any]):
             "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
             trained), "local_gradients" (ranks keep their own gradients: they are not compared, and `build`
             refuses a mesh and losses `(sum, count)`), "shards" (forwards have collectives, so every rank
-            runs as many), "takes_empty" (the model may be on the meta device; a strategy calls
-            `give_memory`), "acts_alone" (it does something in a world of one, too), "virtual_ranks"
+            runs as many), "cuts_sequences" (likewise, along an axis of a mesh), "takes_empty" (the model may
+            be on the meta device; a strategy calls `give_memory`), "acts_alone" (it does something in a world of one, too), "virtual_ranks"
             (micro-batches stand for ranks), "cuda_graphs" (a backward overwrites the gradients of the last
             one), "retries"
             (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),

@@ -152,6 +152,51 @@ def test_a_mesh_evaluates_predicts_and_runs_forward_as_one_process(wrap):
         assert torch.allclose(found[2], rows, rtol=0, atol=1e-12)
 
 
+@both
+@pytest.mark.parametrize(("precision", "atol"), [("bf16", 1e-3), ("fp16", 1e-4)])
+def test_autocast_and_a_loss_scale_are_those_of_one_process_to_their_rounding(
+    wrap, precision, atol
+):
+    """The bounds are those of products in bf16 and fp16; the updates are of the size of 0.1."""
+    batches = long.batches(4, 4)
+    model = long.long_model().float()
+
+    def run(state):
+        mine = copy.deepcopy(model)
+        plan = af.Plan(long.loss_fn, mine, ours.sgd(mine.parameters()), af.count_labels("labels"))
+        amp = af.compose(af.with_amp(precision), af.checkpoint_activations())
+        recipe = af.compose(wrap, CUT, amp) if state.world_size > 1 else amp
+        state, step = af.build(recipe(plan), state)
+        for batch in batches:
+            state, _ = step(state, af.shard_batch(batch, state))
+        return ours.whole(mine.state_dict())
+
+    (expected,) = simulate(run, world_size=1)
+    for actual in simulate(run, mesh={"dp": 2, "cp": 2}):
+        ours.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def test_layers_that_are_frozen_pass_gradients_on():
+    batches, model = long.batches(3, 4), long.long_model()
+    model.embedding.requires_grad_(False)
+    model.places.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[0].query.weight.requires_grad_(True)
+    model.blocks[1].key.weight.requires_grad_(False)
+
+    def run(state):
+        mine = copy.deepcopy(model)
+        plan = af.Plan(long.loss_fn, mine, ours.sgd(mine.parameters()), af.count_labels("labels"))
+        state, step = af.build(af.compose(af.wrap_fsdp(), CUT)(plan), state)
+        for batch in batches:
+            state, _ = step(state, af.shard_batch(batch, state))
+        return ours.whole(mine.state_dict())
+
+    (expected,) = simulate(run, world_size=1)
+    for actual in simulate(run, mesh={"dp": 2, "cp": 2}):
+        ours.assert_close(actual, expected)
+
+
 def test_a_run_is_saved_on_a_mesh_and_resumed_on_one_process(tmp_path):
     batches, model = long.batches(3, 4), long.long_model(depth=1)
 

@@ -165,7 +165,6 @@ def test_a_rank_whose_rows_cannot_be_cut_stops_all():
     assert all(simulate(run, mesh=MESH))
 
 
-@pytest.mark.filterwarnings("ignore:step. loss_fn should return the mean")
 @pytest.mark.parametrize("mesh", [{"cp": 2}, MESH], ids=str)
 def test_weights_that_do_not_add_up_over_blocks_are_refused(mesh):
     match = (

@@ -23,7 +23,7 @@ from accel_fn.core.plan import Plan, describe
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState
 from accel_fn.core.weights import Weight, weigh
-from accel_fn.errors import BatchError
+from accel_fn.errors import AccelError, BatchError
 from accel_fn.parallel.cp.attention import WholeAttention
 from accel_fn.parallel.cp.blocks import Blocks, blocks_in
 from accel_fn.parallel.cp.draws import draws_of_block
@@ -99,6 +99,14 @@ class ContextParallel(Strategy):
         """Weigh a whole micro-batch; refuse one that cannot be cut."""
         return self.weights_of(plan, part)[0]
 
+    def can_run(self, plan: Plan, part: Any) -> bool:
+        """Return whether sequences can be cut, into blocks whose weights add up."""
+        try:
+            self.weights_of(plan, part)
+        except AccelError:
+            return False
+        return True
+
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
         """Return loss and metrics of a micro-batch, of which this rank runs its block of tokens."""
         if part is None or self._is_whole:
@@ -127,9 +135,7 @@ class ContextParallel(Strategy):
             dims = {**dims, "shift_labels": dims["labels"]}
         cuts = [blocks.at(rank).cut(part, dims) for rank in range(len(blocks.sizes))]
         found = [sum(each) for each in weigh(self._weight_fn, [part, *cuts])]
-        # In a trial of the checks, the ranks have rows of their own, and must not raise alone.
-        checks = plan.reduction == "mean" and not self._is_alone
-        if checks and not isclose(found[0], sum(found[1:]), rel_tol=1e-9):
+        if plan.reduction == "mean" and not isclose(found[0], sum(found[1:]), rel_tol=1e-9):
             every = " + ".join(f"{each:g}" for each in found[1:])
             raise BatchError(
                 "step: weight_fn must count tokens, so that weights of the blocks of a sequence add up, got "

@@ -111,9 +111,9 @@ class CPSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: those of the strategy, and forwards that have collectives."""
+        """Return the traits: those of the strategy, and that of forwards with collectives along an axis."""
         inner = self.keywords.get("inner")
-        return frozenset({"shards", "cuts_sequences"} | getattr(inner, "traits", frozenset()))
+        return frozenset({"cuts_sequences"} | getattr(inner, "traits", frozenset()))
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
         """Take over the strategy that stands beside this one."""
