@@ -318,10 +318,10 @@ class SlotFunction(partial[Any]):
             trained), "local_gradients" (ranks keep their own gradients: they are not compared, and `build`
             refuses a mesh and losses `(sum, count)`), "shards" (forwards have collectives, so every rank
             runs as many), "cuts_sequences" (likewise, along an axis of a mesh), "takes_empty" (the model may
-            be on the meta device; a strategy calls `give_memory`), "acts_alone" (it does something in a world of one, too), "virtual_ranks"
-            (micro-batches stand for ranks), "cuda_graphs" (a backward overwrites the gradients of the last
-            one), "retries"
-            (a batch may be done again), "takes_windows" (a batch is a list of micro-batches),
+            be on the meta device; a strategy calls `give_memory`), "acts_alone" (it does something in a
+            world of one, too), "virtual_ranks" (micro-batches stand for ranks), "cuda_graphs" (a backward
+            overwrites the gradients of the last one), "retries" (a batch may be done again),
+            "takes_windows" (a batch is a list of micro-batches),
             "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
             forward), "clips_norm" (it clips by the norm
             `max_norm` among its settings), "collectives_in_apply" (the update has collectives, so a rank
