@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
-import gc
 import importlib
-import os
 import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,96 +93,6 @@ def namespace() -> dict[str, Any]:
     }
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CHANGE, RESUMING = re.findall(r"^```diff\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-[PROGRAM] = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-
-
-def side(diff: str, sign: str) -> str:
-    """Return one side of a diff: the lines of both sides, and those with this sign."""
-    lines = diff.splitlines()
-    return "".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", sign))
-
-
-def by_hand() -> str:
-    """Return the program of README.md before the first diff."""
-    new = side(CHANGE, "+")
-    assert PROGRAM.count(new) == 1
-    return PROGRAM.replace(new, side(CHANGE, "-"))
-
-
-def resumed(program: str) -> str:
-    """Return the program of README.md with its second diff applied."""
-    old = side(RESUMING, "-")
-    assert program.count(old) == 1
-    return program.replace(old, side(RESUMING, "+"))
-
-
-@pytest.fixture(scope="module")
-def printed_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Run the program of README.md in an empty folder; return what it prints."""
-    return run_program(PROGRAM, tmp_path_factory.mktemp("alone"), [])
-
-
-def run_program(program: str, folder: Path, launcher: list[str]) -> str:
-    (folder / "train.py").write_text(program, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, "train.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def losses(printed: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
-
-
-def test_the_file_that_the_readme_names_is_its_program() -> None:
-    text = (ROOT / "examples" / "circle.py").read_text(encoding="utf-8")
-    assert text.partition('"""\n\n')[2] == PROGRAM
-
-
-@pytest.mark.slow
-def test_both_programs_of_the_readme_learn(printed_alone: str, tmp_path: Path) -> None:
-    for printed in (run_program(by_hand(), tmp_path, []), printed_alone):
-        assert len(losses(printed)) == 5
-        assert losses(printed)[-1] < losses(printed)[0] / 2
-
-
-@pytest.mark.slow
-def test_program_of_the_readme_prints_the_same_on_two_processes(
-    printed_alone: str, tmp_path: Path
-) -> None:
-    launcher = ["-m", "accel_fn", "launch", "-n", "2", "--cpu"]
-    assert run_program(PROGRAM, tmp_path, launcher) == printed_alone
-
-
-@pytest.mark.slow
-def test_a_run_of_the_readme_continues_from_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run stops within an epoch, after its first checkpoint, and starts again."""
-    program = resumed(PROGRAM).replace("epoch, 50)", "epoch, 8)")
-    stepping = "        state, report = step(state, batch)\n"
-    assert program.count(stepping) == 1
-    stopping = program.replace(
-        stepping, stepping + "        if state.step == 120:\n            raise SystemExit\n"
-    )
-    ends = []
-    for name, programs in (("whole", [program]), ("stopped", [stopping, program])):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        for each in programs:
-            variables: dict[str, Any] = {}
-            with contextlib.suppress(SystemExit):
-                exec(each, variables)
-            gc.collect()  # releases the lock of the run's folder
-        assert variables["state"].step == 128
-        ends.append(variables["model"].state_dict())
-        assert [path.name for path in Path("runs/a").glob("step_*")] == ["step_00000100"]
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-
-
 def test_no_python_stands_in_a_block_that_is_not_run() -> None:
     """The exceptions need a folder that accelerate wrote, which contrib/accelerate makes,
     are what a command prints, which test_guides.py runs, or start a job of SageMaker, of which
@@ -209,17 +114,17 @@ def not_run(page: Path) -> list[str]:
     return [text for text in texts if python.search(text) and not any(map(text.count, exceptions))]
 
 
+def side(diff: str, sign: str) -> str:
+    """Return one side of a diff: the lines of both sides, and those with this sign."""
+    lines = diff.splitlines()
+    return "".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", sign))
+
+
 def test_lines_to_write_for_a_larger_model_stand_in_the_program_of_the_page() -> None:
     text = (ROOT / "docs" / "larger-models.md").read_text(encoding="utf-8")
     [change] = re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     program = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
     assert side(change, "+") in program
-
-
-def test_links_of_the_readme_lead_to_files() -> None:
-    linked = set(re.findall(r"\]\(([^)#]+)", README))
-    assert "docs/index.md" in linked
-    assert not [link for link in linked if not (ROOT / link).is_file()]
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -238,8 +143,8 @@ def test_every_class_of_error_is_in_troubleshooting() -> None:
     assert set(re.findall(r"^### (\w+Error)$", text, re.MULTILINE)) == classes
 
 
-def test_tests_that_a_page_names_exist() -> None:
-    text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(\w+/test_\w+\.py)`", text))
-    assert named
+def test_tests_that_pages_name_exist() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"`(?:tests/)?((?:\w+/)+(?:test_|law)\w+\.py)`", text))
+    assert len(named) > 50
     assert not [name for name in named if not (ROOT / "tests" / name).is_file()]
