@@ -331,7 +331,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def pages(session: nox.Session) -> None:
-    """Open every page of the documentation in headless Chromium (Debian: apt-get install chromium)."""
+    """Open every page, and the README as on GitHub, in Chromium (Debian: apt-get install chromium)."""
     install(session, "testing", "transformers", groups=("docs", "pages"))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
     session.run("python", "-m", "tests.tools.pages", "docs/_build", "runs/pages", *session.posargs)

@@ -1,5 +1,9 @@
-"""Draws docs/_static/run.png: the logs of two runs, one killed and resumed. `python docs/draw_run.py`."""
+"""Draws docs/_static/run.png and run-dark.png: the logs of two runs, one killed and resumed.
 
+`python docs/draw_run.py` trains and writes them anew.
+"""
+
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,6 +11,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import matplotlib.style
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -14,8 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_fn as af
+from accel_fn.contrib.runs.plot_png import write_png
+from accel_fn.contrib.runs.run_log import read_runs
 
-PICTURE = Path(__file__).parent / "_static" / "run.png"
+PICTURES = Path(__file__).parent / "_static"
+DARK = ["dark_background", {"figure.facecolor": "#131416", "axes.facecolor": "#131416"}]
+"""The style of the dark theme, on the background of the pages."""
 NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 12, 8192, 128
 RUNS = {"lr=0.003": [], "lr=0.03": [200, 455]}
 """By learning rate, the steps after which the process of a run is killed."""
@@ -71,15 +80,19 @@ def train(folder: str, rate: float, killed_after: int) -> None:
 
 def draw() -> None:
     """Run all processes, plot their logs, and print where the time of the killed run went."""
-    with TemporaryDirectory() as home:
+    with TemporaryDirectory() as home, contextlib.chdir(home):
         for name, kills in RUNS.items():
             for step in [*kills, 0]:
                 command = [sys.executable, __file__, name, name.removeprefix("lr="), str(step)]
-                subprocess.run(command, cwd=home, check=not step)
-        for command in (["plot", *RUNS, "-o", str(PICTURE)], ["report", list(RUNS)[-1]]):
-            subprocess.run([sys.executable, "-m", "accel_fn", *command], cwd=home, check=True)
-    with Image.open(PICTURE) as picture:
-        picture.quantize(64).save(PICTURE, optimize=True)
+                subprocess.run(command, check=not step)
+        runs, _ = read_runs("plot", [Path(name) for name in RUNS])
+        for name, style in {"run": [], "run-dark": DARK}.items():
+            with matplotlib.style.context(style):
+                write_png(runs, picture := PICTURES / f"{name}.png")
+            with Image.open(picture) as drawn:
+                drawn.quantize(64).save(picture, optimize=True)
+        report = [sys.executable, "-m", "accel_fn", "report", list(RUNS)[-1]]
+        subprocess.run(report, check=True)
 
 
 if __name__ == "__main__":

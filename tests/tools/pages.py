@@ -1,4 +1,4 @@
-"""Open every built page in headless Chromium: check widths, pictures, console messages and searches.
+"""Open every built page and the readme in headless Chromium: check widths, pictures, searches, prints.
 
 python -m tests.tools.pages docs/_build runs/pages
 """
@@ -24,6 +24,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 from accel_fn.contrib.runs.plot_page import write_page
 from accel_fn.contrib.runs.run_log import read_runs
 from tests.contrib.runs import histories
+from tests.tools import readme
 
 WIDTHS = (1400, 400)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -31,6 +32,10 @@ SEARCHES = {
     "gradient accumulation": "api/transforms.html#gradient-accumulation",
     "mixed precision": "api/transforms.html#mixed-precision",
     "gradient clipping": "api/transforms.html#gradient-clipping",
+    "cosine": "recipes.html#index-0",
+    "noise scale": "recipes.html#gradient-noise-scale",
+    "gather_for_metrics": "evaluation.html#index-0",
+    "gradient checkpointing": "memory.html#index-0",
 }
 """Searches of a reader, and the page that the first result must lead to."""
 WIDER = """() => {
@@ -51,6 +56,17 @@ CUT = """() => [...document.querySelectorAll('article pre, article .table-wrappe
 HIDDEN = """() => [...document.querySelectorAll('article img')].filter(
     each => !each.complete || each.naturalWidth === 0).map(each => each.src)"""
 """Pictures that did not load."""
+
+FIRST_LOOK = """() => {
+    const picture = document.querySelector('article img');
+    const added = document.querySelector('article .gi');
+    const ends = {'the first picture': picture.complete && picture.getBoundingClientRect().bottom,
+                  'the first added line': added.getClientRects()[0].bottom};
+    return Object.entries(ends).filter(each => !(each[1] && each[1] <= innerHeight)).map(
+        each => `${each[0]} ends at ${each[1]} of ${innerHeight} pixels`);
+}"""
+"""What a reader of the readme must see without scrolling, and does not."""
+ON_ONE_SHEET = "cheat-sheet.html"
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -127,6 +143,24 @@ def search(browser: Browser, site: str) -> Iterator[str]:
         page.close()
 
 
+def look_at_readme(browser: Browser, site: str) -> Iterator[str]:
+    """Yield what lies below the first screen of the readme, as GitHub shows it, and should not."""
+    page = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
+    page.goto(f"{site}/readme.html", wait_until="load")
+    yield from (f"readme.html: {each}" for each in page.evaluate(FIRST_LOOK))
+    page.close()
+
+
+def print_sheet(browser: Browser, site: str) -> Iterator[str]:
+    """Print the cheat sheet as a reader does; yield a fault if it takes more than a sheet."""
+    page = browser.new_page()
+    page.goto(f"{site}/{ON_ONE_SHEET}", wait_until="load")
+    sheets = len(re.findall(rb"/Type /Page\b", page.pdf(prefer_css_page_size=True)))
+    if sheets != 1:
+        yield f"{ON_ONE_SHEET}: prints on {sheets} sheets"
+    page.close()
+
+
 def main() -> None:
     """Print all faults, and exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -140,13 +174,17 @@ def main() -> None:
     # The page of `accel-fn plot` is checked like those of the documentation.
     histories.with_values(seed=0).write(folder := args.shots / "run")
     write_page(read_runs("plot", [folder])[0], args.built / "plot.html")
+    shown = readme.render(Path("README.md").read_text(encoding="utf-8"))
+    (args.built / "readme.html").write_text(shown, encoding="utf-8")
     found = (str(path.relative_to(args.built)) for path in args.built.rglob("*.html"))
     names = sorted(found, key=lambda name: (name.startswith("_modules"), name))
     names = [name for name in names if args.only in name]
     with sync_playwright() as playwright, served(args.built) as site:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         faults = 0
-        for fault in chain(look(browser, site, args.shots, names), search(browser, site)):
+        checks = (look_at_readme, print_sheet, search)
+        others = (check(browser, site) for check in checks)
+        for fault in chain(look(browser, site, args.shots, names), *others):
             print(fault, flush=True)
             faults += 1
         browser.close()
