@@ -323,9 +323,10 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation, with warnings as errors; its examples are run by the tests."""
+    """The documentation, with warnings as errors, and its words; its examples are run by the tests."""
     install(session, "testing", "transformers", groups=("docs",))
     session.run("sphinx-build", "-nW", "--keep-going", "-b", "html", "docs", "docs/_build")
+    session.run("python", "-m", "tests.tools.words")
     session.log(f"open {Path('docs/_build/index.html').resolve().as_uri()}")
 
 
