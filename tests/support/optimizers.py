@@ -1,6 +1,6 @@
 """One row for every optimizer of torch.optim and torch_optimizer, and the checks of each row.
 
-`python -m tests.support.optimizers` writes the table of docs/optimizers.md from what the contract gives.
+`python -m tests.support.optimizers` writes the table of docs/tested-optimizers.md from what the contract gives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.strategies import dealt, mse, regression_model
 
 Batch = tuple[Tensor, Tensor]
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tested-optimizers.md"
 FENCES = ("<!-- table: python -m tests.support.optimizers -->\n", "<!-- end of table -->\n")
 SIZES = (7, 5, 6, 4)
 PARTS = ((5, 2), (2, 3), (6, 0), (1, 3))  # sizes of the ranks' parts of each batch

@@ -1,6 +1,6 @@
 """Lists which optimizers fit into the graph of a compiled step.
 
-`python -m tests.support.optimizers_compiled` writes the table of docs/optimizers.md.
+`python -m tests.support.optimizers_compiled` writes the table of docs/tested-optimizers.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lists which optimizers update shards, and which resume from a checkpoint with the same bits.
 
-`python -m tests.support.optimizers_sharded_and_saved` writes the table of docs/optimizers.md.
+`python -m tests.support.optimizers_sharded_and_saved` writes the table of docs/tested-optimizers.md.
 """
 
 from __future__ import annotations

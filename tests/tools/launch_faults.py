@@ -1,4 +1,4 @@
-"""Measures the table of docs/launching.md: the same faults under three launchers.
+"""Measures the table of docs/benchmarks.md: the same faults under three launchers.
 
 Run `python -m tests.tools.launch_faults`. Each cell is measured by starting the command; a launch
 that has not ended after a minute is ended.
