@@ -1,6 +1,7 @@
 """One row for every optimizer of torch.optim and torch_optimizer, and the checks of each row.
 
-`python -m tests.support.optimizers` writes the table of docs/tested-optimizers.md from what the contract gives.
+`python -m tests.support.optimizers` writes the table of docs/tested-optimizers.md from what the contract
+gives.
 """
 
 from __future__ import annotations
