@@ -89,7 +89,8 @@ def init_new(model):
 
     def init(module):
         if isinstance(module, LoRALinear):
-            nn.init.uniform_(module.down, -1 / math.sqrt(module.in_features), 1 / 8)
+            bound = 1 / math.sqrt(module.in_features)
+            nn.init.uniform_(module.down, -bound, bound)
             nn.init.zeros_(module.up)
         else:
             model._init_weights(module)
@@ -137,7 +138,7 @@ def main(args):
     )
     model = af.empty(make_model, config, args.rank if args.lora else 0)
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr or (1e-3 if args.lora else 1e-4))
+    optimizer = torch.optim.AdamW(trained, lr=args.lr or (3e-3 if args.lora else 1e-4))
     loader = af.shard_loader(DataLoader(train, args.batch_size, shuffle=True), state)
     test_loader = af.shard_loader(DataLoader(held_out, 64), state)
 
