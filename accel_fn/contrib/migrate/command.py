@@ -14,6 +14,7 @@ from accel_fn.contrib.migrate.table import DIFFERENCES
 from accel_fn.errors import ExtraError
 
 if TYPE_CHECKING:
+    from accel_fn.contrib.migrate.loops import Loop
     from accel_fn.contrib.migrate.read import Line, Script, Use
 
 _PAGE = "docs/differences.md#from-accelerate"
@@ -55,6 +56,7 @@ def _as_dict(script: Script) -> dict[str, object]:
     return {
         "lines": [{**asdict(line), "goes": line.goes} for line in script.lines],
         "recipe": script.recipe,
+        "loops": [asdict(loop) for loop in script.loops],
         "num_lines": script.num_lines,
         "num_going": script.num_going,
         "num_replaced": script.num_replaced,
@@ -66,11 +68,15 @@ def _print_script(script: Script) -> None:
     rows: set[int] = set()
     for line in script.lines:
         _print_line(line, reasons, rows)
-    click.echo("The recipe that follows:\n")
-    for text in _recipe(script.recipe):
-        click.echo(f"{_INDENT}{text}")
+    for loop in script.loops:
+        _print_loop(loop)
+    if not script.loops:
+        click.echo("The recipe that follows:\n")
+        for text in _recipe(script.recipe):
+            click.echo(f"{_INDENT}{text}")
+        click.echo()
     click.echo(
-        f"\n{script.num_going} of {script.num_lines} lines go, {script.num_replaced} are replaced."
+        f"{script.num_going} of {script.num_lines} lines go, {script.num_replaced} are replaced."
     )
     unknown = dict.fromkeys(
         f"{use.name} (line {line.number})"
@@ -103,6 +109,19 @@ def _print_line(line: Line, reasons: set[str], rows: set[int]) -> None:
                 click.echo(wrapped(f"{_INDENT}row {number}: ", text))
                 rows.add(number)
     click.echo()
+
+
+def _print_loop(loop: Loop) -> None:
+    """Print the code that takes the place of a loop, and what is left to do by hand."""
+    click.echo(f"For the backward in line {loop.number}, below line {loop.after}:\n")
+    click.echo(textwrap.indent(loop.program, _INDENT))
+    click.echo("\nIn its loop, for the lines from the forward to the update:\n")
+    click.echo(textwrap.indent(loop.in_loop, _INDENT))
+    click.echo()
+    for each in loop.by_hand:
+        click.echo(wrapped("By hand: ", each))
+    if loop.by_hand:
+        click.echo()
 
 
 def _recipe(transforms: list[str]) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
-from accel_fn.contrib.migrate.facts import Facts, joined, walk
+from accel_fn.contrib.migrate.facts import Facts, joined, last, walk
+from accel_fn.contrib.migrate.loops import Backward, Loop
 from accel_fn.contrib.migrate.table import DIFFERENCES, TABLE
 from accel_fn.errors import ArgumentError, message
 
@@ -18,6 +19,7 @@ _FIRST = (
     "place",
     "with_amp",
     "compiled",
+    "wrap_as_launched",
     "wrap_ddp",
     "wrap_fsdp",
     "wrap_deepspeed",
@@ -25,6 +27,7 @@ _FIRST = (
     "accumulate",
 )
 """The first transforms of the recipe; other transforms follow in the script's order."""
+_WRAPS = {"wrap_fsdp", "wrap_deepspeed", "wrap_as_launched"}
 _LONGEST = 60
 """The most characters of an argument in a replacement."""
 
@@ -64,6 +67,7 @@ class Script:
 
     lines: list[Line]
     recipe: list[str]
+    loops: list[Loop]
     num_lines: int
 
     @property
@@ -95,7 +99,8 @@ def read_script(path: Path) -> Script:
     reader.read()
     return Script(
         [reader.lines[number] for number in sorted(reader.lines)],
-        _recipe(reader.transforms),
+        _recipe([each for each, _ in reader.all_transforms()]),
+        reader.loops(),
         len(module.code.splitlines()),
     )
 
@@ -103,7 +108,10 @@ def read_script(path: Path) -> Script:
 def _recipe(found: list[str]) -> list[str]:
     """Return the transforms of the recipe, each once, in an order that reads well."""
     names = {_name(each) for each in found}
-    wraps = [] if names & {"wrap_fsdp", "wrap_deepspeed", "local_sgd"} else ["af.wrap_ddp()"]
+    if len(names & _WRAPS) > 1:
+        # The script leaves the choice to the settings of its launch.
+        found = [each for each in found if _name(each) not in _WRAPS] + ["af.wrap_as_launched()"]
+    wraps = [] if names & {*_WRAPS, "local_sgd"} else ["af.wrap_ddp()"]
     transforms = dict.fromkeys(["af.place()", *wraps, *found])
     return sorted(
         transforms,
@@ -116,14 +124,14 @@ def _name(transform: str) -> str:
 
 
 class _Arguments(dict[str, str]):
-    """The arguments of a call by name; a missing or long argument reads as three dots."""
+    """The arguments of a call by name; a missing one reads as three dots."""
 
     def __missing__(self, name: str) -> str:
         return "..."
 
-    def __getitem__(self, name: str) -> str:
-        value = super().__getitem__(name)
-        return value if len(value) <= _LONGEST else "..."
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST else "..."
 
 
 class _Reader:
@@ -136,28 +144,131 @@ class _Reader:
         self.facts = Facts(wrapper)
         self.source = module.code.splitlines()
         self.lines: dict[int, Line] = {}
-        self.transforms: list[str] = []
+        self.transforms: list[tuple[str, int]] = []
+        """The transforms of the recipe, each with its line."""
+        self._backwards = [Backward(self.facts, each) for each in self.facts.backwards]
+        self._frozen = {name for each in self._backwards for name in each.frozen}
+        self._in_loss = {node for each in self._backwards for node in each.kept}
+        self._done: set[cst.CSTNode] = set()
+        """Nodes in parts of lines that are replaced as a whole."""
+
+    def loops(self) -> list[Loop]:
+        """Return the code that takes the place of each loop."""
+        found, joined_lines = [], []
+        for each in self._backwards:
+            if not each.optimizers and each is not self._backwards[-1]:
+                joined_lines.append(each.number)
+                continue
+            if joined_lines:
+                lines = ", ".join(map(str, joined_lines))
+                each.by_hand[
+                    f"the backward of line {lines} is part of the same update: return the sum of the losses"
+                ] = None
+                joined_lines = []
+            found.append(each)
+        return [self._loop(each, found) for each in found]
+
+    def all_transforms(self) -> list[tuple[str, int]]:
+        """Return the transforms of the recipe, each with the line that it comes from."""
+        k = self.facts.num_microbatches
+        split = ", split=None" if self.facts.is_grouped else ""
+        return [*self.transforms, *([(f"af.accumulate({k}{split})", 0)] if k else [])]
+
+    def _loop(self, backward: Backward, every: list[Backward]) -> Loop:
+        """Write the code of a loop, with its own part of the transforms if there are several."""
+        transforms = [each for each, _ in self.all_transforms()]
+        suffix = step = ""
+        if len(every) > 1:
+            name = (
+                last(backward.models[0])
+                if len(backward.models) == 1
+                else str(every.index(backward))
+            )
+            suffix, step = f"_{name}", f"_{name}"
+            end = next((e.number for e in every if e.number > backward.number), 10**9)
+            transforms = [
+                each
+                for each, line in self.all_transforms()
+                if not self._is_of_other(each, line, backward, end, every[0].number)
+            ]
+        more = [
+            each for each in every if each.loop is backward.loop and each.number > backward.number
+        ]
+        loop = backward.written(_recipe(transforms), suffix, f"{self.facts.step}{step}")
+        if more:
+            text = loop.in_loop.removesuffix(")") + ", advance=False)"
+            loop = replace(loop, in_loop=text)
+        return replace(
+            loop,
+            program=self._owned(loop.program),
+            in_loop=self._owned(loop.in_loop),
+        )
+
+    def _is_of_other(
+        self, transform: str, line: int, backward: Backward, end: int, first: int
+    ) -> bool:
+        """Return whether a transform belongs to another loop: a clip below it, another's schedule."""
+        if _name(transform) in ("clip", "clip_value"):
+            return not backward.number < line < end
+        if _name(transform) == "schedule":
+            scheduler = re.split(r"[(,)]", transform)[1]
+            names = self.facts.names_in_making(scheduler)
+            return bool(names) and not names & {*backward.optimizers}
+        return False
+
+    def _owned(self, text: str) -> str:
+        """Give the state and the step the names that they have in this script."""
+        text = re.sub(r"(?<![\w.'\"{])step\b(?! *[=}].)(?=[,( ])", self.facts.step, text)
+        if not self.facts.prefix:
+            return text
+        return re.sub(r"(?<![\w.'\"{])(state|step|train_step)\b(?!=)", r"self.\1", text)
 
     def read(self) -> None:
         for node in walk(self.facts.module):
+            if node in self._done:
+                continue
             if isinstance(node, cst.Import | cst.ImportFrom):
                 if self.facts.is_of_accelerate(node):
                     self._add_use(node, "import", goes=bool(self.lines))
+            elif isinstance(node, cst.Assign | cst.AugAssign | cst.Arg) and self._read_whole(node):
+                self._done |= {*walk(node)}
             elif isinstance(node, cst.For):
                 self._read_loop(node)
             elif isinstance(node, cst.If) and node in self.facts.counting_ifs:
                 self._add_use(node, "count", goes=True)
-            elif isinstance(node, cst.Assign):
-                self._read_assignment(node)
             elif isinstance(node, cst.Call) and self.facts.makes_loader(node):
                 self._read_loader(node)
             elif isinstance(node, cst.Attribute | cst.Name):
                 self._read_name(node)
 
+    def _read_whole(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
+        """Add a statement or an argument that is replaced as a whole; return whether it is one."""
+        is_assignment = not isinstance(node, cst.Arg) and self._read_assignment(node)
+        return is_assignment or self._has_factor(node)
+
+    def _has_factor(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
+        """Add the line of a length without its factors; return whether it has some."""
+        if not isinstance(node, cst.Arg) and any(
+            isinstance(each, cst.Call) and each.args for each in walk(node)
+        ):
+            inner = [each for each in walk(node) if isinstance(each, cst.Arg) and each.keyword]
+            if inner:
+                return False
+        new = self.facts.factored(node)
+        if new is None or len(list(self._up_to_statement(node))) == 0:
+            return False
+        self._add_use(node, "factor", {"new": self._owned(new)})
+        return True
+
     def _read_name(self, node: cst.Attribute | cst.Name) -> None:
         function = self.facts.name_in_accelerate(node)
         if function is not None:
             self._read_function(node, function)
+        elif self._is_read_loss(node):
+            self._add_use(node, "loss.read")
+            self._done |= {*walk(node)}
+        elif isinstance(node, cst.Attribute) and self._is_average_step(node):
+            self._add_use(node, "average.step")
         elif isinstance(node, cst.Attribute) and self.facts.is_accelerator(node.value):
             self._read_member(node, node.attr.value)
         elif isinstance(node, cst.Attribute):
@@ -189,16 +300,62 @@ class _Reader:
             self._read_prepare(node, call)
         elif name == "gather" and isinstance(call, cst.Call) and self._known_figure(call):
             self._add_use(node, f"accelerator.gather({self._known_figure(call)})")
+            self._done |= {*walk(call)}
         elif name == "reduce" and re.search("[\"']mean[\"']", self.facts.code(call)):
             self._add_use(node, "accelerator.reduce(mean)")
         elif name in ("gather", "gather_for_metrics") and self.facts.evaluates(node):
             self._add_use(node, "accelerator.gather_for_metrics(in a loop)")
         elif name == "autocast" and self.facts.trains(node):
             self._add_use(node, "accelerator.autocast(in a loop)")
-        elif name == "device" and self._only_moves(node):
-            self._add_use(node, "move", goes=True)
+        elif name == "device" and self.facts.only_moves(node):
+            self._read_move(node)
+        elif name == "state" and self._plugin_after(node):
+            self._add_use(node, f"accelerator.state.{self._plugin_after(node)}")
         else:
             self._add_use(node, f"accelerator.{name}")
+
+    def _is_read_loss(self, node: cst.Attribute | cst.Name) -> bool:
+        """Return whether a name is the loss, read beside the backward, as for a log."""
+        code = self.facts.code(node)
+        if not re.fullmatch(r"[\w.]+", code) or not self.facts.stands_for_itself(node):
+            return False
+        around = [node, *self._up_to_statement(node), *self.facts.ancestors(node)]
+        if any(each in self._in_loss or isinstance(each, cst.AssignTarget) for each in around):
+            return False
+        for each in self._backwards:
+            loop = each.loop and (self.facts.loop_around(each.loop) or each.loop)
+            is_here = (
+                loop in around and each.loss is not None and code == self.facts.code(each.loss)
+            )
+            if is_here and each.call not in around:
+                return True
+        return False
+
+    def _is_average_step(self, node: cst.Attribute) -> bool:
+        is_step = node.attr.value in ("step", "update", "update_parameters")
+        return is_step and self.facts.code(node.value) in self.facts.averages
+
+    def _plugin_after(self, node: cst.Attribute) -> str:
+        """Return the plugin that is read from the state, `accelerator.state.fsdp_plugin`; else ""."""
+        text = self.facts.code(self.parents[node])
+        return next((each for each in ("fsdp_plugin", "deepspeed_plugin") if each in text), "")
+
+    def _read_move(self, node: cst.Attribute) -> None:
+        """Add the use of `x.to(accelerator.device)`, by what x is."""
+        call = self.parents[self.parents[node]]
+        assert isinstance(call, cst.Call)
+        assert isinstance(call.func, cst.Attribute)
+        name = self.facts.code(call.func.value)
+        rest = [each for each in call.args if each.value is not node]
+        is_batch = self.facts.loop_around(node) is not None
+        if name in self._frozen:
+            cast = ", ".join(self.facts.code(each).rstrip(", ") for each in rest)
+            key = "move(cast)" if rest else "move(frozen)"
+            self._add_use(call, key, {"name": name, "key": last(name), "cast": cast})
+        elif name in (*self.facts.trained, *self.facts.renamed.values()) or is_batch:
+            self._add_use(node, "move", goes=True)
+        else:
+            self._add_use(node, "accelerator.device")
 
     def _known_figure(self, call: cst.Call) -> str:
         """Return the field of the report that a call gathers; empty if no report has it."""
@@ -213,11 +370,17 @@ class _Reader:
         }
         if kinds["model"] or not names:
             values = {kind: found[0] for kind, found in kinds.items() if found}
-            self._add_use(node, "accelerator.prepare(model)", values)
-        if len(kinds["model"]) > 1:
+            key = "below" if self._backwards else "model"
+            self._add_use(node, f"accelerator.prepare({key})", values)
+        if len(kinds["model"]) > 1 and not self._backwards:
             self._add_use(node, "accelerator.prepare(models)")
+        for to, name in self.facts.renamed.items():
+            if name in names:
+                self._add_use(node, "accelerator.prepare(renamed)", {"to": to, "name": name})
         for name in kinds["loader"]:
-            self._add_use(node, "accelerator.prepare(loader)", {"loader": name})
+            grouped = self.facts.is_grouped and name in self.facts.training_loaders
+            key = "grouped loader" if grouped else "loader"
+            self._add_use(node, f"accelerator.prepare({key})", {"loader": name})
         for name in kinds["scheduler"]:
             of_epochs = " of epochs" if name in self.facts.schedulers_of_epochs else ""
             self._add_use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
@@ -234,35 +397,65 @@ class _Reader:
     def _read_loop(self, node: cst.For) -> None:
         """Add the use of a loop that trains, goes over epochs, or evaluates."""
         loader = self.facts.training_loops.get(node)
-        if loader is not None:
+        if node in self.facts.counting_loops:
+            self._add_use(node, "count loop")
+        elif loader is not None:
+            is_in_epochs = self.facts.loop_around(node) in self.facts.epoch_loops
             head = self.facts.code(node.iter)
-            over = re.sub(rf"\b{re.escape(loader)}\b", "epoch", head)
+            over = (
+                re.sub(rf"(?<![\w.]){re.escape(loader)}\b", "epoch", head) if is_in_epochs else head
+            )
             counts = over.startswith("enumerate(")
             count = self.facts.code(node.target).split(",")[0] if counts else ""
-            key = "loader.loop(step)" if count == "step" else "loader.loop"
-            target = f"{count.replace('step', 'index')}, batch" if counts else "batch"
-            self._add_use(node, key, {"target": target, "iter": over})
+            batch = next(each.batch for each in self._backwards if each.loop is node)
+            self._add_use(
+                node,
+                "loader.loop",
+                {"target": f"{count}, {batch}" if counts else batch, "iter": over},
+            )
         elif node in self.facts.epoch_loops and isinstance(node.iter, cst.Call):
-            count = self.facts.code(node.iter.args[-1].value) if node.iter.args else "..."
+            of_range = [
+                each
+                for each in walk(node.iter)
+                if isinstance(each, cst.Call)
+                and last(self.facts.code(each.func)) in ("range", "trange")
+            ]
+            # In range(a, b), the epochs end before b.
+            places = [each.value for each in of_range[0].args if each.keyword is None]
+            count = self.facts.code(places[min(1, len(places) - 1)])
             since = ", since=state" if self.facts.resumes else ""
-            self._add_use(node, "loader.epochs", {"num_epochs": count + since})
+            inner = [
+                loop for loop in self.facts.training_loops if self.facts.loop_around(loop) is node
+            ]
+            loader = self.facts.training_loops[inner[0]]
+            self._add_use(node, "loader.epochs", {"num_epochs": count + since, "loader": loader})
         elif node in self.facts.evaluation_loops:
             self._add_use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
 
-    def _read_assignment(self, node: cst.Assign) -> None:
-        """Add the use of a line that computes the loss, or divides it by an update's batches."""
-        if node in self.facts.losses:
-            self._add_use(node, "loss", {"value": self.facts.code(node.value)})
-        elif node in self.facts.divisions:
-            numbers = (self.facts.num_microbatches, "accelerator.gradient_accumulation_steps")
-            known = self.facts.divisions[node] in numbers
-            self._add_use(node, "divide" if known else "divide(by another number)")
+    def _read_assignment(self, node: cst.Assign | cst.AugAssign) -> bool:
+        """Add the use of a line that goes into the loss function, or out of the loop; return if it is one."""
+        if node in self._in_loss:
+            self._add_use(node, "loss")
+            return True
+        if isinstance(node, cst.Assign) and self.facts.is_accelerator(node.value):
+            self._add_use(node, "alias")
+            return True
+        divides = any(self.facts.divisor(node, each) is not None for each in self.facts.losses)
+        if divides and self.facts.loop_around(node) in self.facts.training_loops:
+            self._add_use(node, "divide")
+            return True
+        return False
 
     def _read_loader(self, node: cst.Call) -> None:
         """Add the use of a loader that the script trains on, where it is made."""
-        has_size = any(each.keyword and each.keyword.value == "batch_size" for each in node.args)
-        accumulated = has_size and self.facts.num_microbatches
-        self._add_use(node.func, "loader(accumulated)" if accumulated else "loader")
+        accumulated = self.facts.num_microbatches and not self.facts.is_grouped
+        positional = [each for each in node.args if each.keyword is None]
+        named = [each for each in node.args if each.keyword and each.keyword.value == "batch_size"]
+        given = [*named, *positional[1:2]]
+        size = self.facts.code(given[0].value) if given else "1"
+        size = size if re.fullmatch(r"[\w.]+", size) else f"({size})"
+        key = "loader(accumulated)" if accumulated else "loader"
+        self._add_use(node.func, key, {"batch_size": size})
 
     def _add_use(
         self,
@@ -281,11 +474,12 @@ class _Reader:
             return
         if row.why and any(use.why == row.why for use in line.uses):
             return
-        filled = _Arguments({**self.facts.values, **self._arguments(node, row.arguments)})
+        given = {name: _short(each) for name, each in self._arguments(node, row.arguments).items()}
+        filled = _Arguments({**self.facts.values, **given})
         filled.update(values or {})
         replacement = row.replacement
         if replacement is not None:
-            replacement = None if goes else replacement.format_map(filled)
+            replacement = None if goes else self._filled(key, replacement, filled)
         part = "" if goes or self._is_whole(node, replacement) else self._shown(node)
         differences = tuple(
             number
@@ -294,7 +488,14 @@ class _Reader:
         )
         line.uses.append(Use(key, replacement, part, row.why.format_map(filled), differences))
         if row.transform:
-            self.transforms.append(row.transform.format_map(filled))
+            where = self.positions[node].start.line
+            self.transforms.append((row.transform.format_map(filled), where))
+
+    def _filled(self, key: str, replacement: str, values: Mapping[str, str]) -> str:
+        """Fill a replacement in, with the names of the script's state and step."""
+        if key != "annotation":
+            replacement = self._owned(replacement)
+        return replacement.format_map(values)
 
     def _arguments(self, node: cst.CSTNode, names: str) -> dict[str, str]:
         """Return the arguments of a call by name; for a constructor's argument, this one alone."""
@@ -360,14 +561,3 @@ class _Reader:
             known = isinstance(call, cst.Call) and self.facts.name_in_accelerate(call.func)
             return node is not parent.keyword and not known
         return isinstance(parent, cst.Param) and parent.annotation is None
-
-    def _only_moves(self, node: cst.Attribute) -> bool:
-        """Return whether the line only moves a variable to the device: `x = x.to(device)`."""
-        call = self.parents[self.parents[node]]
-        if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
-            return False
-        around = self.parents[call]
-        moved = self.facts.code(call.func.value)
-        if isinstance(around, cst.Assign):
-            return self.facts.code(around.targets[0].target) == moved
-        return isinstance(around, cst.Expr)

@@ -32,6 +32,7 @@ class Difference:
 
 NONE = "(no counterpart)"
 _SHARDS = "FSDP2 alone: the units, offloading and dtypes are arguments of wrap_fsdp."
+_CHOSEN = "The settings of the launch choose wrap_ddp, wrap_fsdp or wrap_deepspeed."
 _DEEPSPEED = "wrap_deepspeed takes DeepSpeed's configuration; its engine stays inside of the step."
 _MESH = "Replicas and shards are both along dp: wrap_fsdp(replicate=r). wrap_tp() splits along tp."
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
@@ -41,6 +42,7 @@ TABLE: dict[str, Row] = {
     # The objects that a script prepares.
     "import": Row("import accel_fn as af"),
     "accelerator": Row("state", "A state holds what a process knows; functions take it."),
+    "alias": Row(None),
     "annotation": Row("state: af.DistState"),
     "model.train": Row(None, _TRAIN),
     "model.eval": Row(None, _TRAIN),
@@ -54,7 +56,7 @@ TABLE: dict[str, Row] = {
         "An update sees one batch. For the same update on n processes, multiply by n too.",
     ),
     "loader.loop": Row("for {target} in {iter}:"),
-    "loader.loop(step)": Row("for {target} in {iter}:", "step is the function that trains."),
+    "count loop": Row(None, "One batch has all samples of an update, and af.accumulate cuts it."),
     "loader.epochs": Row(
         "for epoch in {loader}.epochs({num_epochs}):", "Its number is epoch.index."
     ),
@@ -67,20 +69,30 @@ TABLE: dict[str, Row] = {
     "loader.sampler": Row("{name}.loader.sampler"),
     "loader.set_epoch": Row(None, "Each pass over {name} sets it."),
     "optimizer.step": Row(None, "step(state, batch) updates."),
-    "loss": Row(
-        "return {value}", "In loss_fn(model, batch), below the lines that it needs from this loop."
+    "loss": Row(None, "In the loss function, below."),
+    "loss.read": Row("report.loss", "After the step: the mean over the samples of the update."),
+    "factor": Row(
+        "{new}",
+        "A schedule counts updates, and a batch is that of all processes and micro-batches: no such factor.",
+        (10,),
+    ),
+    "average.step": Row(
+        "",
+        "It stays, below the step: the parameters are whole and equal on all processes. Or "
+        "af.ema(decay) in the recipe, which checkpoints hold, and which shards need.",
+    ),
+    "move(frozen)": Row(
+        None, "In the plan: frozen. af.place() moves it, and evaluation mode is set."
+    ),
+    "move(cast)": Row(
+        "{name}.to({cast})", "In the plan: frozen. af.place() moves it, and evaluation mode is set."
     ),
     "count": Row(
         None,
-        "af.accumulate({k}) counts: what else stood in this if stands after step.",
+        "af.accumulate counts: what else stood in this if stands after step.",
         (1, 5),
-        transform="af.accumulate({k})",
     ),
     "divide": Row(None, "af.accumulate weighs the losses of micro-batches."),
-    "divide(by another number)": Row(
-        "",
-        "If it divides by the number of batches of an update, it goes: af.accumulate weighs them.",
-    ),
     "optimizer.zero_grad": Row(None, "A step has gradients of its own.", (6,)),
     "optimizer.step_was_skipped": Row("not report.applied"),
     "scheduler.step": Row(None, "af.schedule steps it after each applied update.", (9, 10)),
@@ -99,9 +111,8 @@ TABLE: dict[str, Row] = {
         transform="af.with_amp({mixed_precision})",
     ),
     "Accelerator(gradient_accumulation_steps)": Row(
-        "af.accumulate({gradient_accumulation_steps}) in the recipe",
+        "af.accumulate in the recipe",
         "It splits one batch; accelerate joins several.",
-        transform="af.accumulate({gradient_accumulation_steps})",
     ),
     "Accelerator(cpu)": Row(None, "af.init has it, or accel-fn launch --cpu.", (17,)),
     "Accelerator(dataloader_config)": Row(None, "shard_loader needs no settings."),
@@ -127,9 +138,8 @@ TABLE: dict[str, Row] = {
         None, "af.save names checkpoints by step; keep=3 limits their number.", (19,)
     ),
     "Accelerator(gradient_accumulation_plugin)": Row(
-        "af.accumulate(k) in the recipe",
+        "af.accumulate in the recipe",
         "It splits one batch; accelerate joins several.",
-        transform="af.accumulate(k)",
     ),
     "Accelerator(step_scheduler_with_optimizer)": Row(
         None, "af.schedule(..., every=loader) steps once an epoch."
@@ -144,6 +154,10 @@ TABLE: dict[str, Row] = {
     "Accelerator(parallelism_config)": Row("af.init(mesh=dict(dp=-1, tp=n))", _MESH),
     # Methods: the loop.
     "accelerator.prepare": Row("plan, step and loader", differences=(18,)),
+    "accelerator.prepare(below)": Row(
+        "(below)", "The plan and the step; nothing wraps the model.", (18, 21)
+    ),
+    "accelerator.prepare(renamed)": Row("{to} = {name}"),
     "accelerator.prepare(model)": Row(
         "plan = recipe(af.Plan(loss_fn, {model}, {optimizer}))\n"
         "state, step = af.build(plan, state)",
@@ -157,9 +171,14 @@ TABLE: dict[str, Row] = {
         (21,),
     ),
     "accelerator.prepare(loader)": Row("{loader} = af.shard_loader({loader}, state)", "", (2, 13)),
+    "accelerator.prepare(grouped loader)": Row(
+        "{loader} = af.group_batches(af.shard_loader({loader}, state), {k})",
+        "An update takes a list of batches; len counts updates.",
+        (2, 13),
+    ),
     "accelerator.prepare(scheduler)": Row(
         "af.schedule({scheduler}) in the recipe",
-        "It counts updates on any number of processes: drop factors such as num_processes.",
+        "It counts updates on any number of processes.",
         (10,),
         transform="af.schedule({scheduler})",
     ),
@@ -336,7 +355,7 @@ TABLE: dict[str, Row] = {
     "accelerator.process_index": Row("state.rank"),
     "accelerator.local_process_index": Row("state.local_rank"),
     "accelerator.num_processes": Row(
-        "state.world_size", "Learning rates, schedules and batch sizes need no such factor.", (10,)
+        "state.world_size", "Rates, schedules and batch sizes need no such factor.", (10,)
     ),
     "accelerator.use_distributed": Row("state.world_size > 1"),
     "accelerator.multi_device": Row('state.world_size > 1 and state.device.type != "cpu"'),
@@ -346,6 +365,12 @@ TABLE: dict[str, Row] = {
     ),
     "accelerator.distributed_type": Row(None, "One recipe: no code branches on it."),
     "accelerator.state": Row("state", "What the recipe sets stands in the recipe."),
+    "accelerator.state.fsdp_plugin": Row(
+        "af.wrap_as_launched() in the recipe", _CHOSEN, transform="af.wrap_as_launched()"
+    ),
+    "accelerator.state.deepspeed_plugin": Row(
+        "af.wrap_as_launched() in the recipe", _CHOSEN, transform="af.wrap_as_launched()"
+    ),
     "accelerator.split_batches": Row(None, "A batch is that of all processes, always."),
     "accelerator.dispatch_batches": Row(None, "shard_loader chooses by the kind of data set."),
     "accelerator.even_batches": Row(None, "Nothing is padded.", (2,)),
@@ -357,7 +382,9 @@ TABLE: dict[str, Row] = {
     "accelerator.gradient_state": Row(None, "Every step is an update, and nothing is padded."),
     "accelerator.dataloader_config": Row(None, "shard_loader needs no settings."),
     "accelerator.project_configuration": Row(None, "af.save takes a folder, and keep=3."),
-    "accelerator.deepspeed_plugin": Row(NONE, _DEEPSPEED),
+    "accelerator.deepspeed_plugin": Row(
+        "af.wrap_as_launched() in the recipe", _CHOSEN, transform="af.wrap_as_launched()"
+    ),
     "accelerator.fp8_backend": Row(None, 'af.with_amp("fp8") uses torchao.'),
     "accelerator.is_fsdp2": Row(None, _SHARDS),
     "accelerator.is_composable_parallelism_enabled": Row(None, "One recipe."),
@@ -393,7 +420,7 @@ TABLE: dict[str, Row] = {
     "AutocastKwargs": Row("torch.autocast(...) in loss_fn"),
     "InitProcessGroupKwargs": Row("af.init(timeout_s=...)", "Or accel-fn launch --timeout-s."),
     "GradientAccumulationPlugin": Row("af.accumulate(k) in the recipe", "", (1,)),
-    "FullyShardedDataParallelPlugin": Row("af.wrap_fsdp(...)", _SHARDS),
+    "FullyShardedDataParallelPlugin": Row("af.wrap_fsdp(...)", _SHARDS, transform="af.wrap_fsdp()"),
     "ProjectConfiguration": Row("af.save(step, state, folder, keep=3)", "", (19,)),
     "ProfileKwargs": Row("af.profile(folder, steps=range(11, 14))"),
     "TorchDynamoPlugin": Row("af.compiled(mode=..., fullgraph=..., dynamic=...)"),
@@ -401,7 +428,9 @@ TABLE: dict[str, Row] = {
     "ParallelismConfig": Row("af.init(mesh=dict(dp=-1, tp=n))", _MESH),
     "TorchTensorParallelPlugin": Row("af.wrap_tp()", _MESH),
     "MegatronLMPlugin": Row(NONE, "Megatron-LM has a loop of its own."),
-    "DeepSpeedPlugin": Row("af.wrap_deepspeed(stage=...)", _DEEPSPEED),
+    "DeepSpeedPlugin": Row(
+        "af.wrap_deepspeed(stage=...)", _DEEPSPEED, transform="af.wrap_deepspeed()"
+    ),
     "DummyOptim": Row("an optimizer of torch", _DEEPSPEED),
     "DummyScheduler": Row("a scheduler of torch", _DEEPSPEED),
     "AORecipeKwargs": Row('af.with_amp("fp8", skip=...)'),

@@ -21,9 +21,9 @@ from tests.cli.commands import ROOT, command, run_command, run_python
 SCRIPTS = Path(__file__).with_name("scripts")
 RENAMED = {
     "{epoch}": "{epoch.index}",
-    "loss.item(), step": "loss.item(), index",
+    "(loss.item()": "(report.loss.item()",
 }
-"""The loop variables that a reader renames."""
+"""The variables that a reader renames, as the output says."""
 MOVED = ("accumulation", "checkpointing", "metrics", "early_stopping")
 
 
@@ -88,8 +88,12 @@ def test_what_is_printed_stands_in_the_program_that_follows(name):
             text = (use["replacement"] or "").removesuffix(" in the recipe")
             for old, new in RENAMED.items():
                 text = text.replace(old, new)
-            assert "..." in text or all(each in moved for each in text.splitlines()), use
-    assert all(each in moved for each in found["recipe"])
+            is_text = "..." in text or text.startswith("(")
+            assert is_text or all(each in moved for each in text.splitlines()), use
+    for loop in found["loops"]:
+        assert not loop["by_hand"]
+        for text in (*loop["program"].splitlines(), *loop["in_loop"].splitlines()):
+            assert text in moved
     assert "accelerate" not in moved
     assert max(map(len, printed(SCRIPTS / f"{name}.py").splitlines())) <= 80
 
@@ -165,7 +169,7 @@ from accelerate.utils import DistributedDataParallelKwargs as K\nK(a=b) ==> -> a
 from accelerate.local_sgd import LocalSGD\nwith LocalSGD(accelerator, net, 8): pass ==> af.local_sgd(8)
 from accelerate import FullyShardedDataParallelPlugin as F\nF() ==> -> af.wrap_fsdp(...)
 from accelerate.logging import get_logger\nget_logger("a") ==> -> af.main_logger(logging.getLogger("a")
-x = x.to(accelerator.device) ==> -> (goes)
+x = x.to(accelerator.device) ==> accelerator.device -> state.device
 x = y.to(accelerator.device) ==> accelerator.device -> state.device
 net = accelerator.unwrap_model(net) ==> -> net
 accelerator.wait_for_everyone() ==> -> af.barrier(state)
@@ -245,13 +249,17 @@ def test_accumulation_by_hand_and_a_schedule_of_epochs_are_read(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(BY_HAND)
     found = json.loads(printed(path, "--json"))
-    assert [line["number"] for line in found["lines"] if line["goes"]] == [9, 11, 13, 14, 15]
-    assert {"af.accumulate(4)", "af.schedule(sched, every=loader)"} <= {*found["recipe"]}
+    assert [line["number"] for line in found["lines"] if line["goes"]] == [9, 10, 11, 13, 14, 15]
+    assert {"af.accumulate(4, split=None)", "af.schedule(sched, every=loader)"} <= {
+        *found["recipe"]
+    }
     rows = {
         number for line in found["lines"] for use in line["uses"] for number in use["differences"]
     }
     assert rows >= {1, 5, 6, 10}
-    assert "-> return net(batch).mean()" in printed(path)
+    assert found["loops"][0]["program"].startswith(
+        "def loss_fn(model, batch):\n    return net(batch).mean()\n"
+    )
 
 
 def test_imports_but_the_first_go(tmp_path):
@@ -291,9 +299,12 @@ def test_one_batch_an_update_is_no_accumulation(tmp_path):
 def test_a_division_by_another_number_is_pointed_at(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(BY_HAND.replace("loss / 4", "loss / n"))
-    [line] = [each for each in json.loads(printed(path, "--json"))["lines"] if each["number"] == 11]
-    assert not line["goes"]
-    assert line["uses"][0]["why"].startswith("If it divides by the number of batches")
+    found = json.loads(printed(path, "--json"))
+    [line] = [each for each in found["lines"] if each["number"] == 11]
+    assert [use["name"] for use in line["uses"]] == ["loss"]
+    [reason] = [each for each in found["loops"][0]["by_hand"] if "line 11" in each]
+    assert "divides by another number than the batches of an update" in reason
+    assert "return loss / n" in found["loops"][0]["program"]
 
 
 def test_autocast_in_a_loop_that_trains_goes(tmp_path):

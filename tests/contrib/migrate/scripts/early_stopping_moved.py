@@ -38,20 +38,19 @@ def training_function():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
-    state, step = af.build(plan, state)
+    state, train_step = af.build(plan, state)
     loader = af.shard_loader(loader, state)
 
     num_updates = 0
     for epoch in loader.epochs(3):
-        for index, batch in enumerate(epoch):
-            state, report = step(state, batch)
-            loss = report.loss
+        for step, batch in enumerate(epoch):
+            state, report = train_step(state, batch)
             num_updates += 1
             stop = False
-            if early_stopping.check(loss.item()):
+            if early_stopping.check(report.loss.item()):
                 stop = True
             if af.any_rank(stop, state):
-                af.print_on_main(loss.item(), index, state=state)
+                af.print_on_main(report.loss.item(), step, state=state)
                 break
     af.print_on_main(num_updates, state=state)
     values = [value.item() for each in model.parameters() for value in each.flatten()]

@@ -1,0 +1,593 @@
+"""What enters `backward` in a loop: the loss function, the plan and the lines that take its place."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import libcst as cst
+
+from accel_fn.contrib.migrate.facts import Edit, Facts, last, walk
+
+_DRAWS = re.compile(
+    r"torch\.(randn|rand|randint|randn_like|rand_like|randint_like|normal|bernoulli|multinomial|randperm)"
+    r"|(np|numpy)\.random\.\w+|random\.\w+|.*\.(sample|normal_|uniform_|bernoulli_|random_|exponential_)"
+)
+"""The calls that draw random numbers."""
+_OF_ROWS = ("torch.randn", "torch.rand", "torch.randint", "torch.randn_like", "torch.rand_like")
+"""The draws whose first dimension is that of the batch."""
+_LABELS = r"\w*(CausalLM|Seq2SeqLM|ConditionalGeneration|MaskedLM|TokenClassification)"
+_ASSIGNS = cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For
+_TRANSPARENT = ("accumulate", "autocast", "no_sync")
+"""The contexts of accelerate that a step makes itself."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The code that takes the place of what one `backward` trains."""
+
+    number: int
+    """The line of the backward."""
+    after: int
+    """The line below which the program stands."""
+    program: str
+    """The loss function, the recipe, the plan and the step."""
+    in_loop: str
+    """The lines in the loop in place of the forward, the backward and the update."""
+    batch: str
+    """The name of the batch in the loop."""
+    by_hand: list[str]
+    """What is left to do, each with its reason."""
+
+
+@dataclass
+class _Draw:
+    """A call in the loss that draws, and the row of the batch that takes its place."""
+
+    name: str
+    code: str
+    needs: list[cst.CSTNode] = field(default_factory=list)
+
+
+class Backward:
+    """One call of backward: the statements that compute its argument, and the objects in them."""
+
+    def __init__(self, facts: Facts, call: cst.Call) -> None:
+        self.facts, self.call = facts, call
+        self.by_hand: dict[str, None] = {}
+        self.number = facts.line(call)
+        self.loop = facts.loop_around(call)
+        self.before = list(self._statements(self._body.body))
+        self.loss = self._undivided(call.args[0].value) if call.args else None
+        self.kept = self._slice({*names_in(self.loss)}) if self.loss is not None else []
+
+    @cached_property
+    def _body(self) -> cst.BaseSuite:
+        around = self.loop or self.facts.function_around(self.call)
+        return cst.IndentedBlock(self.facts.module.body) if around is None else around.body
+
+    # ---- the statements before the backward
+
+    def _statements(self, block: Iterable[cst.CSTNode]) -> Iterator[cst.CSTNode]:
+        """Yield the statements of a pass before the backward; contexts of accelerate are left out."""
+        for each in block:
+            inside = self.call in set(walk(each))
+            if isinstance(each, cst.With) and (inside or self._is_transparent(each)):
+                if not self._is_transparent(each):
+                    self._note(each, f"`{self.facts.head(each)}` stands around the backward")
+                yield from self._statements(each.body.body)
+            elif inside and isinstance(each, cst.If | cst.Try):
+                self._note(each, f"the backward stands under `{self.facts.head(each)}`")
+                yield from self._statements(each.body.body)
+            elif isinstance(each, cst.SimpleStatementLine):
+                yield from (small for small in each.body if self.call not in set(walk(small)))
+            elif not inside:
+                yield each
+            if inside:
+                return
+
+    def _is_transparent(self, node: cst.With) -> bool:
+        calls = [each.item for each in node.items]
+        return all(
+            isinstance(each, cst.Call)
+            and isinstance(each.func, cst.Attribute)
+            and each.func.attr.value in _TRANSPARENT
+            and self.facts.is_accelerator(each.func.value)
+            for each in calls
+        )
+
+    def _note(self, node: cst.CSTNode, why: str) -> None:
+        self.by_hand[f"line {self.facts.line(node)}: {why}"] = None
+
+    def _undivided(self, value: cst.BaseExpression) -> cst.BaseExpression:
+        """Return the argument of backward without the number of batches of an update."""
+        if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
+            if self.facts.is_number_of_batches(value.right):
+                return value.left
+            self._other_divisor(value, value.right)
+        return value
+
+    def _other_divisor(self, node: cst.CSTNode, divisor: cst.BaseExpression) -> None:
+        text = self.facts.code(divisor)
+        self._note(
+            node,
+            f"`{self.facts.code(node)}` divides by another number than the batches of an update: if "
+            f"`{text}` counts items of the batch, return (sum, {text}) from loss_fn; if it counts the "
+            "batches of an update, leave it out",
+        )
+
+    def _divides(self, node: cst.CSTNode) -> bool:
+        """Return whether a statement only divides the loss by the number of batches of an update."""
+        name = self.facts.code(self.loss) if self.loss is not None else ""
+        divisor = self.facts.divisor(node, name)
+        if divisor is None:
+            return False
+        if self.facts.is_number_of_batches(divisor):
+            return True
+        self._other_divisor(node, divisor)
+        return False
+
+    def _slice(self, needed: set[str], *, note: bool = True) -> list[cst.CSTNode]:
+        """Return the statements before the backward that these names depend on."""
+        kept: list[cst.CSTNode] = []
+        for each in reversed(self.before):
+            written = {*writes(each)}
+            if not written & needed or (note and self._divides(each)) or self._takes_batch(each):
+                continue
+            kept.insert(0, each)
+            if isinstance(each, cst.Assign | cst.AnnAssign) and not _in_place(each):
+                needed -= written
+            if not (note and self._draws_rows(each)):
+                needed |= {*reads(each)}
+        return kept
+
+    def _draws_rows(self, node: cst.CSTNode) -> bool:
+        """Return whether a statement is `x = torch.randn(...)`, whose rows the loop draws."""
+        call = node.value if isinstance(node, cst.Assign) else None
+        return isinstance(call, cst.Call) and self.facts.code(call.func) in _OF_ROWS
+
+    def _takes_batch(self, node: cst.CSTNode) -> bool:
+        """Return whether a statement is `batch = next(loader)`, or moves a batch to the device."""
+        if not isinstance(node, cst.Assign):
+            return False
+        value = self._unmoved(node.value)
+        is_batch = isinstance(value, cst.Call) and self.facts.code(value.func) == "next"
+        return is_batch or self.facts.code(value) == self.facts.code(node.targets[0].target)
+
+    def _unmoved(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """Return what an expression moves to the device: `x` of `x.to(device)`; or the expression."""
+        is_move = (
+            isinstance(node, cst.Call)
+            and isinstance(node.func, cst.Attribute)
+            and node.func.attr.value == "to"
+            and len(node.args) == 1
+            and self.facts.is_device(node.args[0].value)
+        )
+        return node.func.value if is_move else node
+
+    def _next_in(self, node: cst.CSTNode) -> cst.Call | None:
+        return next(
+            (
+                each
+                for each in walk(node)
+                if isinstance(each, cst.Call) and self.facts.code(each.func) == "next"
+            ),
+            None,
+        )
+
+    # ---- the batch
+
+    @cached_property
+    def _source(self) -> tuple[str, str]:
+        """The target that holds the batch, and the expression in the loop that gives it, or ""."""
+        for each in self.before:
+            if isinstance(each, cst.Assign) and (call := self._next_in(each)) is not None:
+                is_whole = self._takes_batch(each)
+                target = self.facts.code(each.targets[0].target) if is_whole else "batch"
+                return target, self.facts.code(call)
+        if isinstance(self.loop, cst.For):
+            target = self.loop.target
+            is_counted = self.facts.code(self.loop.iter).startswith("enumerate(")
+            if is_counted and isinstance(target, cst.Tuple) and len(target.elements) == 2:
+                return self.facts.code(target.elements[1].value).strip("()"), ""
+            return self.facts.code(target).strip("()"), ""
+        return "", ""
+
+    @cached_property
+    def batch(self) -> str:
+        """The name of the batch in the loop."""
+        target = self._source[0]
+        return target if target.isidentifier() else "batch"
+
+    @cached_property
+    def _batch_names(self) -> set[str]:
+        return {*re.findall(r"\w+", self._source[0])}
+
+    # ---- the objects in the loss
+
+    @cached_property
+    def _nodes(self) -> list[cst.CSTNode]:
+        parts = [*self.kept, *([] if self.loss is None else [self.loss])]
+        return [node for part in parts for node in walk(part)]
+
+    @cached_property
+    def _read(self) -> dict[str, None]:
+        """The names and attributes in the statements of the loss, in order."""
+        parts = [*self.kept, *([] if self.loss is None else [self.loss])]
+        left = [each for each in parts if not self._draws_rows(each)]
+        return dict.fromkeys(name for part in left for name in names_in(part))
+
+    @cached_property
+    def models(self) -> list[str]:
+        """The models in the loss that the script prepares with an optimizer."""
+        found = [name for name in self._read if name in self.facts.trained]
+        if found or len(self.facts.trained) > 1:
+            return found
+        return self.facts.trained
+
+    @cached_property
+    def frozen(self) -> list[str]:
+        return [name for name in self._read if name in self.facts.frozen]
+
+    @cached_property
+    def optimizers(self) -> list[str]:
+        """The optimizers that step after this backward and before the next one."""
+        later = [each for each in self.facts.backward_lines if each > self.number]
+        end = later[0] if later else None
+        found = self.facts.steps_between(self.number, end)
+        return found or self.facts.steps_between(0, None)[:1]
+
+    # ---- random numbers
+
+    @cached_property
+    def draws(self) -> dict[cst.Call, _Draw]:
+        """The calls in the loss that draw, each with the draw in the loop that takes its place."""
+        found: dict[cst.Call, _Draw] = {}
+        for statement in self.kept:
+            for node in walk(statement):
+                if isinstance(node, cst.Call) and _DRAWS.fullmatch(self.facts.code(node.func)):
+                    draw = self._draw(statement, node, len(found))
+                    if draw is not None:
+                        found[node] = draw
+        for name in self.facts.functions_that_draw(self._nodes):
+            self.by_hand[
+                f"`{name}` draws random numbers in the loss, so each rank has its own: draw them in the "
+                f"loop by af.draw(..., state, rows={self.batch}), and give it the rows"
+            ] = None
+        return found
+
+    def _draw(self, statement: cst.CSTNode, call: cst.Call, number: int) -> _Draw | None:
+        name = f"drawn_{number}" if number else "drawn"
+        if isinstance(statement, cst.Assign) and isinstance(statement.targets[0].target, cst.Name):
+            name = statement.targets[0].target.value
+            name = name if statement.value is call else f"{name}_drawn"
+        function = self.facts.code(call.func)
+        if function not in _OF_ROWS:
+            self._note(
+                call,
+                f"`{self.facts.code(call)}` draws in the loss, so each rank has its own numbers: draw them "
+                f"in the loop by af.draw(..., state, rows={self.batch}), and put the rows into the batch",
+            )
+            return None
+        arguments, needs = self._size(call)
+        if not self._is_known(needs):
+            self._note(
+                call,
+                f"`{self.facts.code(call)}` draws numbers of a shape that only the loss knows: write the "
+                "shape of one row in place of *SHAPE",
+            )
+            arguments, needs = self._unknown(call), set()
+        code = (
+            f"{name} = af.draw(\n    lambda generator, n: {function.removesuffix('_like')}({arguments}, "
+            f'generator=generator),\n    state,\n    "{name}",\n    rows={self.batch},\n)'
+        )
+        return _Draw(name, code, self._slice(set(needs), note=False))
+
+    def _size(self, call: cst.Call) -> tuple[str, set[str]]:
+        """Return the arguments of a draw for `n` rows, and the names that they need."""
+        code, function = self.facts.code, last(self.facts.code(call.func))
+        positional = [each.value for each in call.args if each.keyword is None]
+        named = {each.keyword.value: each.value for each in call.args if each.keyword is not None}
+        if function.endswith("_like") and positional:
+            like = code(positional[0])
+            dtype = code(named["dtype"]) if "dtype" in named else f"{like}.dtype"
+            return f"n, *{like}.shape[1:], dtype={dtype}", {*names_in(positional[0])}
+        first, rest = [], positional
+        if function == "randint":
+            size = named.get("size", positional[-1])
+            first, rest = [each for each in positional if each is not size], [size]
+            first += [named[each] for each in ("low", "high") if each in named]
+        elif "size" in named:
+            rest = [named["size"]]
+        if len(rest) == 1 and isinstance(rest[0], cst.Tuple | cst.List):
+            rest = [each.value for each in rest[0].elements]
+        elif len(rest) == 1 and code(rest[0]).endswith(".shape"):
+            sizes, needs = f"n, *{code(rest[0])}[1:]", {*names_in(rest[0])}
+            return self._with_options(first, sizes, named, function), needs
+        used = [*first, *rest[1:]]
+        sizes = ", ".join(["n", *map(code, rest[1:])])
+        needs = {name for each in used for name in names_in(each)}
+        return self._with_options(first, sizes, named, function), needs
+
+    def _with_options(
+        self,
+        first: list[cst.BaseExpression],
+        sizes: str,
+        named: Mapping[str, cst.BaseExpression],
+        function: str,
+    ) -> str:
+        sizes = f"({sizes},)" if function == "randint" else sizes
+        dtype = [f"dtype={self.facts.code(named['dtype'])}"] if "dtype" in named else []
+        return ", ".join([*map(self.facts.code, first), sizes, *dtype])
+
+    def _unknown(self, call: cst.Call) -> str:
+        numbers = ""
+        if last(self.facts.code(call.func)) == "randint":
+            *first, _ = (each.value for each in call.args if each.keyword is None)
+            return f"{', '.join(map(self.facts.code, first))}, (n, *SHAPE)"
+        return f"{numbers}n, *SHAPE"
+
+    def _is_known(self, names: set[str]) -> bool:
+        """Return whether the loop can compute these names from the batch alone."""
+        statements = self._slice(set(names), note=False)
+        read = {name for each in statements for name in names_in(each)} | names
+        calls = [node for each in statements for node in walk(each) if isinstance(node, cst.Call)]
+        models = {*self.facts.trained, *self.facts.frozen}
+        draws = any(_DRAWS.fullmatch(self.facts.code(each.func)) for each in calls)
+        return not read & models and not draws
+
+    # ---- the program
+
+    def written(self, transforms: list[str], suffix: str, step: str) -> Loop:
+        """Write the code that takes the place of the loop, with the transforms of its recipe."""
+        draws = [*self.draws.values()]
+        self._check()
+        batch = (
+            f"({', '.join([self.batch, *(each.name for each in draws)])})" if draws else self.batch
+        )
+        needed = dict.fromkeys(
+            code for each in draws for node in each.needs for code in [self._source_of(node, {})]
+        )
+        shapes = " ".join([*needed, *(each.code for each in draws)])
+        first = [f"{self.batch} = {self._source[1]}"] if self._source[1] else []
+        if any(re.search(rf"\b{each}\b", shapes) for each in self._batch_names - {self.batch}):
+            first.append(f"{self._source[0]} = {self.batch}")
+        model = self.models[0] if self.models else "model"
+        in_loop = [*first, *needed, *(each.code for each in draws)]
+        in_loop.append(f"state, report = {step}(state, {batch})")
+        program = [
+            *self._loss_fn(suffix, model, draws),
+            "",
+            *_recipe(transforms, suffix),
+            *self._plan(suffix, model, bool(draws)),
+            f"state, {step} = af.build(plan, state)",
+        ]
+        return Loop(
+            self.number,
+            max([*self.facts.prepare_lines, *map(self.facts.moved_at, self.frozen)], default=0),
+            "\n".join(program),
+            "\n".join(in_loop),
+            self.batch,
+            list(self.by_hand),
+        )
+
+    def _loss_fn(self, suffix: str, model: str, draws: list[_Draw]) -> list[str]:
+        frozen = ", *, frozen" if self.frozen else ""
+        batch = "batch" if draws else self.batch
+        lines = [f"def loss_fn{suffix}(model, {batch}{frozen}):"]
+        if draws:
+            names = ", ".join([self.batch, *(each.name for each in draws)])
+            lines.append(f"    {names} = batch")
+        if self._source[0] != self.batch:
+            lines.append(f"    {self._source[0]} = {self.batch}")
+        by_code = {model: "model", **{name: f'frozen["{last(name)}"]' for name in self.frozen}}
+        for each in self.kept:
+            is_draw = isinstance(each, cst.Assign) and each.value in self.draws
+            if not is_draw:
+                lines += textwrap.indent(self._source_of(each, by_code), "    ").splitlines()
+        if self.loss is not None:
+            lines = _returned(lines, self._source_of(self.loss, by_code))
+        return lines
+
+    def _source_of(self, node: cst.CSTNode, by_code: Mapping[str, str]) -> str:
+        """Return the source of a statement in the loss, with the names that the loss has."""
+        return self.facts.edited(
+            node, [e for each in walk(node) for e in self._edits(each, by_code)]
+        )
+
+    def _edits(self, node: cst.CSTNode, by_code: Mapping[str, str]) -> Iterator[Edit]:
+        """Yield the edits of one node in the loss."""
+        facts, (start, end) = self.facts, self.facts.span(node)
+        if isinstance(node, cst.Name | cst.Attribute) and facts.stands_for_itself(node):
+            code = facts.code(node)
+            if code in by_code:
+                yield start, end, by_code[code]
+            elif facts.is_device(node):
+                yield start, end, "state.device"
+        elif isinstance(node, cst.Call) and node in self.draws:
+            yield start, end, self.draws[node].name
+        elif isinstance(node, cst.Call) and facts.unwraps(node):
+            first, last = facts.span(node.args[0].value)
+            yield from [(start, first, ""), (last, end, "")]
+        elif isinstance(node, cst.Call) and facts.code(node.func) == "next":
+            yield start, end, "batch"
+        elif isinstance(node, cst.Call) and self._unmoved(node) is not node:
+            inside = self._unmoved(node)
+            if {*names_in(inside)} <= self._batch_names or self._next_in(inside) is not None:
+                yield facts.span(inside)[1], end, ""
+
+    def _plan(self, suffix: str, model: str, has_draws: bool) -> list[str]:
+        optimizers = ", ".join(f'"{last(each)}": {each}' for each in self.optimizers)
+        one = self.optimizers[0] if self.optimizers else "optimizer"
+        arguments = [f"loss_fn{suffix}", model]
+        arguments.append(f"{{{optimizers}}}" if len(self.optimizers) > 1 else one)
+        labels = self._labels(has_draws)
+        if labels:
+            arguments.append(labels)
+        if self.frozen:
+            frozen = ", ".join(f'"{last(each)}": {each}' for each in self.frozen)
+            arguments.append(f"frozen={{{frozen}}}")
+        return _call("plan", f"recipe{suffix}(af.Plan", arguments, "))")
+
+    def _labels(self, has_draws: bool) -> str:
+        """Return the weight function of a loss over tokens; "" for other losses."""
+        text = " ".join(self._source_of(each, {}) for each in [*self.kept, self.loss] if each)
+        found = re.search(_LABELS, self.facts.module.code)
+        ignored = re.search(r"ignore_index *= *([-\w.]+)", text)
+        if found and ".loss" in text:
+            path = f'(0, "{"labels"}")' if has_draws else '"labels"'
+            shift = ", shift=1" if found[1] == "CausalLM" else ""
+            return f"af.count_labels({path}{shift})"
+        if ignored:
+            self.by_hand[
+                "the loss is a mean over the labels that it does not ignore: give the plan "
+                f"weight_fn=af.count_labels(KEY, ignore_index={ignored[1]}), with the place of the labels in "
+                "the batch"
+            ] = None
+        return ""
+
+    def _check(self) -> None:
+        """Note what the loss needs and a loss function does not have."""
+        facts = self.facts
+        if self.loss is None:
+            self._note(self.call, "backward has no argument")
+        if not self._source[0]:
+            self._note(self.call, "no loader gives the batch of this backward")
+        if not self.models:
+            why = "no line prepares the model of this loss: give af.Plan the one that trains"
+            self.by_hand[why] = None
+        if len(self.models) > 1:
+            names = " and ".join(self.models)
+            one = ", ".join(f'"{last(each)}": {each}' for each in self.models)
+            why = f"the loss trains {names}: make one model of them, nn.ModuleDict({{{one}}})"
+            self.by_hand[why] = None
+        local = {name for each in self.kept for name in writes(each)} | self._batch_names
+        self._check_names(local)
+        for node in self._nodes:
+            is_own = isinstance(node, cst.Attribute) and facts.is_accelerator(node.value)
+            if is_own and node.attr.value not in ("device", "unwrap_model"):
+                self._note(node, f"the loss uses `{facts.code(node)}`")
+        own = local - self._batch_names - {*names_in(self.loss)}
+        for name, line in facts.reads_after(self.call, own):
+            self.by_hand[
+                f"line {line}: `{name}` is a value that only loss_fn has: let it return (loss, "
+                "{NAME: ...}), a mean over the batch, and read report.metrics[NAME]"
+            ] = None
+
+    def _check_names(self, local: set[str]) -> None:
+        """Note the names in the loss that are neither its own nor those of the script around it."""
+        facts = self.facts
+        own = {*facts.trained, *facts.frozen, *self.models, *facts.devices, *local}
+        changed = {name for each in walk(self._body) for name in writes(each)}
+        changed |= {*(names_in(self.loop.target) if isinstance(self.loop, cst.For) else ())}
+        for name in self._read:
+            why = ""
+            if name in facts.averages:
+                why = f"the loss reads `{name}`, an average of parameters that the loop updates"
+            elif name in own:
+                continue
+            elif name in changed:
+                why = (
+                    f"the loss reads `{name}`, which the loop changes: put its value into the batch"
+                )
+            elif facts.is_local_elsewhere(name, self.call):
+                why = (
+                    f"the loss reads `{name}`, a local variable of `{facts.function_name(self.call)}`, "
+                    "and the plan is made in another function: make it an attribute"
+                )
+            if why:
+                self.by_hand[why] = None
+
+
+def _returned(lines: list[str], loss: str) -> list[str]:
+    """End a function with its loss; a last line `loss = ...` becomes the return."""
+    head = f"    {loss} = "
+    if lines[-1].startswith(head):
+        return [*lines[:-1], f"    return {lines[-1].removeprefix(head)}"]
+    for index in range(len(lines) - 1, 0, -1):
+        if lines[index].startswith(head) and all(
+            each.startswith("     ") or each.strip() in ")]}" for each in lines[index + 1 :]
+        ):
+            return [
+                *lines[:index],
+                f"    return {lines[index].removeprefix(head)}",
+                *lines[index + 1 :],
+            ]
+    return [*lines, f"    return {loss}"]
+
+
+def _recipe(transforms: list[str], suffix: str) -> list[str]:
+    return _call(f"recipe{suffix}", "af.compose", transforms, ")")
+
+
+def _call(name: str, function: str, arguments: list[str], end: str) -> list[str]:
+    """Write an assignment of a call, on one line if it fits."""
+    one = f"{name} = {function}({', '.join(arguments)}{end}"
+    if len(one) <= 74:
+        return [one]
+    return [f"{name} = {function}(", *[f"    {each}," for each in arguments], end]
+
+
+def _in_place(node: cst.Assign | cst.AnnAssign) -> bool:
+    targets = (
+        [node.target] if isinstance(node, cst.AnnAssign) else [each.target for each in node.targets]
+    )
+    return any(isinstance(each, cst.Subscript | cst.Attribute) for each in targets)
+
+
+def names_in(node: cst.CSTNode | None) -> Iterator[str]:
+    """Yield the names of a node: variables, and attributes of self."""
+    if isinstance(node, cst.Name):
+        yield node.value
+    elif isinstance(node, cst.Attribute):
+        if isinstance(node.value, cst.Name) and node.value.value == "self":
+            yield f"self.{node.attr.value}"
+        else:
+            yield from names_in(node.value)
+    elif isinstance(node, cst.Arg):
+        # Leave out the keyword.
+        yield from names_in(node.value)
+    elif isinstance(node, cst.BaseComp | cst.Lambda):
+        own = {
+            name
+            for each in walk(node)
+            if isinstance(each, cst.CompFor | cst.Param)
+            for name in names_in(each.target if isinstance(each, cst.CompFor) else each.name)
+        }
+        yield from (name for child in node.children for name in names_in(child) if name not in own)
+    elif node is not None:
+        for child in node.children:
+            yield from names_in(child)
+
+
+def writes(node: cst.CSTNode) -> Iterator[str]:
+    """Yield the names that a statement assigns or changes in place."""
+    for each in walk(node):
+        if isinstance(each, _ASSIGNS):
+            yield from _targets(each.target)
+        elif isinstance(each, cst.Expr) and isinstance(each.value, cst.Call):
+            function = each.value.func
+            if isinstance(function, cst.Attribute) and function.attr.value.endswith("_"):
+                yield from _targets(function.value)
+
+
+def _targets(node: cst.CSTNode) -> Iterator[str]:
+    """Yield the names in a target; of `a[i]` and `a.b`, only `a`."""
+    if isinstance(node, cst.Subscript):
+        yield from _targets(node.value)
+    else:
+        yield from names_in(node)
+
+
+def reads(node: cst.CSTNode) -> Iterator[str]:
+    """Yield the names that a statement reads."""
+    if isinstance(node, cst.Assign):
+        yield from names_in(node.value)
+        for each in node.targets:
+            if isinstance(each.target, cst.Subscript | cst.Attribute):
+                yield from names_in(each.target)
+    else:
+        yield from names_in(node)
