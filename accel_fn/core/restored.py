@@ -132,8 +132,12 @@ def seed_all(state: DistState, *, per_rank: bool = True) -> None:
     """
     check_state("seed_all", state)
     check_flag("seed_all", "per_rank", per_rank)
-    place = state.data.rank if per_rank else "all"
-    _seed(f"accel_fn seed_all {state.seed} {place} {_position(state)}", state.device)
+    _seed_with(number_for_all(state, state.data.rank if per_rank else "all"), state.device)
+
+
+def number_for_all(state: DistState, place: int | str) -> int:
+    """Return the number that `seed_all` seeds with, for a rank or for all."""
+    return _number(f"accel_fn seed_all {state.seed} {place} {_position(state)}")
 
 
 def key_random(state: DistState, slot: int) -> None:
@@ -162,7 +166,10 @@ def _number(key: str) -> int:
 
 
 def _seed(key: str, device: torch.device) -> None:
-    number = _number(key)
+    _seed_with(_number(key), device)
+
+
+def _seed_with(number: int, device: torch.device) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)

@@ -1,4 +1,4 @@
-"""Tools for tests: simulated ranks, equivalence of plans, hypothesis strategies."""
+"""Tools for tests: simulated ranks, equivalence of plans, recorded updates, hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from accel_fn.testing import strategies
     from accel_fn.testing.equivalence import assert_equivalent as assert_equivalent
     from accel_fn.testing.simulation import simulate as simulate
+    from accel_fn.testing.updates import recorded_updates as recorded_updates
 
 _HOMES = {
     "assert_equivalent": ("equivalence", "assert_equivalent"),
+    "recorded_updates": ("updates", "recorded_updates"),
     "simulate": ("simulation", "simulate"),
     "strategies": ("strategies", None),
 }
-__all__ = ["assert_equivalent", "simulate", "strategies"]
+__all__ = ["assert_equivalent", "recorded_updates", "simulate", "strategies"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -9,35 +10,106 @@ from typing import TYPE_CHECKING
 
 import click
 
-from accel_fn.cli.output import json_option, one_line_errors, print_json, wrapped
+from accel_fn.cli.output import (
+    at_work,
+    interruptible,
+    json_option,
+    one_line_errors,
+    print_json,
+    wrapped,
+)
 from accel_fn.contrib.migrate.table import DIFFERENCES
 from accel_fn.errors import ExtraError
 
 if TYPE_CHECKING:
     from accel_fn.contrib.migrate.loops import Loop
     from accel_fn.contrib.migrate.read import Line, Script, Use
+    from accel_fn.contrib.migrate.verify import Result
 
 _PAGE = "docs/differences.md#from-accelerate"
 _INDENT = " " * 6
 _COLUMNS = 80
 
 
-@click.command(epilog="Example: accel-fn migrate train.py")
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_SCRIPT = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(
+    epilog="Example: accel-fn migrate train.py; accel-fn migrate --verify train.py new.py -- --epochs 1"
+)
+@click.option(
+    "--verify",
+    "pair",
+    nargs=2,
+    type=_SCRIPT,
+    metavar="OLD NEW",
+    help="Run both scripts with ARGS, and compare their updates.",
+)
+@click.option(
+    "--updates",
+    type=click.IntRange(1, 1000),
+    default=20,
+    show_default=True,
+    help="The most updates that --verify compares.",
+)
 @json_option()
-def migrate(*, script: Path, as_json: bool) -> None:
+@click.argument("arguments", nargs=-1, metavar="SCRIPT | [-- ARGS...]")
+def migrate(
+    *, pair: tuple[Path, Path] | None, updates: int, as_json: bool, arguments: tuple[str, ...]
+) -> None:
     """Print what takes the place of accelerate in SCRIPT, line by line, and what differed.
 
     Each line with a name of accelerate is followed by its replacement, the reason, and the measured
-    cases in which accelerate's result is not that of one process. At the end stands the recipe that
-    follows. SCRIPT is read, not run or changed.
+    cases in which accelerate's result is not that of one process. For each loop follow the loss function,
+    the recipe and the plan that take its place, and what is left to do by hand, with the reason. SCRIPT is
+    read, not run or changed.
+
+    With --verify, OLD runs on one process, and NEW on one and on two. The loss and the rows of each update
+    are compared up to the first difference, which is explained if it is a known one. The exit code
+    is 0 if all updates are equal, or if OLD computes the first difference wrongly. Both run in folders of
+    their own with links to the files of this one.
     """
+    if pair is not None:
+        _verify(pair, updates, arguments, as_json=as_json)
+        return
+    if len(arguments) != 1:
+        raise click.UsageError("migrate takes one SCRIPT, or --verify OLD NEW -- ARGS")
+    script = _SCRIPT.convert(arguments[0], None, click.get_current_context())
     with one_line_errors():
         found = _read(script)
     if as_json:
         print_json(_as_dict(found))
     else:
         _print_script(found)
+
+
+def _verify(
+    pair: tuple[Path, Path], num_updates: int, arguments: tuple[str, ...], *, as_json: bool
+) -> None:
+    """Run two scripts and print how far they agree."""
+    from accel_fn.contrib.migrate.verify import verify
+
+    with one_line_errors(), interruptible(), at_work("...") as show:
+
+        def say(text: str) -> None:
+            show(f"running {text}")
+
+        results = verify(*pair, arguments, num_updates, say)
+    if as_json:
+        print_json([{**asdict(each), "holds": each.holds} for each in results])
+    else:
+        for each in results:
+            _print_result(each)
+    sys.exit(not all(each.holds for each in results))
+
+
+def _print_result(result: Result) -> None:
+    if not result.difference:
+        click.echo(f"{result.what}: equal in {result.num_equal} updates")
+        return
+    click.echo(f"{result.what}: equal in {result.num_equal} updates, then differs")
+    click.echo(wrapped(_INDENT, result.difference))
+    click.echo(wrapped(_INDENT, result.explanation or "differs, unexplained"))
 
 
 def _read(path: Path) -> Script:

@@ -451,12 +451,14 @@ class Facts:
         }
         return name in local | {each.name.value for each in function.params.params} - {"self"}
 
-    def reads_after(self, call: cst.Call, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    def reads_after(
+        self, call: cst.Call, names: Iterable[str], leave_out: set[cst.CSTNode]
+    ) -> Iterator[tuple[str, int]]:
         """Yield these names with the first line of each that reads them in the loop, after a call."""
         loop = self.loop_around(call)
         left = {*names}
         for node in walk(loop.body) if loop is not None else ():
-            is_name = isinstance(node, cst.Name) and node.value in left
+            is_name = isinstance(node, cst.Name) and node.value in left and node not in leave_out
             if is_name and self.stands_for_itself(node) and self.line(node) > self.line(call):
                 left.discard(self.code(node))
                 if not isinstance(self._parents[node], cst.AssignTarget):

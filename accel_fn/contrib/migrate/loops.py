@@ -222,11 +222,17 @@ class Backward:
 
     @cached_property
     def models(self) -> list[str]:
-        """The models in the loss that the script prepares with an optimizer."""
+        """The models in the loss that its optimizers train."""
         found = [name for name in self._read if name in self.facts.trained]
-        if found or len(self.facts.trained) > 1:
-            return found
-        return self.facts.trained
+        if not found and len(self.facts.trained) == 1:
+            return self.facts.trained
+        makers = [self.facts.names_in_making(each) for each in self.optimizers]
+        own = [
+            name
+            for name in found
+            if any({name, self.facts.renamed.get(name, name)} & each for each in makers)
+        ]
+        return own or found
 
     @cached_property
     def frozen(self) -> list[str]:
@@ -341,10 +347,15 @@ class Backward:
 
     # ---- the program
 
-    def written(self, transforms: list[str], suffix: str, step: str) -> Loop:
-        """Write the code that takes the place of the loop, with the transforms of its recipe."""
+    def written(
+        self, transforms: list[str], suffix: str, step: str, in_losses: set[cst.CSTNode]
+    ) -> Loop:
+        """Write the code that takes the place of the loop, with the transforms of its recipe.
+
+        The statements in the losses of all loops are `in_losses`.
+        """
         draws = [*self.draws.values()]
-        self._check()
+        self._check({node for each in in_losses for node in walk(each)})
         batch = (
             f"({', '.join([self.batch, *(each.name for each in draws)])})" if draws else self.batch
         )
@@ -357,13 +368,13 @@ class Backward:
             first.append(f"{self._source[0]} = {self.batch}")
         model = self.models[0] if self.models else "model"
         in_loop = [*first, *needed, *(each.code for each in draws)]
-        in_loop.append(f"state, report = {step}(state, {batch})")
+        in_loop.append(f"state, report{suffix} = {step}(state, {batch})")
         program = [
             *self._loss_fn(suffix, model, draws),
             "",
             *_recipe(transforms, suffix),
             *self._plan(suffix, model, bool(draws)),
-            f"state, {step} = af.build(plan, state)",
+            f"state, {step} = af.build(plan{suffix}, state)",
         ]
         return Loop(
             self.number,
@@ -430,7 +441,7 @@ class Backward:
         if self.frozen:
             frozen = ", ".join(f'"{last(each)}": {each}' for each in self.frozen)
             arguments.append(f"frozen={{{frozen}}}")
-        return _call("plan", f"recipe{suffix}(af.Plan", arguments, "))")
+        return _call(f"plan{suffix}", f"recipe{suffix}(af.Plan", arguments, "))")
 
     def _labels(self, has_draws: bool) -> str:
         """Return the weight function of a loss over tokens; "" for other losses."""
@@ -449,7 +460,7 @@ class Backward:
             ] = None
         return ""
 
-    def _check(self) -> None:
+    def _check(self, in_losses: set[cst.CSTNode]) -> None:
         """Note what the loss needs and a loss function does not have."""
         facts = self.facts
         if self.loss is None:
@@ -471,7 +482,7 @@ class Backward:
             if is_own and node.attr.value not in ("device", "unwrap_model"):
                 self._note(node, f"the loss uses `{facts.code(node)}`")
         own = local - self._batch_names - {*names_in(self.loss)}
-        for name, line in facts.reads_after(self.call, own):
+        for name, line in facts.reads_after(self.call, own, in_losses):
             self.by_hand[
                 f"line {line}: `{name}` is a value that only loss_fn has: let it return (loss, "
                 "{NAME: ...}), a mean over the batch, and read report.metrics[NAME]"

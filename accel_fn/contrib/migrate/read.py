@@ -148,25 +148,25 @@ class _Reader:
         """The transforms of the recipe, each with its line."""
         self._backwards = [Backward(self.facts, each) for each in self.facts.backwards]
         self._frozen = {name for each in self._backwards for name in each.frozen}
+        updates = [each for each in self._backwards if each.optimizers]
+        self._updates = updates or self._backwards[-1:]
+        """The backwards that an update follows."""
         self._in_loss = {node for each in self._backwards for node in each.kept}
         self._done: set[cst.CSTNode] = set()
         """Nodes in parts of lines that are replaced as a whole."""
 
     def loops(self) -> list[Loop]:
         """Return the code that takes the place of each loop."""
-        found, joined_lines = [], []
+        joined_lines = []
         for each in self._backwards:
-            if not each.optimizers and each is not self._backwards[-1]:
-                joined_lines.append(each.number)
-                continue
-            if joined_lines:
-                lines = ", ".join(map(str, joined_lines))
-                each.by_hand[
-                    f"the backward of line {lines} is part of the same update: return the sum of the losses"
-                ] = None
+            if each not in self._updates:
+                joined_lines.append(str(each.number))
+            elif joined_lines:
+                lines = ", ".join(joined_lines)
+                why = f"the backward of line {lines} is part of the same update: return the sum of the losses"
+                each.by_hand[why] = None
                 joined_lines = []
-            found.append(each)
-        return [self._loop(each, found) for each in found]
+        return [self._loop(each) for each in self._updates]
 
     def all_transforms(self) -> list[tuple[str, int]]:
         """Return the transforms of the recipe, each with the line that it comes from."""
@@ -174,38 +174,35 @@ class _Reader:
         split = ", split=None" if self.facts.is_grouped else ""
         return [*self.transforms, *([(f"af.accumulate({k}{split})", 0)] if k else [])]
 
-    def _loop(self, backward: Backward, every: list[Backward]) -> Loop:
+    def _suffix(self, backward: Backward) -> str:
+        """Return what the names of a loop end with; "" if the script has one."""
+        if len(self._updates) < 2:
+            return ""
+        names = [last(each.models[0]) if each.models else "" for each in self._updates]
+        own = last(backward.models[0]) if backward.models else ""
+        is_one = own and names.count(own) == 1
+        return f"_{own}" if is_one else f"_{self._updates.index(backward) + 1}"
+
+    def _loop(self, backward: Backward) -> Loop:
         """Write the code of a loop, with its own part of the transforms if there are several."""
-        transforms = [each for each, _ in self.all_transforms()]
-        suffix = step = ""
-        if len(every) > 1:
-            name = (
-                last(backward.models[0])
-                if len(backward.models) == 1
-                else str(every.index(backward))
-            )
-            suffix, step = f"_{name}", f"_{name}"
-            end = next((e.number for e in every if e.number > backward.number), 10**9)
-            transforms = [
-                each
-                for each, line in self.all_transforms()
-                if not self._is_of_other(each, line, backward, end, every[0].number)
-            ]
-        more = [
-            each for each in every if each.loop is backward.loop and each.number > backward.number
+        later = [each for each in self._updates if each.number > backward.number]
+        end = later[0].number if later else 10**9
+        transforms = [
+            each
+            for each, line in self.all_transforms()
+            if len(self._updates) == 1 or not self._is_of_other(each, line, backward, end)
         ]
-        loop = backward.written(_recipe(transforms), suffix, f"{self.facts.step}{step}")
-        if more:
-            text = loop.in_loop.removesuffix(")") + ", advance=False)"
-            loop = replace(loop, in_loop=text)
+        suffix = self._suffix(backward)
+        step = f"{self.facts.step}{suffix}"
+        loop = backward.written(_recipe(transforms), suffix, step, self._in_loss)
+        if any(each.loop is backward.loop for each in later):
+            loop = replace(loop, in_loop=loop.in_loop.removesuffix(")") + ", advance=False)")
         return replace(
-            loop,
-            program=self._owned(loop.program),
-            in_loop=self._owned(loop.in_loop),
+            loop, program=self._owned(loop.program), in_loop=self._owned(loop.in_loop)
         )
 
     def _is_of_other(
-        self, transform: str, line: int, backward: Backward, end: int, first: int
+        self, transform: str, line: int, backward: Backward, end: int
     ) -> bool:
         """Return whether a transform belongs to another loop: a clip below it, another's schedule."""
         if _name(transform) in ("clip", "clip_value"):
@@ -264,8 +261,8 @@ class _Reader:
         function = self.facts.name_in_accelerate(node)
         if function is not None:
             self._read_function(node, function)
-        elif self._is_read_loss(node):
-            self._add_use(node, "loss.read")
+        elif (read := self._loss_read(node)) is not None:
+            self._add_use(node, "loss.read", {"report": f"report{self._suffix(read)}"})
             self._done |= {*walk(node)}
         elif isinstance(node, cst.Attribute) and self._is_average_step(node):
             self._add_use(node, "average.step")
@@ -283,6 +280,11 @@ class _Reader:
             parameters = [each for each in around if isinstance(each, cst.Param)]
             self._add_use(parameters[0] if parameters else node, "annotation")
             return
+        member = self.facts.code(self.parents[node])
+        if name == "set_seed" and "equal seeds" not in self.facts.traits:
+            name = "set_seed(own)"
+        if name == "DistributedType" and member.endswith((".FSDP", ".DEEPSPEED")):
+            name = "DistributedType(sharded)"
         self._add_use(node, name)
         call = self.parents[node]
         if name != "Accelerator" or not isinstance(call, cst.Call):
@@ -307,38 +309,51 @@ class _Reader:
             self._add_use(node, "accelerator.gather_for_metrics(in a loop)")
         elif name == "autocast" and self.facts.trains(node):
             self._add_use(node, "accelerator.autocast(in a loop)")
+        elif name == "backward" and (len(self._updates) > 1 or self._draws(call)):
+            self._add_use(node, "accelerator.backward(below)")
         elif name == "device" and self.facts.only_moves(node):
             self._read_move(node)
-        elif name == "state" and self._plugin_after(node):
-            self._add_use(node, f"accelerator.state.{self._plugin_after(node)}")
+        elif name == "state" and self._read_plugin(node):
+            return
         else:
             self._add_use(node, f"accelerator.{name}")
 
-    def _is_read_loss(self, node: cst.Attribute | cst.Name) -> bool:
-        """Return whether a name is the loss, read beside the backward, as for a log."""
+    def _loss_read(self, node: cst.Attribute | cst.Name) -> Backward | None:
+        """Return the backward whose loss a name is that is read beside it, as for a log; else None."""
         code = self.facts.code(node)
         if not re.fullmatch(r"[\w.]+", code) or not self.facts.stands_for_itself(node):
-            return False
+            return None
         around = [node, *self._up_to_statement(node), *self.facts.ancestors(node)]
         if any(each in self._in_loss or isinstance(each, cst.AssignTarget) for each in around):
-            return False
+            return None
         for each in self._backwards:
             loop = each.loop and (self.facts.loop_around(each.loop) or each.loop)
             is_here = (
                 loop in around and each.loss is not None and code == self.facts.code(each.loss)
             )
             if is_here and each.call not in around:
-                return True
-        return False
+                return each
+        return None
 
     def _is_average_step(self, node: cst.Attribute) -> bool:
         is_step = node.attr.value in ("step", "update", "update_parameters")
         return is_step and self.facts.code(node.value) in self.facts.averages
 
-    def _plugin_after(self, node: cst.Attribute) -> str:
-        """Return the plugin that is read from the state, `accelerator.state.fsdp_plugin`; else ""."""
-        text = self.facts.code(self.parents[node])
-        return next((each for each in ("fsdp_plugin", "deepspeed_plugin") if each in text), "")
+    def _draws(self, call: cst.CSTNode) -> bool:
+        """Return whether the loop of a backward draws rows for its loss."""
+        return any(each.call is call and each.draws for each in self._backwards)
+
+    def _read_plugin(self, node: cst.Attribute) -> bool:
+        """Add the use of `accelerator.state.fsdp_plugin`, also by getattr; return whether it is one."""
+        around = self.parents[node]
+        found = around if isinstance(around, cst.Attribute) else self.parents[around]
+        text = self.facts.code(found)
+        is_read = isinstance(found, cst.Attribute) or text.startswith(("getattr(", "hasattr("))
+        for each in ("fsdp_plugin", "deepspeed_plugin"):
+            if is_read and each in text:
+                self._add_use(found, f"accelerator.state.{each}")
+                return True
+        return False
 
     def _read_move(self, node: cst.Attribute) -> None:
         """Add the use of `x.to(accelerator.device)`, by what x is."""
@@ -374,13 +389,15 @@ class _Reader:
             self._add_use(node, f"accelerator.prepare({key})", values)
         if len(kinds["model"]) > 1 and not self._backwards:
             self._add_use(node, "accelerator.prepare(models)")
+        results = {name: to for to, name in self.facts.renamed.items()}
         for to, name in self.facts.renamed.items():
-            if name in names:
+            if name in names and self.facts.kind(name) != "loader":
                 self._add_use(node, "accelerator.prepare(renamed)", {"to": to, "name": name})
         for name in kinds["loader"]:
-            grouped = self.facts.is_grouped and name in self.facts.training_loaders
+            to = results.get(name, name)
+            grouped = self.facts.is_grouped and to in self.facts.training_loaders
             key = "grouped loader" if grouped else "loader"
-            self._add_use(node, f"accelerator.prepare({key})", {"loader": name})
+            self._add_use(node, f"accelerator.prepare({key})", {"to": to, "loader": name})
         for name in kinds["scheduler"]:
             of_epochs = " of epochs" if name in self.facts.schedulers_of_epochs else ""
             self._add_use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
@@ -472,14 +489,14 @@ class _Reader:
         if row is None:
             line.uses.append(Use(key, None, self._shown(node), is_known=False))
             return
-        if row.why and any(use.why == row.why for use in line.uses):
-            return
         given = {name: _short(each) for name, each in self._arguments(node, row.arguments).items()}
         filled = _Arguments({**self.facts.values, **given})
         filled.update(values or {})
         replacement = row.replacement
         if replacement is not None:
             replacement = None if goes else self._filled(key, replacement, filled)
+        if row.why and any((use.replacement, use.why) == (replacement, row.why) for use in line.uses):
+            return
         part = "" if goes or self._is_whole(node, replacement) else self._shown(node)
         differences = tuple(
             number

@@ -32,7 +32,10 @@ class Difference:
 
 NONE = "(no counterpart)"
 _SHARDS = "FSDP2 alone: the units, offloading and dtypes are arguments of wrap_fsdp."
-_CHOSEN = "The settings of the launch choose wrap_ddp, wrap_fsdp or wrap_deepspeed."
+_CHOSEN = (
+    "af.wrap_as_launched() in the recipe: the settings of the launch choose wrap_ddp, wrap_fsdp or "
+    "wrap_deepspeed."
+)
 _DEEPSPEED = "wrap_deepspeed takes DeepSpeed's configuration; its engine stays inside of the step."
 _MESH = "Replicas and shards are both along dp: wrap_fsdp(replicate=r). wrap_tp() splits along tp."
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
@@ -70,7 +73,7 @@ TABLE: dict[str, Row] = {
     "loader.set_epoch": Row(None, "Each pass over {name} sets it."),
     "optimizer.step": Row(None, "step(state, batch) updates."),
     "loss": Row(None, "In the loss function, below."),
-    "loss.read": Row("report.loss", "After the step: the mean over the samples of the update."),
+    "loss.read": Row("{report}.loss", "After the step: the mean over the samples of the update."),
     "factor": Row(
         "{new}",
         "A schedule counts updates, and a batch is that of all processes and micro-batches: no such factor.",
@@ -170,9 +173,9 @@ TABLE: dict[str, Row] = {
         "stands in the plan of the first: af.Plan(..., frozen=dict(teacher=teacher)).",
         (21,),
     ),
-    "accelerator.prepare(loader)": Row("{loader} = af.shard_loader({loader}, state)", "", (2, 13)),
+    "accelerator.prepare(loader)": Row("{to} = af.shard_loader({loader}, state)", "", (2, 13)),
     "accelerator.prepare(grouped loader)": Row(
-        "{loader} = af.group_batches(af.shard_loader({loader}, state), {k})",
+        "{to} = af.group_batches(af.shard_loader({loader}, state), {k})",
         "An update takes a list of batches; len counts updates.",
         (2, 13),
     ),
@@ -210,6 +213,7 @@ TABLE: dict[str, Row] = {
         None, "shard_loader gives all ranks equally many batches.", (3,)
     ),
     "accelerator.backward": Row("state, report = step(state, batch)", "", (4,), "loss"),
+    "accelerator.backward(below)": Row("(the step, below)", "", (4,)),
     "accelerator.lomo_backward": Row(NONE, "An update within the backward is no step."),
     "accelerator.clip_grad_norm_": Row(
         "af.clip({max_norm}) in the recipe",
@@ -365,12 +369,8 @@ TABLE: dict[str, Row] = {
     ),
     "accelerator.distributed_type": Row(None, "One recipe: no code branches on it."),
     "accelerator.state": Row("state", "What the recipe sets stands in the recipe."),
-    "accelerator.state.fsdp_plugin": Row(
-        "af.wrap_as_launched() in the recipe", _CHOSEN, transform="af.wrap_as_launched()"
-    ),
-    "accelerator.state.deepspeed_plugin": Row(
-        "af.wrap_as_launched() in the recipe", _CHOSEN, transform="af.wrap_as_launched()"
-    ),
+    "accelerator.state.fsdp_plugin": Row("None", _CHOSEN, transform="af.wrap_as_launched()"),
+    "accelerator.state.deepspeed_plugin": Row("None", _CHOSEN, transform="af.wrap_as_launched()"),
     "accelerator.split_batches": Row(None, "A batch is that of all processes, always."),
     "accelerator.dispatch_batches": Row(None, "shard_loader chooses by the kind of data set."),
     "accelerator.even_batches": Row(None, "Nothing is padded.", (2,)),
@@ -382,9 +382,7 @@ TABLE: dict[str, Row] = {
     "accelerator.gradient_state": Row(None, "Every step is an update, and nothing is padded."),
     "accelerator.dataloader_config": Row(None, "shard_loader needs no settings."),
     "accelerator.project_configuration": Row(None, "af.save takes a folder, and keep=3."),
-    "accelerator.deepspeed_plugin": Row(
-        "af.wrap_as_launched() in the recipe", _CHOSEN, transform="af.wrap_as_launched()"
-    ),
+    "accelerator.deepspeed_plugin": Row("None", _CHOSEN, transform="af.wrap_as_launched()"),
     "accelerator.fp8_backend": Row(None, 'af.with_amp("fp8") uses torchao.'),
     "accelerator.is_fsdp2": Row(None, _SHARDS),
     "accelerator.is_composable_parallelism_enabled": Row(None, "One recipe."),
@@ -404,6 +402,7 @@ TABLE: dict[str, Row] = {
     "AcceleratorState": Row("state", "There is no global state: pass it."),
     "GradientState": Row(None, "Every step is an update, and nothing is padded."),
     "DistributedType": Row(None, "One recipe: no code branches on it."),
+    "DistributedType(sharded)": Row(None, _CHOSEN, transform="af.wrap_as_launched()"),
     "accelerator.destroy_process_group": Row(None, "with af.distributed() as state: ends it."),
     "accelerator.set_device": Row("af.init(device=...)"),
     "accelerator.default_device": Row("state.device"),
@@ -440,6 +439,12 @@ TABLE: dict[str, Row] = {
     "BnbQuantizationConfig": Row(NONE, "quantization_config of transformers, then adapters."),
     # Functions.
     "set_seed": Row(
+        "af.seed_all(state, per_rank=False)",
+        "It takes the seed of af.init. Below af.build, af.seed_all(state) gives each rank dropout of its "
+        "own.",
+        (16,),
+    ),
+    "set_seed(own)": Row(
         "af.seed_all(state)",
         "It takes the seed of af.init; each rank draws numbers of its own.",
         (16,),

@@ -182,7 +182,9 @@ data = load(accelerator, 16) ==> accelerator -> state
 self.accelerator.print('x') ==> -> af.print_on_main('x', state=state)
 accelerator.maybe_context_parallel() ==> -> (no counterpart)
 from accelerate import notebook_launcher as go\ngo(train, (1, 2)) ==> -> af.launch(train,
-import accelerate.utils\naccelerate.utils.set_seed(3) ==> -> af.seed_all(state)
+import accelerate.utils\naccelerate.utils.set_seed(3) ==> -> af.seed_all(state, per_rank=False)
+from accelerate.utils import set_seed\nset_seed(3, device_specific=True) ==> -> af.seed_all(state)
+accelerator.state.fsdp_plugin ==> -> None
 from transformers import set_seed\nset_seed(3) ==> -> state = af.init(seed=3)
 from accelerate.utils import is_wandb_available\nis_wandb_available() ==> -> importlib.util
 acc = Accelerator(mixed_precision='fp16')\nacc.print(1) ==> -> af.print_on_main(1, state=state)
@@ -197,7 +199,7 @@ def test_a_line_is_followed_by_what_takes_its_place(tmp_path):
         for text, expected in rows
         if expected not in lines_of(tmp_path, text.replace(r"\n", "\n"))
     ]
-    assert (wrong, len(rows)) == ([], 40)
+    assert (wrong, len(rows)) == ([], 42)
 
 
 RECIPES = [

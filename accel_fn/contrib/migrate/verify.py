@@ -1,0 +1,185 @@
+"""Run a script and the program that it became, and compare them update by update."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from accel_fn import launch
+from accel_fn.contrib.migrate.child import Part, Recording, Seen, record
+from accel_fn.errors import AccelError
+
+_RELATIVE = {True: 1e-9, False: 1e-4}
+"""The largest relative difference of two losses, by whether both have float64."""
+_ABSOLUTE = {True: 1e-12, False: 1e-6}
+_SHOWN = 30
+"""The number of lines that are shown of what a failed script printed."""
+
+
+class VerifyError(AccelError, RuntimeError):
+    """A script could not be run, or made no update."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The comparison of two runs."""
+
+    what: str
+    num_equal: int
+    """The updates that are equal, from the first."""
+    difference: str = ""
+    """The first update that differs, with both values; empty if all are equal."""
+    explanation: str = ""
+    """The known difference that explains it; empty if none does."""
+    is_theirs: bool = False
+    """Whether the explanation shows that the old script, and not the new one, is off."""
+
+    @property
+    def holds(self) -> bool:
+        return not self.difference or self.is_theirs
+
+
+def verify(
+    old: Path,
+    new: Path,
+    arguments: Sequence[str],
+    num_updates: int,
+    say: Callable[[str], None],
+) -> list[Result]:
+    """Run OLD on one process, NEW on one and on two, and compare their updates.
+
+    Args:
+        old: a script whose loop calls `backward` and `step` of optimizers.
+        new: a program that uses accel_fn.
+        arguments: those of both.
+        num_updates: the most updates that are compared.
+        say: called with a line as each run begins.
+    """
+    # One accelerator is not shared: then two processes, and what they are compared with, use the CPU.
+    has_two = torch.accelerator.device_count() > 1
+    cpu = torch.accelerator.is_available() and not has_two
+
+    def run(
+        script: Path, kind: Literal["old", "new"], size: int, *, draws: str = "global", cpu: bool
+    ) -> Recording:
+        say(f"{script.name} on {size} process{'es' if size > 1 else ''}")
+        return _run(script, arguments, num_updates, kind, size, draws, cpu=cpu)[0]
+
+    before, after = (run(each, kind, 1, cpu=False) for each, kind in ((old, "old"), (new, "new")))
+    results = [_compared(f"{old.name} and {new.name} on one process", before, after)]
+    what = f"{new.name} on one process and on two"
+    if any(each.draws for each in after.updates):
+        explanation = "the step draws random numbers, as dropout does, which depend on the split"
+        return [*results, Result(what, 0, "not compared", explanation, is_theirs=True)]
+    one = run(new, "new", 1, draws="state", cpu=cpu) if after.uses_draw or cpu else after
+    two = run(new, "new", 2, draws="state", cpu=cpu)
+    return [*results, _compared(what, one, two)]
+
+
+def _run(
+    script: Path,
+    arguments: Sequence[str],
+    num_updates: int,
+    kind: Literal["old", "new"],
+    size: int,
+    draws: str,
+    *,
+    cpu: bool,
+) -> list[Recording]:
+    with tempfile.TemporaryDirectory(prefix="accel_fn_verify_") as place:
+        folder = Path(place)
+        given = (script.resolve(), arguments, folder, num_updates, kind, draws)
+        try:
+            found = launch(record, *given, num_processes=size, cpu=cpu)
+        except Exception as error:
+            printed = [each.read_text(errors="replace") for each in folder.glob("output_*.txt")]
+            lines = [*"".join(printed).splitlines(), *str(error.__cause__ or "").splitlines()]
+            tail = "\n".join(lines[-_SHOWN:])
+            raise VerifyError(
+                f"migrate: {script.name} must run on {size} process{'es' if size > 1 else ''}, got "
+                f"{type(error).__name__}: {error}\n{tail}"
+            ) from error
+    if not found[0].updates:
+        what = "an optimizer steps after a backward" if kind == "old" else "step(state, batch) runs"
+        raise VerifyError(f"migrate: {script.name} must make an update, got none: {what} nowhere in it")
+    return found
+
+
+def _compared(what: str, old: Recording, new: Recording) -> Result:
+    """Compare two runs up to the first update that differs."""
+    pairs = zip(old.updates, new.updates, strict=False)
+    for number, (a, b) in enumerate(pairs, start=1):
+        if not _equal(a.loss, b.loss, a, b) or (a.rows != b.rows and a.rows and b.rows):
+            shown = f"update {number}: loss {a.loss:.9g} and {b.loss:.9g}, rows {a.rows} and {b.rows}"
+            explanation, is_theirs = _explained(old, number - 1, a, b, new)
+            return Result(what, number - 1, shown, explanation, is_theirs)
+    counts = len(old.updates), len(new.updates)
+    if counts[0] != counts[1]:
+        shown = f"update {min(counts) + 1}: one run has {counts[0]} updates, the other {counts[1]}"
+        return Result(what, min(counts), shown)
+    return Result(what, counts[0])
+
+
+def _equal(a: float, b: float, *seen: Seen) -> bool:
+    is_double = all(each.is_double for each in seen)
+    both_nan = math.isnan(a) and math.isnan(b)
+    return both_nan or math.isclose(a, b, rel_tol=_RELATIVE[is_double], abs_tol=_ABSOLUTE[is_double])
+
+
+def _explained(
+    old: Recording, index: int, a: Seen, b: Seen, new: Recording
+) -> tuple[str, bool]:
+    """Return the known difference that explains two updates, and whether OLD computes it wrongly."""
+    parts = a.parts
+    most = max([old.divisor, *(len(each.parts) for each in old.updates[: index + 1])])
+    means = [part.value * most for part in parts]
+
+    def fits(weights: Sequence[int]) -> bool:
+        total = sum(weights)
+        if not total:
+            return False
+        mean = sum(value * weight for value, weight in zip(means, weights, strict=True)) / total
+        return _equal(mean, b.loss, a, b)
+
+    if parts and a.rows == b.rows:
+        for place in range(min((len(part.num_labels) for part in parts), default=0)):
+            if fits([part.num_labels[place] for part in parts]):
+                return (
+                    f"labels counted unevenly: {a_list(parts, place)} labels weigh the same in the old "
+                    "script; the new one divides by their number",
+                    True,
+                )
+        if fits([part.rows for part in parts]):
+            if len(parts) < most:
+                return (
+                    f"a short last window of accumulation: the old script divides {len(parts)} of {most} "
+                    f"batches by {most}",
+                    True,
+                )
+            return "batches of unequal sizes weigh the same in the old script", True
+    if len({part.shapes for part in parts}) > 1:
+        return (
+            "padding: the batches of an update have rows of unequal lengths, which one larger batch pads "
+            "to the longest, and the loss depends on it",
+            False,
+        )
+    if a.parts and (a.position != b.position or _parted(old, new, index)):
+        return "another number of draws: the random generators are at other positions", False
+    return "", False
+
+
+def _parted(old: Recording, new: Recording, index: int) -> bool:
+    """Return whether the generators were at other positions before an update."""
+    return index > 0 and old.updates[index - 1].position != new.updates[index - 1].position
+
+
+def a_list(parts: Sequence[Part], place: int) -> str:
+    """Write the numbers of labels of the parts of an update."""
+    numbers = [str(part.num_labels[place]) for part in parts]
+    return " and ".join([", ".join(numbers[:-1]), numbers[-1]]) if len(numbers) > 1 else numbers[0]
