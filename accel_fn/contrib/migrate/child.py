@@ -58,7 +58,7 @@ class Seen:
 
 @dataclass
 class Recording:
-    """The updates of a script, and whether it called af.draw."""
+    """The updates of a script, and whether it called af.draw or af.seed_all."""
 
     updates: list[Seen] = field(default_factory=list)
     uses_draw: bool = False

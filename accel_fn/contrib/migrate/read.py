@@ -197,13 +197,9 @@ class _Reader:
         loop = backward.written(_recipe(transforms), suffix, step, self._in_loss)
         if any(each.loop is backward.loop for each in later):
             loop = replace(loop, in_loop=loop.in_loop.removesuffix(")") + ", advance=False)")
-        return replace(
-            loop, program=self._owned(loop.program), in_loop=self._owned(loop.in_loop)
-        )
+        return replace(loop, program=self._owned(loop.program), in_loop=self._owned(loop.in_loop))
 
-    def _is_of_other(
-        self, transform: str, line: int, backward: Backward, end: int
-    ) -> bool:
+    def _is_of_other(self, transform: str, line: int, backward: Backward, end: int) -> bool:
         """Return whether a transform belongs to another loop: a clip below it, another's schedule."""
         if _name(transform) in ("clip", "clip_value"):
             return not backward.number < line < end
@@ -395,9 +391,10 @@ class _Reader:
                 self._add_use(node, "accelerator.prepare(renamed)", {"to": to, "name": name})
         for name in kinds["loader"]:
             to = results.get(name, name)
-            grouped = self.facts.is_grouped and to in self.facts.training_loaders
-            key = "grouped loader" if grouped else "loader"
-            self._add_use(node, f"accelerator.prepare({key})", {"to": to, "loader": name})
+            key = "grouped loader" if self.facts.is_grouped else "loader"
+            k = self.facts.num_microbatches if to in self.facts.training_loaders else "1"
+            values = {"to": to, "loader": name, "k": k}
+            self._add_use(node, f"accelerator.prepare({key})", values)
         for name in kinds["scheduler"]:
             of_epochs = " of epochs" if name in self.facts.schedulers_of_epochs else ""
             self._add_use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
@@ -495,7 +492,9 @@ class _Reader:
         replacement = row.replacement
         if replacement is not None:
             replacement = None if goes else self._filled(key, replacement, filled)
-        if row.why and any((use.replacement, use.why) == (replacement, row.why) for use in line.uses):
+        if row.why and any(
+            (use.replacement, use.why) == (replacement, row.why) for use in line.uses
+        ):
             return
         part = "" if goes or self._is_whole(node, replacement) else self._shown(node)
         differences = tuple(

@@ -176,7 +176,7 @@ TABLE: dict[str, Row] = {
     "accelerator.prepare(loader)": Row("{to} = af.shard_loader({loader}, state)", "", (2, 13)),
     "accelerator.prepare(grouped loader)": Row(
         "{to} = af.group_batches(af.shard_loader({loader}, state), {k})",
-        "An update takes a list of batches; len counts updates.",
+        "A step takes a list of batches; len counts lists.",
         (2, 13),
     ),
     "accelerator.prepare(scheduler)": Row(

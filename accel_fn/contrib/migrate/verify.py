@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 
 from accel_fn import launch
-from accel_fn.contrib.migrate.child import Part, Recording, Seen, record
+from accel_fn.contrib.migrate.child import Part, Recording, record
 from accel_fn.errors import AccelError
 
 _RELATIVE = {True: 1e-9, False: 1e-4}
-"""The largest relative difference of two losses, by whether both have float64."""
+"""The largest relative difference of two losses, by whether the old script's have float64."""
 _ABSOLUTE = {True: 1e-12, False: 1e-6}
 _SHOWN = 30
 """The number of lines that are shown of what a failed script printed."""
@@ -71,15 +71,17 @@ def verify(
         say(f"{script.name} on {size} process{'es' if size > 1 else ''}")
         return _run(script, arguments, num_updates, kind, size, draws, cpu=cpu)[0]
 
-    before, after = (run(each, kind, 1, cpu=False) for each, kind in ((old, "old"), (new, "new")))
-    results = [_compared(f"{old.name} and {new.name} on one process", before, after)]
+    before, after = run(old, "old", 1, cpu=False), run(new, "new", 1, cpu=False)
+    is_double = all(each.is_double for each in before.updates)
+    what = f"{old.name} and {new.name} on one process"
+    results = [_compared(what, before, after, is_double=is_double)]
     what = f"{new.name} on one process and on two"
     if any(each.draws for each in after.updates):
         explanation = "the step draws random numbers, as dropout does, which depend on the split"
         return [*results, Result(what, 0, "not compared", explanation, is_theirs=True)]
     one = run(new, "new", 1, draws="state", cpu=cpu) if after.uses_draw or cpu else after
     two = run(new, "new", 2, draws="state", cpu=cpu)
-    return [*results, _compared(what, one, two)]
+    return [*results, _compared(what, one, two, is_double=is_double)]
 
 
 def _run(
@@ -107,17 +109,22 @@ def _run(
             ) from error
     if not found[0].updates:
         what = "an optimizer steps after a backward" if kind == "old" else "step(state, batch) runs"
-        raise VerifyError(f"migrate: {script.name} must make an update, got none: {what} nowhere in it")
+        raise VerifyError(
+            f"migrate: {script.name} must make an update, got none: {what} nowhere in it"
+        )
     return found
 
 
-def _compared(what: str, old: Recording, new: Recording) -> Result:
+def _compared(what: str, old: Recording, new: Recording, *, is_double: bool) -> Result:
     """Compare two runs up to the first update that differs."""
     pairs = zip(old.updates, new.updates, strict=False)
     for number, (a, b) in enumerate(pairs, start=1):
-        if not _equal(a.loss, b.loss, a, b) or (a.rows != b.rows and a.rows and b.rows):
-            shown = f"update {number}: loss {a.loss:.9g} and {b.loss:.9g}, rows {a.rows} and {b.rows}"
-            explanation, is_theirs = _explained(old, number - 1, a, b, new)
+        same_loss = _equal(a.loss, b.loss, is_double=is_double)
+        if not same_loss or (a.rows != b.rows and a.rows and b.rows):
+            shown = (
+                f"update {number}: loss {a.loss:.9g} and {b.loss:.9g}, rows {a.rows} and {b.rows}"
+            )
+            explanation, is_theirs = _explained(old, new, number - 1, is_double=is_double)
             return Result(what, number - 1, shown, explanation, is_theirs)
     counts = len(old.updates), len(new.updates)
     if counts[0] != counts[1]:
@@ -126,16 +133,16 @@ def _compared(what: str, old: Recording, new: Recording) -> Result:
     return Result(what, counts[0])
 
 
-def _equal(a: float, b: float, *seen: Seen) -> bool:
-    is_double = all(each.is_double for each in seen)
+def _equal(a: float, b: float, *, is_double: bool) -> bool:
     both_nan = math.isnan(a) and math.isnan(b)
-    return both_nan or math.isclose(a, b, rel_tol=_RELATIVE[is_double], abs_tol=_ABSOLUTE[is_double])
+    return both_nan or math.isclose(
+        a, b, rel_tol=_RELATIVE[is_double], abs_tol=_ABSOLUTE[is_double]
+    )
 
 
-def _explained(
-    old: Recording, index: int, a: Seen, b: Seen, new: Recording
-) -> tuple[str, bool]:
+def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -> tuple[str, bool]:
     """Return the known difference that explains two updates, and whether OLD computes it wrongly."""
+    a, b = old.updates[index], new.updates[index]
     parts = a.parts
     most = max([old.divisor, *(len(each.parts) for each in old.updates[: index + 1])])
     means = [part.value * most for part in parts]
@@ -145,7 +152,7 @@ def _explained(
         if not total:
             return False
         mean = sum(value * weight for value, weight in zip(means, weights, strict=True)) / total
-        return _equal(mean, b.loss, a, b)
+        return _equal(mean, b.loss, is_double=is_double)
 
     if parts and a.rows == b.rows:
         for place in range(min((len(part.num_labels) for part in parts), default=0)):

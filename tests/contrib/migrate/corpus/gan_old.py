@@ -16,7 +16,9 @@ def main():
     discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     g_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
     d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(torch.randn(60, 2)), batch_size=12, generator=torch.Generator())
+    loader = DataLoader(
+        TensorDataset(torch.randn(60, 2)), batch_size=12, generator=torch.Generator()
+    )
     generator, discriminator, g_optimizer, d_optimizer, loader = accelerator.prepare(
         generator, discriminator, g_optimizer, d_optimizer, loader
     )
@@ -26,7 +28,9 @@ def main():
             noise = torch.randn(real.shape[0], 4)
             with torch.no_grad():
                 fake = generator(noise)
-            d_loss = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
+            d_loss = (
+                F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
+            )
             d_optimizer.zero_grad()
             accelerator.backward(d_loss)
             accelerator.clip_grad_norm_(discriminator.parameters(), 1.0)
