@@ -26,7 +26,8 @@ def main():
         real = batch[0]
         with torch.no_grad():
             fake = generator(noise)
-        return F.softplus(-model(real)).mean() + F.softplus(model(fake)).mean()
+        d_real = F.softplus(-model(real)).mean()
+        return d_real + F.softplus(model(fake)).mean()
 
     recipe_discriminator = af.compose(af.place(), af.wrap_ddp(), af.clip(1.0))
     plan_discriminator = recipe_discriminator(

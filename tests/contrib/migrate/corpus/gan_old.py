@@ -28,9 +28,8 @@ def main():
             noise = torch.randn(real.shape[0], 4)
             with torch.no_grad():
                 fake = generator(noise)
-            d_loss = (
-                F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
-            )
+            d_real = F.softplus(-discriminator(real)).mean()
+            d_loss = d_real + F.softplus(discriminator(fake)).mean()
             d_optimizer.zero_grad()
             accelerator.backward(d_loss)
             accelerator.clip_grad_norm_(discriminator.parameters(), 1.0)
