@@ -34,9 +34,10 @@ class Update:
 
 
 class Updates(list[Update]):
-    """The updates of a program in order; `num_draws` counts the calls of `af.draw` and `af.seed_all`."""
+    """The updates of a program in order, and how often it called `af.draw` and `af.seed_all`."""
 
     num_draws = 0
+    num_seeds = 0
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def recorded_updates(
         return torch.default_generator if is_global(state) else own(state, name)
 
     def number_for_all(state: DistState, place: int | str) -> int:
-        updates.num_draws += 1
+        updates.num_seeds += 1
         return state.seed if is_global(state) else number(state, place)
 
     def is_global(state: DistState) -> bool:

@@ -58,10 +58,11 @@ class Seen:
 
 @dataclass
 class Recording:
-    """The updates of a script, and whether it called af.draw or af.seed_all."""
+    """The updates of a script, and which random numbers of accel_fn it uses."""
 
     updates: list[Seen] = field(default_factory=list)
     uses_draw: bool = False
+    uses_seed_all: bool = False
     divisor: int = 1
     """The number of batches by which accelerate divides."""
 
@@ -129,7 +130,7 @@ def _watched_new(found: Recording, num_updates: int, *, draws: Any) -> Iterator[
                 update.draws,
             )
         )
-        found.uses_draw = updates.num_draws > 0
+        found.uses_draw, found.uses_seed_all = updates.num_draws > 0, updates.num_seeds > 0
         if len(found.updates) >= num_updates:
             raise Enough
 

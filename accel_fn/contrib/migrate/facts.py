@@ -498,13 +498,20 @@ class Facts:
         return bool(self.num_microbatches) and self.code(node) == self.num_microbatches
 
     def divisor(self, node: cst.CSTNode, loss: str) -> cst.BaseExpression | None:
-        """Return the divisor of `loss = loss / k` or `loss /= k`; None for another statement."""
+        """Return the divisor of `loss = ... / k` or `loss /= k`; None for another statement."""
         if isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign):
             return node.value if self.code(node.target) == loss else None
         value = node.value if isinstance(node, cst.Assign) else None
         if not isinstance(value, cst.BinaryOperation) or not isinstance(value.operator, cst.Divide):
             return None
-        return value.right if self.code(value.left) == loss else None
+        assert isinstance(node, cst.Assign)
+        return value.right if self.code(node.targets[0].target) == loss else None
+
+    def only_divides(self, node: cst.CSTNode, loss: str) -> bool:
+        """Return whether a statement is `loss = loss / k` or `loss /= k`."""
+        if isinstance(node, cst.Assign) and isinstance(node.value, cst.BinaryOperation):
+            return self.code(node.value.left) == loss and self.divisor(node, loss) is not None
+        return self.divisor(node, loss) is not None
 
     def only_moves(self, node: cst.Attribute) -> bool:
         """Return whether the statement around `accelerator.device` only moves a variable there."""

@@ -111,6 +111,8 @@ class Backward:
         return value
 
     def _other_divisor(self, node: cst.CSTNode, divisor: cst.BaseExpression) -> None:
+        if isinstance(divisor, cst.BaseNumber):
+            return
         text = self.facts.code(divisor)
         self._note(
             node,
@@ -125,10 +127,10 @@ class Backward:
         divisor = self.facts.divisor(node, name)
         if divisor is None:
             return False
-        if self.facts.is_number_of_batches(divisor):
-            return True
-        self._other_divisor(node, divisor)
-        return False
+        if not self.facts.is_number_of_batches(divisor):
+            self._other_divisor(node, divisor)
+            return False
+        return self.facts.only_divides(node, name)
 
     def _slice(self, needed: set[str], *, note: bool = True) -> list[cst.CSTNode]:
         """Return the statements before the backward that these names depend on."""
@@ -240,11 +242,13 @@ class Backward:
 
     @cached_property
     def optimizers(self) -> list[str]:
-        """The optimizers that step after this backward and before the next one."""
+        """The optimizers that step after this backward and before the next one; else the script's first."""
+        return self.own_optimizers or self.facts.steps_between(0, None)[:1]
+
+    @cached_property
+    def own_optimizers(self) -> list[str]:
         later = [each for each in self.facts.backward_lines if each > self.number]
-        end = later[0] if later else None
-        found = self.facts.steps_between(self.number, end)
-        return found or self.facts.steps_between(0, None)[:1]
+        return self.facts.steps_between(self.number, later[0] if later else None)
 
     # ---- random numbers
 
@@ -414,21 +418,29 @@ class Backward:
         facts, (start, end) = self.facts, self.facts.span(node)
         if isinstance(node, cst.Name | cst.Attribute) and facts.stands_for_itself(node):
             code = facts.code(node)
-            if code in by_code:
-                yield start, end, by_code[code]
-            elif facts.is_device(node):
-                yield start, end, "state.device"
-        elif isinstance(node, cst.Call) and node in self.draws:
-            yield start, end, self.draws[node].name
-        elif isinstance(node, cst.Call) and facts.unwraps(node):
-            first, last = facts.span(node.args[0].value)
+            if code in by_code or facts.is_device(node):
+                yield start, end, by_code.get(code, "state.device")
+        elif isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
+            if facts.is_number_of_batches(node.right):
+                yield facts.span(node.left)[1], end, ""
+        elif isinstance(node, cst.Call):
+            yield from self._edits_of_call(node)
+
+    def _edits_of_call(self, call: cst.Call) -> Iterator[Edit]:
+        """Yield the edits of a call in the loss: of draws, `unwrap_model`, `next` and `to(device)`."""
+        facts, (start, end) = self.facts, self.facts.span(call)
+        inside = self._unmoved(call)
+        if call in self.draws:
+            yield start, end, self.draws[call].name
+        elif facts.unwraps(call):
+            first, last = facts.span(call.args[0].value)
             yield from [(start, first, ""), (last, end, "")]
-        elif isinstance(node, cst.Call) and facts.code(node.func) == "next":
+        elif facts.code(call.func) == "next":
             yield start, end, "batch"
-        elif isinstance(node, cst.Call) and self._unmoved(node) is not node:
-            inside = self._unmoved(node)
-            if {*names_in(inside)} <= self._batch_names or self._next_in(inside) is not None:
-                yield facts.span(inside)[1], end, ""
+        elif inside is not call and (
+            {*names_in(inside)} <= self._batch_names or self._next_in(inside) is not None
+        ):
+            yield facts.span(inside)[1], end, ""
 
     def _plan(self, suffix: str, model: str, has_draws: bool) -> list[str]:
         optimizers = ", ".join(f'"{last(each)}": {each}' for each in self.optimizers)

@@ -148,7 +148,7 @@ class _Reader:
         """The transforms of the recipe, each with its line."""
         self._backwards = [Backward(self.facts, each) for each in self.facts.backwards]
         self._frozen = {name for each in self._backwards for name in each.frozen}
-        updates = [each for each in self._backwards if each.optimizers]
+        updates = [each for each in self._backwards if each.own_optimizers]
         self._updates = updates or self._backwards[-1:]
         """The backwards that an update follows."""
         self._in_loss = {node for each in self._backwards for node in each.kept}
@@ -454,7 +454,7 @@ class _Reader:
         if isinstance(node, cst.Assign) and self.facts.is_accelerator(node.value):
             self._add_use(node, "alias")
             return True
-        divides = any(self.facts.divisor(node, each) is not None for each in self.facts.losses)
+        divides = any(self.facts.only_divides(node, each) for each in self.facts.losses)
         if divides and self.facts.loop_around(node) in self.facts.training_loops:
             self._add_use(node, "divide")
             return True

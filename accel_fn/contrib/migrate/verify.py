@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -60,6 +61,9 @@ def verify(
         arguments: those of both.
         num_updates: the most updates that are compared.
         say: called with a line as each run begins.
+
+    Returns:
+        The comparison of OLD with NEW on one process, and that of NEW on one process with NEW on two.
     """
     # One accelerator is not shared: then two processes, and what they are compared with, use the CPU.
     has_two = torch.accelerator.device_count() > 1
@@ -79,7 +83,8 @@ def verify(
     if any(each.draws for each in after.updates):
         explanation = "the step draws random numbers, as dropout does, which depend on the split"
         return [*results, Result(what, 0, "not compared", explanation, is_theirs=True)]
-    one = run(new, "new", 1, draws="state", cpu=cpu) if after.uses_draw or cpu else after
+    has_own = after.uses_draw or after.uses_seed_all
+    one = run(new, "new", 1, draws="state", cpu=cpu) if has_own or cpu else after
     two = run(new, "new", 2, draws="state", cpu=cpu)
     return [*results, _compared(what, one, two, is_double=is_double)]
 
@@ -176,14 +181,16 @@ def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -
             "to the longest, and the loss depends on it",
             False,
         )
-    if a.parts and (a.position != b.position or _parted(old, new, index)):
+    if parts and a.position != b.position and (_draws(old) or _draws(new)):
         return "another number of draws: the random generators are at other positions", False
     return "", False
 
 
-def _parted(old: Recording, new: Recording, index: int) -> bool:
-    """Return whether the generators were at other positions before an update."""
-    return index > 0 and old.updates[index - 1].position != new.updates[index - 1].position
+def _draws(run: Recording) -> bool:
+    """Return whether most updates draw from the global generator, and not its loader alone."""
+    positions = [each.position for each in run.updates]
+    changes = [a != b for a, b in itertools.pairwise(positions)]
+    return run.uses_draw or 2 * sum(changes) > len(changes)
 
 
 def a_list(parts: Sequence[Part], place: int) -> str:

@@ -181,6 +181,13 @@ def test_another_number_of_draws_is_named():
     assert (text.startswith("another number of draws"), is_theirs) == (True, False)
 
 
+def test_draws_of_a_loader_alone_explain_nothing():
+    old = Recording([seen(1.0, Part(1.0, 8))] * 3)
+    new = Recording([seen(0.7, position="b")] * 3)
+    result = _compared("", old, new, is_double=True)
+    assert (result.num_equal, result.explanation) == (0, "")
+
+
 def test_other_rows_are_no_known_difference():
     old, new = seen(1.0, Part(0.5, 4), Part(0.5, 4)), seen(1.0, rows=16)
     assert explanation(old, new) == ("", False)

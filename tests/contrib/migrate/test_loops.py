@@ -1,0 +1,230 @@
+"""What `migrate` reads of a loop: what enters backward, and what it leaves to do by hand, with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import command
+
+HEAD = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+net, other = Net(), Net()
+loader = DataLoader(data, batch_size=8)
+"""
+
+
+def found(folder: Path, loop: str, before: str = "", head: str = HEAD) -> dict[str, Any]:
+    """What is found in a script with these lines before prepare, and with this body of its loop."""
+    path = folder / "script.py"
+    body = "\n".join(f"        {line}" for line in loop.splitlines())
+    path.write_text(
+        f"{head}optimizer = SGD(net.parameters(), 0.1)\n{before}\n"
+        "net, optimizer, loader = accelerator.prepare(net, optimizer, loader)\n"
+        f"for epoch in range(3):\n    for i, batch in enumerate(loader):\n{body}\n"
+    )
+    done = command(folder, "migrate", path, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+EACH_FOURTH = "if i % 4 == 3:\n    optimizer.step()"
+END = "\naccelerator.backward(loss)\noptimizer.step()"
+
+
+def one_loop(folder: Path, loop: str, before: str = "") -> dict[str, Any]:
+    [only] = found(folder, loop + END, before)["loops"]
+    return only
+
+
+BY_HAND = [
+    ("loss = net(batch).mean() * i", "the loss reads `i`, which the loop changes"),
+    ("loss = net(batch).mean() + last\nlast = 3", "the loss reads `last`, which the loop changes"),
+    ("x = vae(batch).sample()\nloss = net(x).mean()", "`vae(batch).sample()` draws in the loss"),
+    ("loss = noisy(net, batch)", "`noisy` draws random numbers in the loss"),
+    ("z = torch.randn(net(batch).shape)\nloss = (net(batch) - z).mean()", "that only the loss knows"),
+    ("loss = net(batch).sum() / count", "`loss = net(batch).sum() / count` divides by another"),
+    ("loss = (net(batch) - mean_net(batch)).mean()", "`mean_net`, an average of parameters"),
+    ("loss = net(batch).mean()\nif loss > 0:\n    accelerator.backward(loss)", "under `if loss > 0`"),
+    ("loss = accelerator.reduce(net(batch).mean())", "the loss uses `accelerator.reduce`"),
+    ("out = net(batch)\nloss = out.mean()\naccelerator.backward(loss)\nprint(out)", "`out` is a value"),
+    ("loss = F.cross_entropy(net(batch[0]), batch[1], ignore_index=0)", "af.count_labels(KEY, ign"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loop", "reason"), BY_HAND)
+def test_what_a_loss_function_does_not_have_is_left_with_its_reason(loop, reason, tmp_path):
+    before = (
+        "def noisy(net, x):\n    return (net(x) + torch.randn(3)).mean()\n"
+        "mean_net = EMA(net)\nvae.requires_grad_(False)\n"
+    )
+    given = loop if "backward" in loop else loop + "\naccelerator.backward(loss)"
+    [only] = found(tmp_path, given + "\noptimizer.step()", before)["loops"]
+    reasons = [each for each in only["by_hand"] if reason in each]
+    assert len(reasons) == 1, only["by_hand"]
+
+
+def test_a_plain_loss_leaves_nothing(tmp_path):
+    loop = one_loop(
+        tmp_path, "x, y = batch\nscale = 2 * size\nloss = scale * F.mse_loss(net(x), y)"
+    )
+    assert loop["by_hand"] == []
+    assert loop["program"].split("\n\n")[0].splitlines() == [
+        "def loss_fn(model, batch):",
+        "    x, y = batch",
+        "    scale = 2 * size",
+        "    return scale * F.mse_loss(model(x), y)",
+    ]
+    assert loop["in_loop"] == "state, report = step(state, batch)"
+
+
+def test_lines_that_the_loss_does_not_need_stay_outside(tmp_path):
+    loop = one_loop(tmp_path, "seen += 1\nprint(seen)\nloss = net(batch).mean()")
+    assert "seen" not in loop["program"]
+    assert loop["by_hand"] == []
+
+
+@pytest.mark.parametrize("divided", ["loss = loss / 4", "loss /= 4"])
+def test_the_number_of_batches_of_an_update_is_taken_out(divided, tmp_path):
+    text = f"loss = net(batch).mean()\n{divided}\naccelerator.backward(loss)\n{EACH_FOURTH}"
+    result = found(tmp_path, text)
+    assert "return model(batch).mean()" in result["loops"][0]["program"]
+    assert "af.accumulate(4)" in result["recipe"]
+    assert [line["goes"] for line in result["lines"] if line["source"] == divided] == [True]
+
+
+def test_a_division_in_the_call_of_backward_is_taken_out(tmp_path):
+    text = f"loss = net(batch).mean()\naccelerator.backward(loss / 4)\n{EACH_FOURTH}"
+    [loop] = found(tmp_path, text)["loops"]
+    assert "return model(batch).mean()" in loop["program"]
+
+
+def test_draws_of_rows_stand_in_the_loop(tmp_path):
+    loop = one_loop(
+        tmp_path,
+        "x = batch[0]\nt = torch.randint(0, 9, (x.shape[0],), device=x.device).long()\n"
+        "noise = torch.rand_like(x)\nloss = net(x + noise, t).mean()",
+    )
+    assert loop["by_hand"] == []
+    assert "t = t_drawn.long()" in loop["program"]
+    assert "batch, t_drawn, noise = batch" in loop["program"]
+    assert "torch.randint(0, 9, (n,), generator=generator)" in loop["in_loop"]
+    assert "torch.rand(n, *x.shape[1:], dtype=x.dtype, generator=generator)" in loop["in_loop"]
+    assert loop["in_loop"].startswith("x = batch[0]\nt_drawn = af.draw(\n")
+    assert loop["in_loop"].endswith("state, report = step(state, (batch, t_drawn, noise))")
+
+
+def test_a_frozen_model_stands_in_the_plan_and_a_pipeline_does_not(tmp_path):
+    before = (
+        "vae.to(accelerator.device, dtype=half)\nteacher.requires_grad_(False)\n"
+        "pipeline = pipeline.to(accelerator.device)"
+    )
+    result = found(
+        tmp_path, "x = vae(batch)\nloss = net(x).mean() - teacher(x).mean()" + END, before
+    )
+    [loop] = result["loops"]
+    for name in ("vae", "teacher"):
+        assert f'"{name}": {name}' in loop["program"]
+    assert 'x = frozen["vae"](batch)' in loop["program"]
+    texts = {line["source"]: line["uses"][0]["replacement"] for line in result["lines"]}
+    assert texts["vae.to(accelerator.device, dtype=half)"] == "vae.to(dtype=half)"
+    assert texts["pipeline = pipeline.to(accelerator.device)"] == "state.device"
+
+
+FACTORS = [
+    ("warmup_steps = 10 * accelerator.num_processes", "warmup_steps = 10"),
+    ("total_batch_size = 4 * accelerator.num_processes * k", "total_batch_size = 4 * k"),
+    ("lr = lr / accelerator.num_processes", "lr = lr"),
+    ("n = math.ceil(len(loader) / accelerator.num_processes)", "n = math.ceil(len(loader))"),
+    ("images = 100 // accelerator.num_processes", "state.world_size"),
+    ("sched = get(optimizer, num_training_steps=9 * accelerator.num_processes)", "num_training_steps=9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), FACTORS)
+def test_factors_of_lengths_and_sizes_go(line, expected, tmp_path):
+    result = found(tmp_path, "loss = net(batch).mean()" + END, line)
+    uses = [use for each in result["lines"] if each["source"] == line for use in each["uses"]]
+    assert [use["replacement"] for use in uses] == [expected]
+
+
+def test_each_optimizer_that_steps_after_a_backward_of_its_own_has_a_plan(tmp_path):
+    before = (
+        "other_optimizer = SGD(other.parameters(), 1.0)\n"
+        "other, other_optimizer = accelerator.prepare(other, other_optimizer)"
+    )
+    text = (
+        "a = net(batch).mean()\naccelerator.backward(a)\n"
+        "accelerator.clip_grad_norm_(net.parameters(), 1.0)\noptimizer.step()\n"
+        "b = other(batch).mean()\naccelerator.backward(b)\nother_optimizer.step()\nprint(a, b)"
+    )
+    result = found(tmp_path, text, before)
+    first, second = result["loops"]
+    assert "af.Plan(loss_fn_net, net, optimizer)" in first["program"]
+    assert "af.Plan(loss_fn_other, other, other_optimizer)" in second["program"]
+    assert ("af.clip(1.0)" in first["program"], "af.clip(1.0)" in second["program"]) == (
+        True,
+        False,
+    )
+    assert first["in_loop"].endswith("step_net(state, batch, advance=False)")
+    assert second["in_loop"].endswith("step_other(state, batch)")
+    [shown] = [line for line in result["lines"] if line["source"] == "print(a, b)"]
+    assert [use["replacement"] for use in shown["uses"]] == ["report_net.loss", "report_other.loss"]
+
+
+def test_two_backwards_of_one_update_are_one_loss(tmp_path):
+    text = "a = net(batch).mean()\naccelerator.backward(a)\nloss = net(batch).std()" + END
+    [loop] = found(tmp_path, text)["loops"]
+    assert any("return the sum of the losses" in each for each in loop["by_hand"])
+
+
+def test_two_optimizers_of_one_loss_are_one_plan(tmp_path):
+    text = (
+        "loss = net(batch).mean()\naccelerator.backward(loss)\noptimizer.step()\noptimizer_2.step()"
+    )
+    before = "optimizer_2 = SGD(net.b, 1.0)\noptimizer_2 = accelerator.prepare(optimizer_2)"
+    [loop] = found(tmp_path, text, before)["loops"]
+    assert '{"optimizer": optimizer, "optimizer_2": optimizer_2}' in loop["program"]
+
+
+def test_an_average_stays_below_the_step(tmp_path):
+    result = found(
+        tmp_path,
+        "loss = net(batch).mean()" + END + "\nema.step(net.parameters())",
+        "ema = EMAModel(net)",
+    )
+    [line] = [each for each in result["lines"] if each["source"].startswith("ema.step")]
+    assert not line["goes"]
+    assert "It stays, below the step" in line["uses"][0]["why"]
+
+
+SHARDED = [
+    ("if accelerator.state.fsdp_plugin is not None:\n    pass", "af.wrap_as_launched()"),
+    ("x = accelerator.distributed_type == DistributedType.FSDP", "af.wrap_as_launched()"),
+    ("plugin = FullyShardedDataParallelPlugin()", "af.wrap_fsdp()"),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), SHARDED)
+def test_a_plugin_that_the_script_names_is_in_the_recipe(line, expected, tmp_path):
+    head = "from accelerate import DistributedType, FullyShardedDataParallelPlugin" + HEAD
+    result = found(tmp_path, "loss = net(batch).mean()" + END, line, head)
+    assert expected in result["recipe"]
+    assert "af.wrap_ddp()" not in result["recipe"]
+
+
+def test_a_loader_that_another_function_makes_is_grouped(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from accelerate import Accelerator\naccelerator = Accelerator(gradient_accumulation_steps=4)\n"
+        "net, optimizer, loader = accelerator.prepare(net, optimizer, make_loader())\n"
+        "for batch in loader:\n    with accelerator.accumulate(net):\n        loss = net(batch).mean()\n"
+        "        accelerator.backward(loss)\n        optimizer.step()\n"
+    )
+    result = json.loads(command(tmp_path, "migrate", path, "--json").stdout)
+    assert "af.accumulate(4, split=None)" in result["recipe"]
