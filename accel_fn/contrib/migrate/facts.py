@@ -47,6 +47,7 @@ class Facts:
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         self.module = wrapper.module
+        self.text = wrapper.module.code
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._positions = wrapper.resolve(PositionProvider)
         self._qualified = wrapper.resolve(QualifiedNameProvider)
@@ -55,6 +56,8 @@ class Facts:
 
     def code(self, node: cst.CSTNode) -> str:
         """Return the source of a node, on one line."""
+        if isinstance(node, cst.Name) and not node.lpar:
+            return str(node.value)
         return joined(self.module.code_for_node(node).splitlines())
 
     @cached_property
@@ -651,6 +654,9 @@ class Facts:
         These are the number of processes, and under a division the number of batches of an update.
         None if there is no such factor.
         """
+        products = [each for each in walk(node) if isinstance(each, cst.BinaryOperation)]
+        if not products:
+            return None
         around = self._parents[node]
         if isinstance(node, cst.Assign):
             name = self.code(node.targets[0].target)
@@ -666,8 +672,7 @@ class Facts:
         keeps = self.is_grouped and self.line(node) < min(self.prepare_lines, default=0)
         edits = [
             edit
-            for each in walk(node)
-            if isinstance(each, cst.BinaryOperation)
+            for each in products
             for edit in self._without_factor(each, divides=not keeps)
         ]
         return joined(self.edited(node, edits).splitlines()).replace(" )", ")") if edits else None
@@ -692,7 +697,7 @@ class Facts:
     @cached_property
     def _offsets(self) -> list[int]:
         """Where each line begins, by its number."""
-        lines = self.module.code.splitlines(keepends=True)
+        lines = self.text.splitlines(keepends=True)
         return [0, *accumulate(map(len, lines), initial=0)]
 
     def edited(self, node: cst.CSTNode, edits: Iterable[Edit]) -> str:
@@ -702,9 +707,9 @@ class Facts:
         text, done = " " * at, start
         for first, last, new in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
             if first >= done:
-                text += self.module.code[done:first] + new
+                text += self.text[done:first] + new
                 done = last
-        return textwrap.dedent(text + self.module.code[done:end]).strip()
+        return textwrap.dedent(text + self.text[done:end]).strip()
 
     def is_num_processes(self, node: cst.CSTNode) -> bool:
         """Return whether an expression is the number of processes."""
@@ -730,7 +735,7 @@ class Facts:
     @cached_property
     def traits(self) -> set[str]:
         """The traits of the script, as the table names them, that select its differences from accel_fn."""
-        text = self.module.code
+        text = self.text
         kinds = list(self.kinds.values())
         scales = self._constructor.get("mixed_precision", '"no"').strip("\"'") not in ("no", "bf16")
         accumulates = bool(self.num_microbatches)

@@ -282,6 +282,9 @@ class Backward:
                 f"in the loop by af.draw(..., state, rows={self.batch}), and put the rows into the batch",
             )
             return None
+        if isinstance(statement, cst.BaseCompoundStatement):
+            where = f"`{self.facts.head(statement)}`"
+            self._note(call, f"a draw under {where}: draw it in the loop under the same condition")
         arguments, needs = self._size(call)
         if not self._is_known(needs):
             self._note(
@@ -423,6 +426,13 @@ class Backward:
         elif isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
             if facts.is_number_of_batches(node.right):
                 yield facts.span(node.left)[1], end, ""
+        elif isinstance(node, cst.AugAssign):
+            # The batch is not the loss function's to change: checks run it several times.
+            name = facts.code(node.target)
+            if name in {*self._batch_names, *(each.name for each in self.draws.values())}:
+                operator = facts.code(node.operator).removesuffix("=")
+                yield facts.span(node.target)[1], facts.span(node.value)[0], f" = {name} {operator} ("
+                yield end, end, ")"
         elif isinstance(node, cst.Call):
             yield from self._edits_of_call(node)
 
@@ -458,7 +468,7 @@ class Backward:
     def _labels(self, has_draws: bool) -> str:
         """Return the weight function of a loss over tokens; "" for other losses."""
         text = " ".join(self._source_of(each, {}) for each in [*self.kept, self.loss] if each)
-        found = re.search(_LABELS, self.facts.module.code)
+        found = re.search(_LABELS, self.facts.text)
         ignored = re.search(r"ignore_index *= *([-\w.]+)", text)
         if found and ".loss" in text:
             path = f'(0, "{"labels"}")' if has_draws else '"labels"'
