@@ -560,6 +560,18 @@ class Facts:
         )
 
     @cached_property
+    def has_sampler(self) -> bool:
+        """Whether a loader that the script trains on has a sampler of its own."""
+        names = {
+            each.keyword.value
+            for call in self._calls
+            if self.makes_loader(call)
+            for each in call.args
+            if each.keyword is not None
+        }
+        return bool(names & {"sampler", "batch_sampler"})
+
+    @cached_property
     def schedulers_of_epochs(self) -> set[str]:
         """The schedulers that the script steps once an epoch, after its batches."""
         return {
@@ -671,9 +683,7 @@ class Facts:
             return None
         keeps = self.is_grouped and self.line(node) < min(self.prepare_lines, default=0)
         edits = [
-            edit
-            for each in products
-            for edit in self._without_factor(each, divides=not keeps)
+            edit for each in products for edit in self._without_factor(each, divides=not keeps)
         ]
         return joined(self.edited(node, edits).splitlines()).replace(" )", ")") if edits else None
 

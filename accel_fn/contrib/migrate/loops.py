@@ -431,7 +431,11 @@ class Backward:
             name = facts.code(node.target)
             if name in {*self._batch_names, *(each.name for each in self.draws.values())}:
                 operator = facts.code(node.operator).removesuffix("=")
-                yield facts.span(node.target)[1], facts.span(node.value)[0], f" = {name} {operator} ("
+                yield (
+                    facts.span(node.target)[1],
+                    facts.span(node.value)[0],
+                    f" = {name} {operator} (",
+                )
                 yield end, end, ")"
         elif isinstance(node, cst.Call):
             yield from self._edits_of_call(node)

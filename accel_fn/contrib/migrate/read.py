@@ -392,8 +392,11 @@ class _Reader:
         for name in kinds["loader"]:
             to = results.get(name, name)
             key = "grouped loader" if self.facts.is_grouped else "loader"
-            k = self.facts.num_microbatches if to in self.facts.training_loaders else "1"
-            values = {"to": to, "loader": name, "k": k}
+            trains = to in self.facts.training_loaders
+            k = self.facts.num_microbatches if trains else "1"
+            # For a sampler of the script, the order is that of the sampler.
+            order = ', order="torch"' if trains and not self.facts.has_sampler else ""
+            values = {"to": to, "loader": name, "k": k, "order": order}
             self._add_use(node, f"accelerator.prepare({key})", values)
         for name in kinds["scheduler"]:
             of_epochs = " of epochs" if name in self.facts.schedulers_of_epochs else ""

@@ -173,9 +173,11 @@ TABLE: dict[str, Row] = {
         "stands in the plan of the first: af.Plan(..., frozen=dict(teacher=teacher)).",
         (21,),
     ),
-    "accelerator.prepare(loader)": Row("{to} = af.shard_loader({loader}, state)", "", (2, 13)),
+    "accelerator.prepare(loader)": Row(
+        "{to} = af.shard_loader({loader}, state{order})", "", (2, 13)
+    ),
     "accelerator.prepare(grouped loader)": Row(
-        "{to} = af.group_batches(af.shard_loader({loader}, state), {k})",
+        "{to} = af.group_batches(af.shard_loader({loader}, state{order}), {k})",
         "A step takes a list of batches; len counts lists.",
         (2, 13),
     ),

@@ -36,7 +36,7 @@ def training_function(batch_size=12):
         total_iters=(len(train_dataloader) * 3) // gradient_accumulation_steps,
     )
     train_dataloader = af.group_batches(
-        af.shard_loader(train_dataloader, state), gradient_accumulation_steps
+        af.shard_loader(train_dataloader, state, order="torch"), gradient_accumulation_steps
     )
     eval_dataloader = af.group_batches(af.shard_loader(eval_dataloader, state), 1)
 

@@ -18,10 +18,8 @@ def main(max_train_steps=12):
     teacher.eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.02)
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max_train_steps)
-    dataloader = DataLoader(
-        TensorDataset(torch.randn(64, 4)), batch_size=8, generator=torch.Generator()
-    )
-    dataloader = af.shard_loader(dataloader, state)
+    dataloader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8, shuffle=True)
+    dataloader = af.shard_loader(dataloader, state, order="torch")
 
     def loss_fn(model, batch, *, frozen):
         batch, noise, scale = batch

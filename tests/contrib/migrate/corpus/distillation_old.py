@@ -21,9 +21,7 @@ def main(max_train_steps=12):
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimizer, max_train_steps * accelerator.num_processes
     )
-    dataloader = DataLoader(
-        TensorDataset(torch.randn(64, 4)), batch_size=8, generator=torch.Generator()
-    )
+    dataloader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8, shuffle=True)
     student, optimizer, dataloader, lr_scheduler = accelerator.prepare(
         student, optimizer, dataloader, lr_scheduler
     )

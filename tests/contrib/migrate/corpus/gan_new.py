@@ -16,10 +16,8 @@ def main():
     discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     g_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
     d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
-    loader = DataLoader(
-        TensorDataset(torch.randn(60, 2)), batch_size=12, generator=torch.Generator()
-    )
-    loader = af.shard_loader(loader, state)
+    loader = DataLoader(TensorDataset(torch.randn(60, 2)), batch_size=12, shuffle=True)
+    loader = af.shard_loader(loader, state, order="torch")
 
     def loss_fn_discriminator(model, batch):
         batch, noise = batch

@@ -16,9 +16,7 @@ def main():
     discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     g_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
     d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01)
-    loader = DataLoader(
-        TensorDataset(torch.randn(60, 2)), batch_size=12, generator=torch.Generator()
-    )
+    loader = DataLoader(TensorDataset(torch.randn(60, 2)), batch_size=12, shuffle=True)
     generator, discriminator, g_optimizer, d_optimizer, loader = accelerator.prepare(
         generator, discriminator, g_optimizer, d_optimizer, loader
     )

@@ -14,7 +14,7 @@ def training_function(num_epochs=2, batch_size=8):
     state = af.init()
     torch.manual_seed(0)
     data = TensorDataset(torch.rand(44, 3, 4, 4), torch.randint(0, 3, (44,)))
-    train_dataloader = DataLoader(data, batch_size=batch_size)
+    train_dataloader = DataLoader(data, shuffle=True, batch_size=batch_size)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     for param in model[0].parameters():
         param.requires_grad = False
@@ -27,7 +27,7 @@ def training_function(num_epochs=2, batch_size=8):
         epochs=num_epochs,
         steps_per_epoch=len(train_dataloader),
     )
-    train_dataloader = af.shard_loader(train_dataloader, state)
+    train_dataloader = af.shard_loader(train_dataloader, state, order="torch")
 
     def loss_fn(model, batch):
         batch = [each.to(state.device) for each in batch]

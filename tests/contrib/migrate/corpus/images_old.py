@@ -14,7 +14,7 @@ def training_function(num_epochs=2, batch_size=8):
     accelerator = Accelerator()
     torch.manual_seed(0)
     data = TensorDataset(torch.rand(44, 3, 4, 4), torch.randint(0, 3, (44,)))
-    train_dataloader = DataLoader(data, batch_size=batch_size)
+    train_dataloader = DataLoader(data, shuffle=True, batch_size=batch_size)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     model = model.to(accelerator.device)
     for param in model[0].parameters():

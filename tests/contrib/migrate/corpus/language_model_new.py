@@ -35,7 +35,7 @@ def main():
     model = TinyForCausalLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = DataLoader(rows, batch_size=4 * 2, collate_fn=collate)
-    loader = af.shard_loader(loader, state)
+    loader = af.shard_loader(loader, state, order="torch")
 
     def loss_fn(model, batch):
         outputs = model(**batch)

@@ -20,7 +20,7 @@ def main():
     dataloader = DataLoader(data, batch_size=8)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    dataloader = af.shard_loader(dataloader, state)
+    dataloader = af.shard_loader(dataloader, state, order="torch")
 
     def loss_fn(model, batch):
         inputs, targets = batch

@@ -17,8 +17,10 @@ def main():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     ref_model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(torch.randn(64, 6), torch.randn(64, 6)), batch_size=16)
-    loader = af.shard_loader(loader, state)
+    loader = DataLoader(
+        TensorDataset(torch.randn(64, 6), torch.randn(64, 6)), batch_size=16, shuffle=True
+    )
+    loader = af.shard_loader(loader, state, order="torch")
 
     def loss_fn(model, batch, *, frozen):
         chosen, rejected = batch

@@ -17,7 +17,9 @@ def main():
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     ref_model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(torch.randn(64, 6), torch.randn(64, 6)), batch_size=16)
+    loader = DataLoader(
+        TensorDataset(torch.randn(64, 6), torch.randn(64, 6)), batch_size=16, shuffle=True
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     ref_model = accelerator.prepare_model(ref_model, evaluation_mode=True)
     beta = 0.3

@@ -18,7 +18,7 @@ def main():
     )
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    dataloader = af.shard_loader(dataloader, state)
+    dataloader = af.shard_loader(dataloader, state, order="torch")
 
     def loss_fn(model, batch):
         inputs, targets = batch

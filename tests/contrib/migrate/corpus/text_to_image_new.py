@@ -48,7 +48,7 @@ def main(args):
     train_dataloader = DataLoader(
         data,
         batch_size=args.train_batch_size * args.gradient_accumulation_steps,
-        generator=torch.Generator(),
+        shuffle=True,
     )
 
     num_update_steps_per_epoch = math.ceil(len(train_dataloader))
@@ -56,7 +56,7 @@ def main(args):
     lr_scheduler = torch.optim.lr_scheduler.LinearLR(
         optimizer, start_factor=0.1, total_iters=args.lr_warmup_steps
     )
-    train_dataloader = af.shard_loader(train_dataloader, state)
+    train_dataloader = af.shard_loader(train_dataloader, state, order="torch")
     weight_dtype = torch.float64
     text_encoder.to(dtype=weight_dtype)
     vae.to(dtype=weight_dtype)

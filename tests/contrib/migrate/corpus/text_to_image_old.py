@@ -45,9 +45,7 @@ def main(args):
     ema_unet = EMAModel(unet, decay=0.99)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate)
     data = TensorDataset(torch.randn(48, 8), torch.randn(48, 5))
-    train_dataloader = DataLoader(
-        data, batch_size=args.train_batch_size, generator=torch.Generator()
-    )
+    train_dataloader = DataLoader(data, batch_size=args.train_batch_size, shuffle=True)
 
     num_update_steps_per_epoch = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
     max_train_steps = args.num_train_epochs * num_update_steps_per_epoch

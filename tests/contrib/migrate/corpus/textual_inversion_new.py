@@ -37,7 +37,7 @@ def main(args):
         return (n + 1) / warmup if n < warmup else max(0.0, (total - n) / (total - warmup))
 
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    train_dataloader = af.shard_loader(train_dataloader, state)
+    train_dataloader = af.shard_loader(train_dataloader, state, order="torch")
 
     def loss_fn(model, batch):
         tokens, targets = batch

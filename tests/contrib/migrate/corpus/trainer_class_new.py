@@ -43,8 +43,10 @@ class Trainer:
         self.gradient_accumulate_every = gradient_accumulate_every
         self.train_num_steps = train_num_steps
         self.max_grad_norm = max_grad_norm
-        dl = DataLoader(dataset, batch_size=train_batch_size * self.gradient_accumulate_every)
-        dl = af.shard_loader(dl, self.state)
+        dl = DataLoader(
+            dataset, batch_size=train_batch_size * self.gradient_accumulate_every, shuffle=True
+        )
+        dl = af.shard_loader(dl, self.state, order="torch")
         self.dl = cycle(dl)
         self.opt = torch.optim.Adam(model.parameters(), lr=train_lr)
         if self.state.is_main:

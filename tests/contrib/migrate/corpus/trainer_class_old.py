@@ -43,7 +43,7 @@ class Trainer:
         self.gradient_accumulate_every = gradient_accumulate_every
         self.train_num_steps = train_num_steps
         self.max_grad_norm = max_grad_norm
-        dl = DataLoader(dataset, batch_size=train_batch_size)
+        dl = DataLoader(dataset, batch_size=train_batch_size, shuffle=True)
         dl = self.accelerator.prepare(dl)
         self.dl = cycle(dl)
         self.opt = torch.optim.Adam(model.parameters(), lr=train_lr)

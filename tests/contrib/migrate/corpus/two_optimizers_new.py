@@ -19,7 +19,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.StepLR(optim_head, 1, gamma=0.5)
     train_loader = DataLoader(TensorDataset(torch.randn(50, 5), torch.randn(50, 1)), batch_size=10)
     model = net
-    train_dl = af.shard_loader(train_loader, state)
+    train_dl = af.shard_loader(train_loader, state, order="torch")
 
     def loss_fn(model, batch):
         inputs, targets = batch

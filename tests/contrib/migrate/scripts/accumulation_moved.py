@@ -31,7 +31,7 @@ def training_function():
     )
     plan = recipe(af.Plan(loss_fn, model, optimizer))
     state, step = af.build(plan, state)
-    loader = af.shard_loader(loader, state)
+    loader = af.shard_loader(loader, state, order="torch")
 
     for epoch in loader.epochs(3):
         for batch in epoch:

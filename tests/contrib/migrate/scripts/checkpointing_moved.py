@@ -26,7 +26,7 @@ def training_function(args):
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
     state, step = af.build(plan, state)
-    loader = af.shard_loader(loader, state)
+    loader = af.shard_loader(loader, state, order="torch")
 
     folder = "runs"
     state = af.resume(step, state, folder)

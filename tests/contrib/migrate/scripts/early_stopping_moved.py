@@ -39,7 +39,7 @@ def training_function():
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
     state, train_step = af.build(plan, state)
-    loader = af.shard_loader(loader, state)
+    loader = af.shard_loader(loader, state, order="torch")
 
     num_updates = 0
     for epoch in loader.epochs(3):

@@ -30,7 +30,7 @@ def training_function():
     recipe = af.compose(af.place(), af.wrap_ddp())
     plan = recipe(af.Plan(loss_fn, model, optimizer))
     state, step = af.build(plan, state)
-    train_loader = af.shard_loader(train_loader, state)
+    train_loader = af.shard_loader(train_loader, state, order="torch")
     eval_loader = af.shard_loader(eval_loader, state)
 
     for epoch in train_loader.epochs(3):
