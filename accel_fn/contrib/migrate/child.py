@@ -79,10 +79,7 @@ def record(
     kind: Literal["old", "new"],
     draws: Literal["global", "state"] = "global",
 ) -> Recording:
-    """Run a script as `python SCRIPT ARGUMENTS` would, up to some updates, and return these.
-
-    Its folder is a new one, with links to what the current folder holds.
-    """
+    """Run a script in a folder as `python SCRIPT ARGUMENTS` would, up to some updates; return these."""
     _enter(folder)
     found = Recording()
     watch = _watched_old if kind == "old" else partial(_watched_new, draws=draws)
@@ -103,16 +100,12 @@ def record(
 
 
 def _enter(folder: Path) -> None:
-    """Go to a folder of this rank with links to the files of the current one; print into a file."""
-    here, own = Path.cwd(), folder / os.environ["RANK"]
-    own.mkdir(parents=True)
-    output = os.open(folder / f"output_{os.environ['RANK']}.txt", os.O_CREAT | os.O_WRONLY)
+    """Go to the folder of the run, and print into a file beside it."""
+    output = os.open(f"{folder}_output_{os.environ['RANK']}.txt", os.O_CREAT | os.O_WRONLY)
     for each in (sys.stdout, sys.stderr):
         each.flush()
         os.dup2(output, each.fileno())
-    for each in here.iterdir():
-        (own / each.name).symlink_to(each)
-    os.chdir(own)
+    os.chdir(folder)
 
 
 @contextmanager

@@ -107,7 +107,10 @@ def _print_result(result: Result) -> None:
     if not result.difference:
         click.echo(f"{result.what}: equal in {result.num_equal} updates")
         return
-    click.echo(f"{result.what}: equal in {result.num_equal} updates, then differs")
+    if result.is_compared:
+        click.echo(f"{result.what}: equal in {result.num_equal} updates, then differs")
+    else:
+        click.echo(f"{result.what}:")
     click.echo(wrapped(_INDENT, result.difference))
     click.echo(wrapped(_INDENT, result.explanation or "differs, unexplained"))
 

@@ -19,6 +19,7 @@ from accel_fn.errors import AccelError
 _RELATIVE = {True: 1e-9, False: 1e-4}
 """The largest relative difference of two losses, by whether the old script's have float64."""
 _ABSOLUTE = {True: 1e-12, False: 1e-6}
+NOT_COMPARED = "not compared"
 _SHOWN = 30
 """The number of lines that are shown of what a failed script printed."""
 
@@ -40,6 +41,10 @@ class Result:
     """The known difference that explains it; empty if none does."""
     is_theirs: bool = False
     """Whether the explanation shows that the old script, and not the new one, is off."""
+
+    @property
+    def is_compared(self) -> bool:
+        return self.difference != NOT_COMPARED
 
     @property
     def holds(self) -> bool:
@@ -82,7 +87,7 @@ def verify(
     what = f"{new.name} on one process and on two"
     if any(each.draws for each in after.updates):
         explanation = "the step draws random numbers, as dropout does, which depend on the split"
-        return [*results, Result(what, 0, "not compared", explanation, is_theirs=True)]
+        return [*results, Result(what, 0, NOT_COMPARED, explanation, is_theirs=True)]
     has_own = after.uses_draw or after.uses_seed_all
     one = run(new, "new", 1, draws="state", cpu=cpu) if has_own or cpu else after
     two = run(new, "new", 2, draws="state", cpu=cpu)
@@ -100,12 +105,17 @@ def _run(
     cpu: bool,
 ) -> list[Recording]:
     with tempfile.TemporaryDirectory(prefix="accel_fn_verify_") as place:
-        folder = Path(place)
+        folder = Path(place) / "run"
+        folder.mkdir()
+        for each in Path.cwd().iterdir():
+            (folder / each.name).symlink_to(each)
         given = (script.resolve(), arguments, folder, num_updates, kind, draws)
         try:
             found = launch(record, *given, num_processes=size, cpu=cpu)
         except Exception as error:
-            printed = [each.read_text(errors="replace") for each in folder.glob("output_*.txt")]
+            printed = [
+                each.read_text(errors="replace") for each in Path(place).glob("run_output_*.txt")
+            ]
             lines = [*"".join(printed).splitlines(), *str(error.__cause__ or "").splitlines()]
             tail = "\n".join(lines[-_SHOWN:])
             raise VerifyError(

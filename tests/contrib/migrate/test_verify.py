@@ -116,7 +116,7 @@ def test_ctrl_c_stops_the_scripts(tmp_path):
     )
     pair = pair_in(tmp_path, old=wait)
     process = subprocess.Popen(
-        [sys.executable, "-m", "accel_fn.cli", "migrate", "--verify", *map(str, pair)],
+        [sys.executable, "-m", "accel_fn", "migrate", "--verify", *map(str, pair)],
         cwd=tmp_path,
         env=surroundings(tmp_path, PYTHONPATH=str(ROOT)),
         stderr=subprocess.PIPE,
