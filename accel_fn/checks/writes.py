@@ -188,7 +188,8 @@ class Snapshot:
         for owner, value in self._copies.values():
             _write(local(owner.detach()), value)
         for container, copy in self._containers:
-            _refill(container, copy)
+            if not _has_entries(container, copy):  # one that refuses writes was not written to
+                _refill(container, copy)
 
     def check_watched(self) -> None:
         """Raise if a forward wrote to a tensor that was not copied, or drew numbers that differ by part."""
@@ -258,6 +259,14 @@ def _write(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.clone()
     else:
         tensor.copy_(value)
+
+
+def _has_entries(container: Any, copy: Any) -> bool:
+    """Return whether a container holds the objects of its copy, in their order."""
+    now, before = _items(container), _items(copy)
+    if now is None or before is None or len(now) != len(before):
+        return False
+    return all(each is other for each, other in zip(now, before, strict=True))
 
 
 def _refill(container: Any, copy: Any) -> None:

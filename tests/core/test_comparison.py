@@ -254,6 +254,25 @@ def test_rows_that_only_ranks_count_and_the_loop_leaves_are_warned_of_in_the_sec
     assert len(warned) == 1
 
 
+class Frozen(dict):
+    """Refuses writes, as the configuration of a model of diffusers does."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("frozen")
+
+    clear = __setitem__ = update
+
+    def copy(self):
+        return Frozen(self)
+
+
+def test_a_dict_that_refuses_writes_is_left_as_it_is():
+    model = nn.Linear(3, 1).double()
+    model.config = Frozen(width=3, sizes=(1, 2))
+    stepped(model)
+    assert model.config == {"width": 3, "sizes": (1, 2)}
+
+
 @pytest.mark.parametrize(("recipe", "world_size"), [(af.accumulate(2), 1), (af.wrap_ddp(), 2)])
 def test_gradients_by_frequency_are_refused_where_a_batch_is_cut(recipe, world_size):
     def run(state):
