@@ -113,11 +113,13 @@ TABLE = {
     "nightly": Row(
         "All tests, slow ones too, with thousands of examples a law.",
         ("pytest", "--timeout=7200", *SLOW_TOO),
+        groups=("tests", "diffusers"),
         env={**ONE_THREAD, "HYPOTHESIS_PROFILE": "nightly"},
     ),
     "examples": Row(
         "The tests of the examples, slow ones too.",
         ("pytest", *IN_PARALLEL, "tests/examples", *SLOW_TOO),
+        groups=("tests", "diffusers"),
     ),
     "trainer": Row(
         "The Trainer of transformers over accel_fn's step, on one and two processes.",

@@ -33,6 +33,7 @@ def train(stage, state, folder, num_epochs):
     points = torch.randn(1000, 2)
     data = TensorDataset(points, (points.norm(dim=1) < 1).long())
     loader = af.shard_loader(DataLoader(data, 64, shuffle=True), state)
+    whole_loader = af.shard_loader(DataLoader(data, 250), state)
     model = nn.Sequential(nn.Linear(2, 128), nn.GELU(), nn.Linear(128, 2))
     recipe = af.compose(af.place(), af.wrap_deepspeed(stage=stage), af.accumulate(2), af.clip(1.0))
     plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -41,7 +42,7 @@ def train(stage, state, folder, num_epochs):
     for epoch in loader.epochs(num_epochs, since=state):
         for batch in epoch:
             state, _ = step(state, batch)
-        found = af.evaluate(step, state, DataLoader(data, 250), progress=False)
+        found = af.evaluate(step, state, whole_loader, progress=False)
         figures = f"loss {found['loss']:.4f}  accuracy {found['accuracy']:.4f}"
         af.print_on_main(f"stage {stage}  epoch {epoch.index}  {figures}", state=state)
     af.save(step, state, folder, extras={"data": loader})

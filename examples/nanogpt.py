@@ -144,8 +144,8 @@ def main(args):
     state = af.load(step, state, args.out, at=best.step)
     start = torch.tensor([[number_of[" "]]], device=state.device)
     written = "".join(characters[i] for i in sample(model, start, args.characters)[0].tolist())
-    af.print_on_main(f"step {best.step} was best: val loss {-best.score:.4f}", state=state)
     af.print_on_main(written.strip(), state=state)
+    af.print_on_main(f"step {best.step} was best: val loss {-best.score:.4f}", state=state)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 import accel_fn as af
 
-WIDTH, NUM_TIMES, LATENT = 32, 50, (4, 4, 4)
+WIDTH, NUM_TIMES, LATENT = 32, 100, (4, 4, 4)
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
-SCHEDULER = DDPMScheduler(NUM_TIMES, beta_end=0.2, clip_sample=False)
+SCHEDULER = DDPMScheduler(NUM_TIMES, beta_end=0.1, clip_sample=False)
 
 
 def tokens_of(names):
@@ -119,13 +119,13 @@ def main(args):
     for epoch in loader.epochs(args.vae_epochs, since=start):
         for image, _ in epoch:
             start, report = vae_step(start, image)
-    af.print_on_main(f"autoencoder: loss {report.loss:.4f}", state=state)
+    af.print_on_main(f"autoencoder: squared error {report.loss:.4f}", state=state)
 
     with torch.no_grad():
         vae.scale = 1 / vae.encode(images[:512].to(state.device)).latent_dist.mode().std()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
     plan = af.Plan(denoise_loss, unet, optimizer, frozen={"vae": vae, "text": text})
-    recipe = af.compose(common, af.ema(0.99), af.log_to(args.out / "log.jsonl"))
+    recipe = af.compose(common, af.ema(0.98), af.log_to(args.out / "log.jsonl"))
     state, step = af.build(recipe(plan), state)
     for epoch in loader.epochs(args.epochs, since=state):
         for image, label in epoch:
@@ -146,7 +146,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a latent diffusion model on digits.")
-    parser.add_argument("--vae-epochs", type=int, default=6)
+    parser.add_argument("--vae-epochs", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/text_to_image"))
     main(parser.parse_args())

@@ -89,12 +89,12 @@ def main(args):
 
     if state.is_main:
         runs[0].flush()
-        stored = read_file(args.out / "log.jsonl"), read_tensorboard(args.out / "tensorboard")
-        print("         log.jsonl                     TensorBoard")
-        print("step    ", *(f"{name:9}" for name in ("loss", "test loss", "accuracy") * 2))
-        for number in sorted(stored[0]):
-            cells = (f"{each[number][name]:.4f}" for each in stored for name in SHOWN)
-            print(f"{number:<8}", *(f"{cell:9}" for cell in cells))
+        in_file = read_file(args.out / "log.jsonl")
+        in_tensorboard = read_tensorboard(args.out / "tensorboard")
+        for place, stored in (("log.jsonl", in_file), ("TensorBoard", in_tensorboard)):
+            for number, values in stored.items():
+                figures = (f"{name} {values[name]:.4f}" for name in SHOWN)
+                print(f"{place:11}  step {number}", *figures, sep="  ")
 
 
 if __name__ == "__main__":

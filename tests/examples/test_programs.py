@@ -12,7 +12,7 @@ from tests.examples.running import EXAMPLES
 
 PROGRAMS = (
     *("mnist", "nlp", "gpt", "vision", "lora", "contrastive", "cross_validation", "detection"),
-    *("diffusion", "early_stopping", "ppo"),
+    *("diffusion", "early_stopping", "ppo", "nanogpt", "trackers", "text_to_image"),
 )
 RISES = {"cross_validation": ("accuracy", 0.9), "ppo": ("moves a game", 100)}
 """Of programs in which no loss falls: a figure, and the least that its last value is."""
@@ -83,3 +83,23 @@ def test_lora_resumes_from_a_checkpoint_of_its_adapters(tmp_path: Path) -> None:
     stopped = output_of("lora", "--epochs", "2", folder=tmp_path)
     resumed = output_of("lora", folder=tmp_path)
     assert whole.splitlines() == stopped.splitlines() + resumed.splitlines()[1:]
+
+
+@pytest.mark.slow
+def test_local_sgd_that_averages_every_update_prints_the_figures_of_wrap_ddp(
+    tmp_path: Path,
+) -> None:
+    alone, two = (output_of("local_sgd", folder=tmp_path, size=size) for size in (1, 2))
+    by_ddp, every_update, seldom = (line.split("  ", 1)[1].strip() for line in two.splitlines())
+    compare(by_ddp, every_update)
+    compare(by_ddp, alone.splitlines()[0].split("  ", 1)[1].strip())
+    apart = [float(FIGURE.findall(each)[-1]) for each in (every_update, seldom)]
+    assert apart[0] < 1e-4 < 1e-2 < apart[1]
+
+
+@pytest.mark.slow
+def test_profile_names_the_slow_rank_and_what_it_waits_for(tmp_path: Path) -> None:
+    printed = output_of("profiling", "--slow-ms", "200", folder=tmp_path, size=2)
+    assert "rank 1 is the straggler: its data takes" in printed
+    found = {path.name for path in (tmp_path / "runs" / "profiling").iterdir()}
+    assert found == {"phases.txt", "rank0.json.gz", "rank1.json.gz"}
