@@ -13,7 +13,7 @@ FIGURE = re.compile(r"\d+\.\d+")
 
 def printed(folder, size):
     """The lines of the program on so many processes."""
-    launch = ("-m", "accel_fn.cli", "launch", "-n", str(size), "--cpu")
+    launch = ("-m", "accel_fn", "launch", "-n", str(size), "--cpu")
     command = [sys.executable, *launch, str(EXAMPLES / "deepspeed_zero.py")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
