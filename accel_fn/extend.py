@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "to_device",
         ),
         "parallel.launch_options": ("parse_mesh",),
+        "parallel.mesh": ("silent_meshes",),
         "core.mesh_axes": ("mesh_shape",),
         "core.state": (
             "LossScale",

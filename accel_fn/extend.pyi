@@ -26,4 +26,5 @@ from accel_fn.core.update import Prepared as Prepared
 from accel_fn.observe.log_writers import log_events as log_events
 from accel_fn.observe.log_writers import log_lines as log_lines
 from accel_fn.parallel.launch_options import parse_mesh as parse_mesh
+from accel_fn.parallel.mesh import silent_meshes as silent_meshes
 from accel_fn.transforms.amp.amp import compute_dtype as compute_dtype

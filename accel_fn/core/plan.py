@@ -357,6 +357,21 @@ class SlotFunction(partial[Any]):
         """Return whether this function works in a world of this size."""
         return True
 
+    def num_parts(self, size: int) -> Mapping[str, int]:
+        """Return in how many parts `size` ranks divide what they hold; nothing for what is whole.
+
+        By the names "parameters", "gradients" and "optimizer". Estimates of memory read it.
+        """
+        return {}
+
+    def share(self, plan: Plan, meshes: Mapping[str, Any]) -> nn.Module | None:
+        """Divide the plan's model as `build` does, but for values: its tensors have no data.
+
+        Estimates of memory call it, with a mesh of one axis for each axis of several ranks. Optimizers
+        follow. Returns the module that maps a batch to its loss, if it takes the place of the loss.
+        """
+        return None
+
     def left_out(self, plan: Plan) -> Sequence[nn.Parameter]:
         """Return the parameters that require a gradient, and for which no gradient is computed."""
         return ()

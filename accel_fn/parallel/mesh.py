@@ -9,14 +9,20 @@ kinds. It uses private names of torch; tests/core/test_torch_internals.py fails 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    HashStore,
+    PrefixStore,
+    _register_process_group,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -113,6 +119,40 @@ def _is_known(group: ProcessGroup) -> bool:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
         return False
+
+
+def silent_meshes(device: torch.device, shape: Mapping[str, int]) -> dict[str, DeviceMesh]:
+    """Return the meshes of the axes of several ranks, whose collectives send nothing and never wait.
+
+    With them, tensors without data (torch's fake ones) are divided as they are on the ranks. Only the
+    first rank's place is there.
+
+    Cost: no collective.
+
+    >>> import torch, accel_fn as af
+    >>> meshes = af.extend.silent_meshes(torch.device("cpu"), {"dp": 2, "tp": 4})
+    >>> meshes["tp"].size()
+    4
+    """
+    # The import registers what these collectives make of tensors without data.
+    from torch.distributed._tools import fake_collectives  # noqa: F401
+
+    several = {name: size for name, size in shape.items() if size > 1}
+    size = math.prod(several.values())
+    axes = [Axis(name, 0, its, _silent_group(device, its)) for name, its in several.items()]
+    state = DistState(world_size=size, device=device, axes=tuple(axes))
+    return {name: device_mesh(state)[name] for name in several} if several else {}
+
+
+@cache
+def _silent_group(device: torch.device, size: int) -> ProcessGroup:
+    group = ProcessGroup(HashStore(), 0, size)
+    kind = ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, FakeProcessGroup._create_internal(0, size))
+    group._set_group_name(cast("Any", f"accel_fn silent {device.type} {size} {next(_numbers)}"))
+    _register_process_group(group.group_name, group)
+    return group
 
 
 class _MeshByHand(DeviceMesh):

@@ -131,6 +131,18 @@ class DeepSpeedSlot(SlotFunction):
         stage: int = self.keywords["settings"]["zero_optimization"]["stage"]
         return stage
 
+    def num_parts(self, size: int) -> Mapping[str, int]:
+        """Return what this stage divides."""
+        return dict.fromkeys(("optimizer", "gradients", "parameters")[: self._stage], size)
+
+    def share(self, plan: Plan, meshes: Mapping[str, Any]) -> None:
+        """Give the optimizer flat shards of its groups in float32, as the engine does."""
+        if self._stage and "dp" in meshes:
+            (optimizer,) = plan.optimizers.values()
+            for group in optimizer.param_groups:
+                size = sum(each.numel() for each in group["params"] if each.requires_grad)
+                group["params"] = [nn.Parameter(torch.empty(-(-size // meshes["dp"].size())))]
+
     def claim(self, plan: Plan) -> Plan:
         """Take over clipping by norm, which the engine does."""
         clips = tuple(plan.having("clips_norm"))

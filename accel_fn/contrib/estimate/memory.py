@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,10 +19,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_fn import DistState, Plan, count_samples, shard_batch
+from accel_fn import DistState, Plan, Transform, count_samples, shard_batch
 from accel_fn.cli.targets import loss_of_outputs
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
-from accel_fn.extend import map_tensors, mesh_shape, tensors_of
+from accel_fn.extend import (
+    SlotFunction,
+    is_sharded,
+    map_tensors,
+    mesh_shape,
+    silent_meshes,
+    tensors_of,
+)
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
@@ -75,6 +82,7 @@ def estimate_memory(
     device: torch.device | str | None = None,
     make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
     frozen_dtype: torch.dtype | None = None,
+    shard: Transform | None = None,
 ) -> list[MemoryEstimate]:
     """Estimate the memory of one training step, without using it: tensors have shapes and no data.
 
@@ -135,6 +143,7 @@ def estimate_memory(
             device=device,
             make_frozen=make_frozen,
             frozen_dtype=frozen_dtype,
+            shard=shard,
         )
     ]
 
@@ -152,39 +161,90 @@ def estimates(
     device: torch.device | str | None,
     make_frozen: Callable[[], Mapping[str, nn.Module]] | None = None,
     frozen_dtype: torch.dtype | None = None,
+    shard: Transform | None = None,
 ) -> Iterator[MemoryEstimate]:
     """Yield the estimates of `estimate_memory`, each as soon as it is known."""
     if precision not in _AUTOCAST:
         raise ArgumentError(message(_FUNCTION, "precision", 'be "no", "bf16" or "fp16"', precision))
     sizes = [check_count(_FUNCTION, "world_sizes", each) for each in world_sizes]
-    if mesh is not None:
-        places = {size: mesh_shape(_FUNCTION, mesh, size)["dp"] for size in sizes}
-    else:
-        places = {size: size for size in sizes}
+    shapes = {
+        size: {"dp": size} if mesh is None else mesh_shape(_FUNCTION, mesh, size) for size in sizes
+    }
     counts = [check_count(_FUNCTION, "num_microbatches", each) for each in num_microbatches]
     kind = None if optimizer is None else _optimizer_class(optimizer)
     here = torch.accelerator.current_accelerator(check_available=True)
     place = torch.device(device or here or "cpu")
     mode = _NoData(allow_non_fake_inputs=True)
-    with mode, place:
-        model, batch, plan = _made(make_model, make_batch, place)
-        if make_frozen is None and plan is not None:
-            make_frozen = partial(getattr, plan, "frozen")
-        frozen = _made_frozen(make_frozen, place, frozen_dtype)
-        loss_of: Callable[..., Any] = loss_fn or (plan.loss_fn if plan else loss_of_outputs)
-        if frozen and "frozen" in inspect.signature(loss_of).parameters:
-            loss_of = partial(loss_of, frozen=frozen)
-        held = [each for one in frozen.values() for each in (*one.parameters(), *one.buffers())]
-        optimizers = _optimizers(model, kind, plan)
-        run = _Run(model, optimizers, loss_of, place, _AUTOCAST[precision], held)
+
+    def make() -> tuple[Plan, Any]:
+        with mode, place:
+            model, batch, plan = _made(make_model, make_batch, place)
+            given = make_frozen or (None if plan is None else partial(getattr, plan, "frozen"))
+            frozen = _made_frozen(given, place, frozen_dtype)
+            optimizers = _optimizers(model, kind, plan)
+            loss_of = loss_fn or (plan.loss_fn if plan else loss_of_outputs)
+            plan = replace(plan or Plan(loss_of, model, optimizers), optimizer=optimizers)
+            plan = replace(plan, loss_fn=loss_of, frozen=frozen)
+        return plan if shard is None else shard(plan), batch
+
+    plan, batch = make()
+    runs: dict[Any, _Run] = {}
     for size, count in product(sizes, counts):
+        shape, parts = shapes[size], _parts(plan, shapes[size]["dp"])
+        # Replicas are the same on any number of ranks.
+        key = size if parts or plan.shard_model else None
+        if key not in runs:
+            mine = make()[0] if runs else plan
+            runs[key] = _run(mine, shape, parts, mode, place, _AUTOCAST[precision])
         try:
             with mode, place:
-                found = run.estimate(batch, size, places[size], count)
+                found = runs[key].estimate(batch, size, shape["dp"], count)
         except DataDependentOutputException as error:
             rule = "not read the values of its tensors"
             raise ArgumentError(message(_FUNCTION, "the step", rule, str(error))) from error
         yield found
+
+
+def _slots(plan: Plan) -> list[SlotFunction]:
+    """Return the functions of the plan that divide a model, in the order of `build`."""
+    given = (*plan.shard_model, *plan.strategy)
+    return [each for each in given if isinstance(each, SlotFunction)]
+
+
+def _parts(plan: Plan, size: int) -> dict[str, int]:
+    """Return in how many parts the ranks along `dp` divide what they do not hold whole."""
+    found = {name: num for each in _slots(plan) for name, num in each.num_parts(size).items()}
+    return {name: num for name, num in found.items() if num > 1}
+
+
+def _run(
+    plan: Plan,
+    shape: Mapping[str, int],
+    parts: dict[str, int],
+    mode: _NoData,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Run:
+    """Divide the model as the plan does on these ranks, and let its optimizers step once."""
+    # The first of the ranks has the largest part. Torch makes meshes of tensors with data.
+    meshes = silent_meshes(device, {**shape, "dp": max(parts.values(), default=1)})
+    module = None
+    model, optimizers, frozen = plan.model, plan.optimizers, plan.frozen
+    with mode, device:
+        whole = [*model.parameters()]
+        for each in _slots(plan):
+            whole = [_local(p) for p in model.parameters()]
+            found = each.share(plan, meshes)
+            module = module if found is None else found
+        _step_once(optimizers.values())
+        loss_of: Callable[..., Any] = plan.loss_fn
+        if frozen and "frozen" in inspect.signature(loss_of).parameters:
+            loss_of = partial(loss_of, frozen=frozen)
+        held = [each for one in frozen.values() for each in (*one.parameters(), *one.buffers())]
+    parts = parts if module is None else {}
+    return _Run(
+        model, [*optimizers.values()], loss_of, device, autocast, held, parts, module, whole
+    )
 
 
 def _optimizer_class(name: str) -> type[Optimizer]:
@@ -278,28 +338,44 @@ def _emptied(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) ->
 
 def _optimizers(
     model: nn.Module, kind: type[Optimizer] | None, plan: Plan | None
-) -> Sequence[Optimizer]:
-    """Make an optimizer, or take those of a plan; run their first step, so that all state exists."""
+) -> Mapping[str, Optimizer]:
+    """Make an optimizer, or take those of a plan."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         rule = "have parameters that require a gradient"
         raise ArgumentError(message(_FUNCTION, "model", rule, type(model).__name__))
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    made: Sequence[Optimizer] = ()
     if kind is None and plan is not None:
-        given = plan.optimizer
-        made = [given] if isinstance(given, Optimizer) else [*given.values()]
+        return plan.optimizers
     kind = kind or torch.optim.AdamW
     try:
-        made = made or [kind(trained)]  # type: ignore[call-arg]
-        for each in made:
+        return {"optimizer": kind(trained)}  # type: ignore[call-arg]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _refused(kind, error) from error
+
+
+def _step_once(optimizers: Iterable[Optimizer]) -> None:
+    """Run the first step of optimizers, so that all their state exists."""
+    for each in optimizers:
+        for parameter in _given(each):
+            parameter.grad = torch.zeros_like(parameter)
+        try:
             each.step()
-    except (DataDependentOutputException, RuntimeError, TypeError, ValueError) as error:
-        rule = f"take such parameters and step without their values ({error})"
-        name = type(made[0]).__name__ if made else kind.__name__
-        raise ArgumentError(message(_FUNCTION, "optimizer", rule, name)) from error
-    return made
+        except (DataDependentOutputException, RuntimeError, TypeError, ValueError) as error:
+            raise _refused(type(each), error) from error
+
+
+def _refused(kind: type[Optimizer], error: Exception) -> ArgumentError:
+    rule = f"take such parameters and step without their values ({error})"
+    return ArgumentError(message(_FUNCTION, "optimizer", rule, kind.__name__))
+
+
+def _given(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory."""
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,56 +389,95 @@ class _Run:
     autocast: torch.dtype | None
     frozen: Sequence[Tensor]
     """Parameters and buffers of frozen models."""
+    parts: Mapping[str, int]
+    """In how many parts ranks hold what is whole in this model."""
+    sharded: nn.Module | None
+    """The loss over shards, which gathers parameters in the step."""
+    whole: Sequence[Tensor]
+    """Parameters as they are in a forward."""
 
     def estimate(
-        self, batch: Any, world_size: int, num_parts: int, num_microbatches: int
+        self, batch: Any, world_size: int, num_places: int, num_microbatches: int
     ) -> MemoryEstimate:
         parameters, buffers = list(self.model.parameters()), list(self.model.buffers())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        held_by = [held for one in self.optimizers for held in one.state.values()]
-        state = [each for held in held_by for each in tensors_of(held)]
-        gradients = [torch.zeros_like(parameter) for parameter in trained]
-        sums = [
-            torch.zeros_like(each, dtype=torch.float32) for each in trained if each.dtype in _HALF
+        frozen = [*map(_local, self.frozen)]
+        state = [
+            _local(each)
+            for one in self.optimizers
+            for held in one.state.values()
+            for each in tensors_of(held)
         ]
-        gradients_held = [*gradients, *(sums if num_microbatches > 1 else ())]
+        own = {each for one in self.optimizers for each in _given(one)} - {*trained}
         part = None
         if batch is not None:
-            part = _microbatch(batch, num_parts, num_microbatches)
-        kept = world_size > 1 or num_microbatches > 1
+            part = _microbatch(batch, num_places, num_microbatches)
+        several = num_microbatches > 1
+        # Shards of gradients come at the end of the last backward, and go with the update.
+        kept = self.sharded is None and (world_size > 1 or several)
+        gradients = [torch.zeros_like(each) for each in trained]
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient if kept else None
-        held = [*parameters, *buffers, *self.frozen, *state, *tensors_of(part)]
-        held += gradients_held if kept else []
-        alive, peak = (None, None) if batch is None else self._step(part, held)
+        gradients = [*map(_local, gradients)]
+        if several and self.sharded is not None:
+            shapes = [w for w, p in zip(self.whole, parameters, strict=True) if p.requires_grad]
+            gradients = [torch.zeros_like(each, dtype=_summed(each.dtype)) for each in shapes]
+        elif several:
+            halves = [each for each in gradients if each.dtype in _HALF]
+            gradients += [torch.zeros_like(each, dtype=torch.float32) for each in halves]
+        fixed = {"parameters": [*map(_local, parameters)], "gradients": gradients}
+        sizes = {name: _bytes(each) for name, each in fixed.items()}
+        fixed["gradients"] = gradients if kept else []
+        for name in self.parts.keys() & fixed.keys():
+            num = self.parts[name]
+            sizes[name] = sum(-(-each.numel() // num) * each.element_size() for each in fixed[name])
+        # A module's parameters are whole while it computes.
+        most = max(_bytes(module.parameters(recurse=False)) for module in self.model.modules())
+        beside = sum(sizes[name] + most for name in self.parts.keys() & fixed.keys())
+        held = [*buffers, *frozen, *state, *own, *tensors_of(part)]
+        held += [each.grad for each in own if each.grad is not None and "gradients" not in self.parts]
+        held += [each for name in fixed if name not in self.parts for each in fixed[name]]
+        alive, peak = (None, None) if batch is None else self._step(part, held, several)
         return MemoryEstimate(
             world_size=world_size,
             num_microbatches=num_microbatches,
-            parameters=_bytes(parameters),
+            parameters=sizes["parameters"],
             buffers=_bytes(buffers),
-            gradients=_bytes(gradients_held),
-            optimizer=_bytes(state),
+            gradients=sizes["gradients"],
+            optimizer=_bytes([*state, *own]),
             batch=None if batch is None else _bytes(tensors_of(part)),
             activations=None if alive is None else alive - _bytes(held),
-            peak=peak,
-            frozen=_bytes(self.frozen),
+            peak=None if peak is None else peak + beside,
+            frozen=_bytes(frozen),
         )
 
-    def _step(self, part: Any, held: Sequence[Tensor]) -> tuple[int, int]:
+    def _step(self, part: Any, held: Sequence[Tensor], several: bool) -> tuple[int, int]:
         """Return the bytes alive between forward and backward, and the peak of the step."""
-        casting = nullcontext()
-        if self.autocast is not None:
-            casting = torch.autocast(self.device.type, self.autocast)  # type: ignore[assignment]
         with _Ledger(held) as ledger:
-            with casting:
-                found = self.loss_fn(self.model, part)
-                loss: Tensor = found[0] if isinstance(found, tuple) else found
+            if self.sharded is not None and several:
+                # Until the last micro-batch, gradients stay whole.
+                with self.sharded.no_sync():
+                    self._loss(part).backward()
+            loss = self._loss(part)
             alive = ledger.alive
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss, found
+            loss.backward()
+            del loss
             for each in self.optimizers:
                 each.step()
         return alive, ledger.peak
+
+    def _loss(self, part: Any) -> Tensor:
+        casting = nullcontext()
+        if self.autocast is not None:
+            casting = torch.autocast(self.device.type, self.autocast)
+        with casting:
+            run = self.sharded or partial(self.loss_fn, self.model)
+            found = run(part)
+            return (found[0] if isinstance(found, tuple) else found).sum()
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALF else dtype
 
 
 def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:
@@ -404,7 +519,11 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive -= self._known.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            # Of shards, count the operations on this rank's part.
+            return NotImplemented
         found = func(*args, **(kwargs or {}))
         for each in tensors_of(found):
-            self._note(each)
+            if not hasattr(each, "__tensor_flatten__"):
+                self._note(each)
         return found

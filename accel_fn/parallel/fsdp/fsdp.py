@@ -22,7 +22,7 @@ from accel_fn.core.dtensor import WholeNumbers, is_sharded
 from accel_fn.core.empty import give_memory, give_memory_to_plan
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import PaddingStrategy, Strategy
-from accel_fn.core.loss import loss_module_of, sparse_tables
+from accel_fn.core.loss import LossModule, loss_module_of, sparse_tables
 from accel_fn.core.plan import Plan, SlotFunction, describe
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState, over
@@ -172,9 +172,7 @@ class FSDPSlot(SlotFunction):
                 f"build: wrap_fsdp({alone[0]}) must have two ranks along dp or more with "
                 f"{describe(plan.shard_model[0])}, got one; leave wrap_fsdp out"
             )
-        if state.world_size % replicate:
-            rule = f"divide the number of ranks, {state.world_size}"
-            raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
+        self.num_parts(state.world_size)
         for name in sparse_tables(plan.model) if state.world_size > 1 else ():
             rule, repair = "have dense gradients", "use sparse=False, or wrap_ddp"
             raise PlanError(message("build", "wrap_fsdp's model", rule, name, repair))
@@ -189,14 +187,44 @@ class FSDPSlot(SlotFunction):
                 f'build: wrap_fsdp({alone[0]}) must not be used with compiled(scope="step"), whose graph '
                 'cannot hold what gathers parameters; leave it out, or use scope="loss"'
             )
-        blocks, ignore = self.keywords["blocks"], self.keywords["ignore"]
-        units = units_of(plan.model, blocks, ignore)
-        is_split = bool(plan.shard_model)
-        check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
+        self._check_shardable(plan)
         for model in plan.frozen.values() if self.keywords["frozen"] else ():
             check_shardable(model, units_of(model, None), (), is_split=False, is_frozen=True)
         for optimizer in plan.optimizers.values():
             check_updates_shards(optimizer, "wrap_fsdp")
+
+    def _check_shardable(self, plan: Plan) -> None:
+        blocks, ignore = self.keywords["blocks"], self.keywords["ignore"]
+        units = units_of(plan.model, blocks, ignore)
+        is_split = bool(plan.shard_model)
+        check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
+
+    def num_parts(self, size: int) -> Mapping[str, int]:
+        """Return that ranks divide everything, in each group of shards."""
+        replicate = self.keywords["replicate"]
+        if size % replicate:
+            rule = f"divide the number of ranks, {size}"
+            raise PlanError(message("build", "wrap_fsdp(replicate)", rule, replicate))
+        return dict.fromkeys(("parameters", "gradients", "optimizer"), size // replicate)
+
+    def share(self, plan: Plan, meshes: Mapping[str, DeviceMesh]) -> nn.Module | None:
+        """Shard the model, and return the loss over shards."""
+        if "dp" not in meshes:
+            return None
+        self._check_shardable(plan)
+        settings = dict(self.keywords)
+        settings["frozen"] = plan.frozen if settings["frozen"] else {}
+        for name in ("replicate", "sync_batchnorm"):
+            del settings[name]
+        before = dict(plan.model.named_parameters())
+        module = LossModule(plan.loss_fn, plan.model, plan.terms, plan.frozen)
+        sharded = ShardedLoss(module, keeps_whole=not settings["reshard_after_forward"])
+        # Without a world, no rank sends its values to others.
+        alone = DistState(device=next(plan.model.parameters()).device)
+        _shard(alone, sharded, meshes["dp"], **settings)
+        for optimizer in plan.optimizers.values():
+            follow_shards(optimizer, before, plan.model)
+        return sharded
 
 
 def make_fsdp(

@@ -36,7 +36,20 @@ def split_model(
     optimizer, an average and a norm get tensors of one kind.
     """
     _send_values(state, model)
-    mesh = device_mesh(state)[axis]
+    cut_layers(model, styles, device_mesh(state)[axis])
+    layers = {model.get_submodule(name): style for name, style in styles.items()}
+    draw_by_shard(model, layers, state.along(axis).rank)
+    names = [name for name, module in model.named_modules() if _holds_parts(module)]
+    # A model that was split before has parts, but no layer has a style.
+    for name in {*styles, *names}:
+        model.get_submodule(name).register_forward_hook(_watch_backward)
+    compare_blocks(model, names, state, axis)
+
+
+def cut_layers(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
+) -> None:
+    """Cut the layers that have a style over a mesh of one axis, and make all else replicas."""
     ties = _ties(model)
     for name, style in styles.items():
         # Without a source rank, each rank cuts its own copy, which has rank 0's values by now.
@@ -46,13 +59,6 @@ def split_model(
     for (holder, its), *others in ties:
         for module, name in others:
             module._parameters[name] = holder._parameters[its]
-    layers = {model.get_submodule(name): style for name, style in styles.items()}
-    draw_by_shard(model, layers, state.along(axis).rank)
-    names = [name for name, module in model.named_modules() if _holds_parts(module)]
-    # A model that was split before has parts, but no layer has a style.
-    for name in {*styles, *names}:
-        model.get_submodule(name).register_forward_hook(_watch_backward)
-    compare_blocks(model, names, state, axis)
 
 
 def _send_values(state: DistState, model: nn.Module) -> None:

@@ -15,11 +15,13 @@ from accel_fn.core.mesh_axes import AXES, mesh_name
 from accel_fn.core.plan import Plan, SlotFunction, describe
 from accel_fn.core.state import DistState, mesh_of
 from accel_fn.core.transform import Transform, fill, transform
+from accel_fn.core.update import follow_shards
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
 from accel_fn.parallel.blocks import repeated
 from accel_fn.parallel.sharded_optimizers import check_updates_shards
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
     Styles = str | Mapping[str, str | ParallelStyle]
@@ -125,6 +127,17 @@ class TPSlot(SlotFunction):
             check_updates_shards(optimizer, "wrap_tp")
         _check_mesh(plan.model, state, self.keywords["axis"])
         _styles(plan.model, self.keywords["styles"], size)
+
+    def share(self, plan: Plan, meshes: Mapping[str, DeviceMesh]) -> None:
+        """Split the layers that have a style."""
+        from accel_fn.parallel.tp.split import cut_layers
+
+        mesh, model = meshes.get(self.keywords["axis"]), plan.model
+        if mesh is not None:
+            before = dict(model.named_parameters())
+            cut_layers(model, _styles(model, self.keywords["styles"], mesh.size()), mesh)
+            for optimizer in plan.optimizers.values():
+                follow_shards(optimizer, before, model)
 
 
 def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis: str) -> nn.Module:
