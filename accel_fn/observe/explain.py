@@ -168,8 +168,9 @@ def _optimizer(optimizer: Optimizer) -> str:
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
     # DeepSpeed leaves an empty tensor for a parameter in shards, with its number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
-    own = sum(local(p).numel() for p in trained)
-    here = f" ({own:,} on this rank)" if any(map(is_sharded, trained)) else ""
+    own = sum(getattr(p, "ds_tensor", local(p)).numel() for p in trained)
+    is_shared = any(is_sharded(p) or hasattr(p, "ds_tensor") for p in trained)
+    here = f" ({own:,} on this rank)" if is_shared else ""
     return (
         f"{type(optimizer).__name__}{settings}, {len(trained)} parameter tensors, {numbers:,} numbers{here}"
         f"{_groups(optimizer)}"

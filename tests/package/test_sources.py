@@ -38,6 +38,7 @@ def test_one_module_alone_calls_collectives():
 KEPT = {
     "_numbers": "a count, for names that no other mesh of this process has",
     "_alone": "a group of one rank, in which nothing is kept",
+    "_silent_group": "a group that sends nothing, in which nothing is kept",
     "_groups": "groups of worlds that are used again, which live to the end",
     "_calls": "a count of a thread, of which only differences are read",
     "_device": "what all simulated groups send by",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import accel_fn
 from accel_fn.cli.output import (
     SHELL_FILE,
     at_work,
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from accel_fn.contrib.estimate.memory import MemoryEstimate
 
 _PARTS = ("parameters", "buffers", "gradients", "optimizer", "batch", "activations", "peak")
+_SHARDS: dict[str, Callable[[], Any]] = {
+    "fsdp": lambda: accel_fn.wrap_fsdp(),
+    "tp": lambda: accel_fn.wrap_tp(),
+    "zero1": lambda: accel_fn.wrap_deepspeed(stage=1),
+    "zero2": lambda: accel_fn.wrap_deepspeed(stage=2),
+    "zero3": lambda: accel_fn.wrap_deepspeed(stage=3),
+}
 # A terminal of 80 columns has room for four estimates side by side.
 _COLUMNS = 4
 
@@ -59,6 +67,12 @@ def _count_option(*names: str, text: str) -> Callable[[Any], Any]:
 @_count_option("-n", "--num-processes", text="Ranks that share the batch.")
 @_count_option("--num-microbatches", text="Micro-batches of a rank's part of the batch.")
 @mesh_option("Axes that the ranks form, such as dp=-1,tp=2: those along dp share the batch.")
+@click.option(
+    "--shard",
+    type=click.Choice([*_SHARDS]),
+    multiple=True,
+    help="How ranks share a model; tp by its own plan.  [default: the plan's]",
+)
 @click.option("--device", help="The device whose kernels run.  [default: this machine's]")
 @json_option("Print JSON, in bytes.")
 def estimate(
@@ -69,6 +83,7 @@ def estimate(
     num_processes: tuple[int, ...],
     num_microbatches: tuple[int, ...],
     mesh: str | None,
+    shard: tuple[str, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -76,9 +91,9 @@ def estimate(
 
     TARGET is FILE.py:NAME or MODULE:NAME, and names a function without arguments that gives a model, a
     model and a batch, a plan, or a plan and a state. Of a plan, the model, the loss, the optimizers and
-    the frozen models count, and none of its transforms. The function runs where tensors have shapes and
-    no data, so a model may be larger than this machine. With a batch, the step is gone through to count
-    what is alive in it.
+    the frozen models count, and the transforms that divide the model among ranks. The function runs where
+    tensors have shapes and no data, so a model may be larger than this machine. With a batch, the step is
+    gone through to count what is alive in it.
     """
     from accel_fn.contrib.estimate.memory import estimates
 
@@ -92,6 +107,7 @@ def estimate(
             world_sizes=num_processes,
             num_microbatches=num_microbatches,
             mesh=parse_mesh("estimate", "mesh", mesh) if mesh else None,
+            shard=accel_fn.compose(*[_SHARDS[each]() for each in shard]) if shard else None,
             **options,
         ):
             found.append(each)

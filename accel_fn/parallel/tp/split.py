@@ -46,9 +46,7 @@ def split_model(
     compare_blocks(model, names, state, axis)
 
 
-def cut_layers(
-    model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh
-) -> None:
+def cut_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
     """Cut the layers that have a style over a mesh of one axis, and make all else replicas."""
     ties = _ties(model)
     for name, style in styles.items():

@@ -88,6 +88,24 @@ def test_the_command_gives_bytes_to_programs(script):
     }
 
 
+@pytest.mark.parametrize(
+    ("shard", "parts"),
+    [(["fsdp"], (2, 2, 2)), (["zero1"], (1, 1, 2)), (["zero2"], (1, 2, 2)), (["zero3"], (2, 2, 2))],
+)
+def test_the_command_divides_a_model_by_its_option(script, shard, parts):
+    options = [each for name in shard for each in ("--shard", name)]
+    done = command(
+        script, "estimate", "net.py:model", *options, "-n", "2", "--optimizer", "SGD", "--json"
+    )
+    assert done.exit_code == 0, done.stderr
+    [found] = json.loads(done.stdout)
+    # ZeRO has a copy of the parameters, and SGD no state.
+    copied = 0 if shard == ["fsdp"] else 808 * 4
+    assert found["parameters"] == 808 * 4 // parts[0]
+    assert found["gradients"] == 808 * 4 // parts[1]
+    assert found["optimizer"] == copied // parts[2]
+
+
 def test_mistakes_of_the_command_are_one_line(script):
     done = command(script, "estimate", "net.py:modle")
     assert (done.exit_code, done.stdout) == (1, "")

@@ -116,6 +116,7 @@ def test_explain_counts_parameters_and_names_the_stage(found, stage):
     text = found[f"explain {stage}"]
     assert "SGD(lr=0.1), 6 parameter tensors, 435 numbers" in text
     assert f"by wrap_deepspeed(stage={stage})" in text
+    assert (" on this rank)" in text) == (stage == 3)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
