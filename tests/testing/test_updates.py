@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import accel_fn as af
-from accel_fn.core.step import Step
 from accel_fn.testing import recorded_updates
 
 
@@ -80,10 +79,10 @@ def test_several_ranks_draw_by_their_states():
 
 
 def test_an_error_ends_the_record():
-    run = Step.__call__
+    run = af.Step.__call__
     with pytest.raises(KeyError), recorded_updates():
         raise KeyError
-    assert Step.__call__ is run
+    assert af.Step.__call__ is run
 
 
 def test_another_source_of_draws_is_refused():

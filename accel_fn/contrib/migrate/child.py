@@ -67,7 +67,7 @@ class Recording:
     """The number of batches by which accelerate divides."""
 
 
-class Enough(BaseException):
+class _Enough(BaseException):
     """Ends a script after the last update that is compared; `except Exception` does not catch it."""
 
 
@@ -91,7 +91,7 @@ def record(
     try:
         with watch(found, num_updates):
             runpy.run_path(str(script), run_name="__main__")
-    except Enough:
+    except _Enough:
         pass
     except SystemExit as end:
         if end.code not in (None, 0):
@@ -125,7 +125,7 @@ def _watched_new(found: Recording, num_updates: int, *, draws: Any) -> Iterator[
         )
         found.uses_draw, found.uses_seed_all = updates.num_draws > 0, updates.num_seeds > 0
         if len(found.updates) >= num_updates:
-            raise Enough
+            raise _Enough
 
     with recorded_updates(add, draws=draws) as updates:
         yield
@@ -228,7 +228,7 @@ class _Watch:
             )
         )
         if len(self._found.updates) >= self._num_updates:
-            raise Enough
+            raise _Enough
 
 
 class _Noted:

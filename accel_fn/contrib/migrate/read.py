@@ -307,6 +307,9 @@ class _Reader:
             self._add_use(node, "accelerator.autocast(in a loop)")
         elif name == "backward" and (len(self._updates) > 1 or self._draws(call)):
             self._add_use(node, "accelerator.backward(below)")
+        elif name == "backward":
+            [batch] = [each.batch for each in self._backwards if each.call is call] or ["batch"]
+            self._add_use(node, "accelerator.backward", {"batch": batch})
         elif name == "device" and self.facts.only_moves(node):
             self._read_move(node)
         elif name == "state" and self._read_plugin(node):

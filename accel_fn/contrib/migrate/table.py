@@ -214,7 +214,7 @@ TABLE: dict[str, Row] = {
     "accelerator.join_uneven_inputs": Row(
         None, "shard_loader gives all ranks equally many batches.", (3,)
     ),
-    "accelerator.backward": Row("state, report = step(state, batch)", "", (4,), "loss"),
+    "accelerator.backward": Row("state, report = step(state, {batch})", "", (4,), "loss"),
     "accelerator.backward(below)": Row("(the step, below)", "", (4,)),
     "accelerator.lomo_backward": Row(NONE, "An update within the backward is no step."),
     "accelerator.clip_grad_norm_": Row(

@@ -14,7 +14,7 @@ import torch
 
 from accel_fn import launch
 from accel_fn.contrib.migrate.child import Part, Recording, record
-from accel_fn.errors import AccelError
+from accel_fn.errors import RankError
 
 _RELATIVE = {True: 1e-9, False: 1e-4}
 """The largest relative difference of two losses, by whether the old script's have float64."""
@@ -22,10 +22,6 @@ _ABSOLUTE = {True: 1e-12, False: 1e-6}
 NOT_COMPARED = "not compared"
 _SHOWN = 30
 """The number of lines that are shown of what a failed script printed."""
-
-
-class VerifyError(AccelError, RuntimeError):
-    """A script could not be run, or made no update."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +114,13 @@ def _run(
             ]
             lines = [*"".join(printed).splitlines(), *str(error.__cause__ or "").splitlines()]
             tail = "\n".join(lines[-_SHOWN:])
-            raise VerifyError(
+            raise RankError(
                 f"migrate: {script.name} must run on {size} process{'es' if size > 1 else ''}, got "
                 f"{type(error).__name__}: {error}\n{tail}"
             ) from error
     if not found[0].updates:
         what = "an optimizer steps after a backward" if kind == "old" else "step(state, batch) runs"
-        raise VerifyError(
+        raise RankError(
             f"migrate: {script.name} must make an update, got none: {what} nowhere in it"
         )
     return found
