@@ -211,8 +211,9 @@ def estimates(
         return plan if shard is None else shard(plan), batch
 
     plan, batch = make()
-    if len(plan.strategy) > 1:
-        given = " and ".join(map(describe, plan.strategy))
+    strategies = [each for each in plan.strategy if each not in plan.having("cuts_sequences")]
+    if len(strategies) > 1:
+        given = " and ".join(map(describe, strategies))
         raise ArgumentError(
             message(_FUNCTION, "shard", "be left out of a plan with a strategy", given)
         )
@@ -221,7 +222,9 @@ def estimates(
         raise ArgumentError(message(_FUNCTION, "mesh", rule, mesh, 'such as {"dp": -1, "tp": 2}'))
     runs: dict[Any, _Run] = {}
     for size, count in product(sizes, counts):
-        shape, parts = shapes[size], _parts(plan, shapes[size]["dp"])
+        shape = shapes[size]
+        # A split model is sharded along dp, any other one over all ranks.
+        parts = _parts(plan, shape["dp"] if plan.shard_model else size)
         # Replicas are the same on any number of ranks.
         key = size if parts or plan.shard_model else None
         if key not in runs:
@@ -243,7 +246,7 @@ def _slots(plan: Plan) -> list[SlotFunction]:
 
 
 def _parts(plan: Plan, size: int) -> dict[str, int]:
-    """Return in how many parts the ranks along `dp` divide what they do not hold whole."""
+    """Return in how many parts `size` ranks divide what they do not hold whole."""
     found = {name: num for each in _slots(plan) for name, num in each.num_parts(size).items()}
     return {name: num for name, num in found.items() if num > 1}
 

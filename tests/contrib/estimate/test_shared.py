@@ -178,6 +178,20 @@ def test_replicas_of_shards_hold_what_each_group_of_shards_does():
     assert (four.parameters, four.optimizer) == (two.parameters, two.optimizer)
 
 
+def test_fsdp_shards_an_unsplit_model_over_all_axes():
+    def found(mesh, *others):
+        [found] = af.contrib.estimate.estimate_memory(
+            lambda: SPACE["make"]()[0],
+            shard=af.compose(af.wrap_fsdp(), *others),
+            world_sizes=[4],
+            mesh=mesh,
+            device="cpu",
+        )
+        return found
+
+    assert found({"dp": 2, "cp": 2}, af.wrap_cp({"rows": 1})) == found(None)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
