@@ -273,7 +273,8 @@ def _summary(plan: Plan) -> list[str]:
     ]
     buffers = [name for name, each in plan.model.named_buffers() if each.is_meta]
     loss = f"reduction={plan.reduction} terms={list(plan.terms)}"
-    return [*slots, loss, *optimizers, *parameters, f"buffers without values={buffers}", *frozen]
+    empty = f"buffers without values={buffers}"
+    return [*slots, loss, empty, *optimizers, *parameters, *frozen]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tests.support.other_runs import other_run
 from tests.support.processes import launch
 
 FILES = ["manifest.json", "common.pt", "rank_00000.pt", "tensors_00000.bin"]
-BATCH = (torch.ones(4, 3), torch.zeros(4, 2))
+BATCH = (torch.arange(12.0).view(4, 3) % 5 - 2, torch.zeros(4, 2))
 
 
 def flip(path, place):

@@ -21,13 +21,14 @@ EVERYWHERE = {
     "wrap_as_launched",
     "wrap_ddp",
     "wrap_deepspeed",
+    "wrap_cp",
     "reproducible",
     "with_amp",
     "accumulate",
     "clip",
     "clip_value",
 }
-"""Cells that other rows or columns are made of, and what needs a library that is not installed."""
+"""Cells that other rows or columns are made of, and what needs a library that is not installed, or a mesh."""
 
 
 def test_every_other_transform_has_a_row_of_its_own():

@@ -358,8 +358,8 @@ MUTANTS = [
     Mutant(
         "a sampler of the user's own is read some thousand samples ahead",
         "data/indexed.py",
-        "return replace(order, at_once=1 + _num_beyond(loader, read_ahead))",
-        "return replace(order, at_once=None)",
+        "return replace(found, at_once=1 + _num_beyond(loader, read_ahead))",
+        "return replace(found, at_once=None)",
         "tests/data/test_samplers_that_change.py",
         kind="data.taught_sampler",
     ),
