@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -246,6 +245,9 @@ def _causal_mask(query: Tensor, num_keys: int) -> Tensor:
     """Return the mask, or the bias that stands for it, of queries of which the last one sees all keys."""
     num_queries = query.shape[-2]
     if _has_causal_kernel(query):
+        # Imported here: it imports torch's compiler.
+        from torch.nn.attention.bias import causal_lower_right
+
         return causal_lower_right(num_queries, num_keys)
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
     return ones.tril(num_keys - num_queries)
