@@ -138,6 +138,7 @@ def write_results(
         drawn = draw(generator, noise.to(device), labels.to(device)).cpu()
     print_judgement(drawn, labels, data)
     plot(drawn, data).savefig(out / "digits.png", dpi=150)
+    torch.save(drawn[:80], out / "digits.pt")
     (out / "losses.json").write_text(json.dumps(losses))
 
 
