@@ -249,7 +249,7 @@ def tensor_parallel():
         "with FSDP": (4, ("--mesh", "dp=-1,tp=2"), ("--fsdp",), GREEN),
     }
     drawn = legend({name: kind[-1] for name, kind in kinds.items()})
-    drawn += axes(0, 2.4, "epochs")
+    drawn += axes(1, 1.8, "epochs")
     for number, (size, launch, options, colour) in enumerate(kinds.values()):
         _, lines = ran(
             f"tensor_parallel{number}",
@@ -259,7 +259,7 @@ def tensor_parallel():
             program="tensor_parallel",
         )
         points = [*enumerate(found(rf"loss {FIGURE}", lines))]
-        drawn += curve(points, 0, 2.4, len(points) - 1, colour, width=8 - 3 * number)
+        drawn += curve(points, 1, 1.8, len(points) - 1, colour, width=8 - 3 * number)
     return drawn
 
 
@@ -308,7 +308,7 @@ def deepspeed_zero():
 
 def local_sgd():
     """How far the parameters of two ranks are apart after each update."""
-    (points,) = [[*enumerate(apart, 1)][:72] for apart in apart_on_two()]
+    points = [*enumerate(apart_on_two(), 1)][:72]
     high = max(value for _, value in points)
     drawn = [text(LEFT, 24, "local_sgd(every=8) on two ranks: ranks apart by")]
     drawn += axes(0, high, f"{len(points)} updates", "{:.2f}")
@@ -321,7 +321,7 @@ def apart_on_two():
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(af.launch(train_apart, num_processes=2, cpu=True)[0]))
-    return [json.loads(path.read_text())]
+    return json.loads(path.read_text())
 
 
 def train_apart():
@@ -333,15 +333,15 @@ def train_apart():
 def trackers():
     """The loss as TensorBoard stored it, on the line of the log."""
     _, lines = ran("trackers", "--epochs", "8", size=2)
-    drawn = legend({"log.jsonl: loss": BLUE, "test loss": ORANGE})
-    drawn.append(text(RIGHT, 24, "dots: TensorBoard", "soft", "end"))
-    drawn += axes(0, 1.3, "updates")
+    drawn = legend({"loss": BLUE, "test loss": ORANGE})
+    drawn.append(text(RIGHT, 24, "log.jsonl; dots: TensorBoard", "soft", "end"))
+    drawn += axes(0, 1.4, "updates")
     for name, colour in (("  loss", BLUE), ("test/loss", ORANGE)):
         for place, draw_points in (("log.jsonl", curve), ("TensorBoard", dots)):
             own = [line for line in lines if line.startswith(place)]
             points = [*zip(found(r"step (\d+)", own), found(f"{name} {FIGURE}", own), strict=True)]
             ink = (colour,) if place == "log.jsonl" else ()
-            drawn += draw_points(points, 0, 1.3, points[-1][0], *ink)
+            drawn += draw_points(points, 0, 1.4, points[-1][0], *ink)
     return drawn
 
 
@@ -362,8 +362,8 @@ def profiling():
 
 
 DRAWN = (
-    *(digits, resume, tensor_parallel, larger_model, deepspeed_zero, local_sgd),
-    *(trackers, profiling, nanogpt, text_to_image, gan, ppo),
+    *(digits, resume, text_to_image, nanogpt, gan, ppo),
+    *(tensor_parallel, larger_model, deepspeed_zero, local_sgd, trackers, profiling),
 )
 
 

@@ -63,3 +63,26 @@ def test_pictures_are_svg_and_are_used(picture):
     assert ElementTree.fromstring(picture.read_text()).tag == f"{SVG}svg"
     texts = [path.read_text() for path in [*DOCS.rglob("*.md"), DOCS / "conf.py"]]
     assert any(f"_static/{picture.name}" in text for text in texts)
+
+
+GALLERY = DOCS / "_static" / "gallery"
+
+
+def test_the_gallery_has_a_picture_and_the_code_of_each_of_its_programs():
+    page = (DOCS / "gallery.md").read_text()
+    cards = re.findall(r'<a href="#(\S+)">\n<img src="_static/gallery/(\w+)\.svg" alt="\S', page)
+    names = [name for _, name in cards]
+    assert len(names) == 12
+    assert [place for place, _ in cards] == re.findall(r"^\((\S+)\)=$", page, re.MULTILINE)
+    assert re.findall(r"literalinclude\} \.\./examples/(\w+)\.py", page) == names
+    assert sorted(names) == sorted(path.stem for path in GALLERY.iterdir())
+    for path in GALLERY.iterdir():
+        assert ElementTree.fromstring(path.read_text()).tag == f"{SVG}svg"
+        assert path.stat().st_size < 60_000
+
+
+def test_every_picture_of_the_gallery_is_drawn_by_its_script():
+    drawn = runpy.run_path(str(DOCS / "draw_gallery.py"))["DRAWN"]
+    assert sorted(each.__name__ for each in drawn) == sorted(
+        path.stem for path in GALLERY.iterdir()
+    )
