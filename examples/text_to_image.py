@@ -49,7 +49,7 @@ def make_models():
         sample_size=LATENT[1],
         in_channels=LATENT[0],
         out_channels=LATENT[0],
-        block_out_channels=(WIDTH, 2 * WIDTH),
+        block_out_channels=(24, 48),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         layers_per_block=1,
@@ -110,7 +110,7 @@ def main(args):
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images).view(-1, 1, 8, 8) / 8 - 1
     data = TensorDataset(images, torch.tensor(labels))
-    loader = af.shard_loader(DataLoader(data, 128, shuffle=True, drop_last=True), state)
+    loader = af.shard_loader(DataLoader(data, 64, shuffle=True, drop_last=True), state)
     tokens = tokens_of(NAMES)
 
     vae, unet, text = make_models()
