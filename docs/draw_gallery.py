@@ -6,6 +6,7 @@ that is there is not repeated. `python docs/draw_gallery.py gan ppo` draws two o
 """
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -30,8 +31,9 @@ STYLE = (
 FIGURE = r"(-?\d+\.\d+)"
 
 
-def ran(name, *arguments, size=1, launch=(), program=None):
+def ran(name, *arguments, size=1, launch=(), program=None, **environment):
     """Run an example on so many processes in its own folder, once; return the folder and the lines."""
+    environment = {**os.environ, **environment}
     folder = RUNS / name
     printed = folder / "printed.txt"
     if not printed.exists():
@@ -41,6 +43,7 @@ def ran(name, *arguments, size=1, launch=(), program=None):
         done = subprocess.run(
             [*start, str(path), *arguments],
             cwd=folder,
+            env=environment,
             stdout=subprocess.PIPE,
             text=True,
             check=True,
@@ -267,7 +270,12 @@ def larger_model():
     """The most memory that a rank takes while a Llama loads, trains one step and saves."""
     rows = {}
     for size in (1, 2):
-        _, lines = ran(f"larger_model{size}", size=size, program="larger_model")
+        _, lines = ran(
+            *(f"larger_model{size}", "--folder", str(RUNS / "larger_model")),  # one model for both
+            size=size,
+            program="larger_model",
+            MALLOC_MMAP_THRESHOLD_="262144",
+        )
         for name in ("build", "load_model", "a step", "save_model"):
             [line] = [line for line in lines if line.startswith(f"{name} ")]
             rows.setdefault(name, []).append(max(map(float, re.findall(r"(\d+) MB", line))))
