@@ -17,7 +17,8 @@ import accel_fn
 
 for name in set(accel_fn.__all__) - {"wrap_fsdp"}:
     getattr(accel_fn, name)
-print(*{"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pydantic"} & sys.modules.keys())
+heavy = {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pydantic"}
+print(*heavy & sys.modules.keys())
 
 from accel_fn import *
 from accel_fn.testing import assert_equivalent, simulate

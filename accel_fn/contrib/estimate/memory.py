@@ -232,7 +232,7 @@ def estimates(
             runs[key] = _run(mine, shape, parts, mode, place, _AUTOCAST[precision])
         try:
             with mode, place:
-                found = runs[key].estimate(batch, size, shape["dp"], count)
+                found = runs[key].estimate(_block(plan, batch, shape), size, shape["dp"], count)
         except DataDependentOutputException as error:
             rule = "not read the values of its tensors"
             raise ArgumentError(message(_FUNCTION, "the step", rule, str(error))) from error
@@ -516,6 +516,24 @@ class _Run:
 
 def _summed(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
+
+
+def _block(plan: Plan, batch: Any, shape: Mapping[str, int]) -> Any:
+    """Cut sequences to the longest block of any rank, if the plan has `wrap_cp`."""
+    for each in plan.having("cuts_sequences") if batch is not None else ():
+        dims, num_blocks = each.keywords["dims"], shape.get(each.keywords["axis"], 1)
+        lengths = {batch[name].shape[dim] for name, dim in dims.items() if name in batch}
+        for length in lengths:
+            to = -(-length // num_blocks)
+            batch = map_tensors(partial(_shortened, length=length, to=to), batch)
+    return batch
+
+
+def _shortened(tensor: Tensor, length: int, to: int) -> Tensor:
+    for dim in range(1, tensor.ndim):
+        if tensor.shape[dim] == length:
+            tensor = tensor.narrow(dim, 0, to)
+    return tensor
 
 
 def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from torch import nn
 
 import accel_fn as af
@@ -231,3 +232,29 @@ def test_the_table_of_larger_models_is_what_is_estimated(num_ranks):
     )
     total = found.parameters + found.gradients + found.optimizer
     assert total == pytest.approx(float(row[column].split()[0]) * 1e9, rel=0.02)
+
+
+def test_ranks_that_share_sequences_hold_activations_of_a_block():
+    def plan():
+        model = nn.Sequential(nn.Embedding(100, 16), *[nn.Linear(16, 16) for _ in range(6)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_fn(model, batch):
+            found = model(batch["tokens"]) * batch["seen"][..., None]
+            return found.square().mean()
+
+        recipe = af.compose(af.wrap_ddp(), af.wrap_cp({"tokens": 1}))
+        return recipe(af.Plan(loss_fn, model, optimizer))
+
+    def batch():
+        return {"tokens": torch.zeros(2, 4096, dtype=torch.int64), "seen": torch.ones(2, 4096)}
+
+    alone, shared = (
+        af.contrib.estimate.estimate_memory(
+            plan, make_batch=batch, world_sizes=[cp], mesh={"dp": -1, "cp": cp}
+        )[0]
+        for cp in (1, 4)
+    )
+    assert alone.parameters == shared.parameters
+    assert alone.batch == 4 * shared.batch
+    assert alone.activations == pytest.approx(4 * shared.activations, rel=0.01)
