@@ -6,12 +6,10 @@ python -m tests.tools.words
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 41_000
-"""Lower it when pages get shorter; the aim is 36,000."""
+AIM = 36_000
 NUM_SHOWN = 10
 PART = re.compile(r":caption: For contributors\n:hidden:\n\n(.*?)```", re.DOTALL)
 
@@ -33,13 +31,12 @@ def num_words(text: str) -> int:
 
 
 def main() -> None:
-    """Print the count and the longest pages; exit with 1 above the limit."""
+    """Print the count and the longest pages."""
     counts = {page.name: num_words(page.read_text(encoding="utf-8")) for page in user_pages()}
     total = sum(counts.values())
     longest = sorted(counts, key=counts.__getitem__, reverse=True)[:NUM_SHOWN]
-    print(f"{total:,} words of prose for users on {len(counts)} pages, at most {LIMIT:,}")
+    print(f"{total:,} words of prose for users on {len(counts)} pages, the aim is {AIM:,}")
     print(*(f"{counts[name]:6,} {name}" for name in longest), sep="\n")
-    sys.exit(total > LIMIT)
 
 
 if __name__ == "__main__":
