@@ -300,8 +300,7 @@ def deepspeed_zero():
     _, two = ran("deepspeed_zero2", size=2, program="deepspeed_zero")
     colours = {1: BLUE, 2: ORANGE, 3: GREEN}
     drawn = legend({f"stage {stage}": colour for stage, colour in colours.items()})
-    drawn.append(text(RIGHT, 24, "dots: 1 process", "soft", "end"))
-    drawn += axes(0, 0.3, "epochs; from the third on, stage 1 resumes stage 3", "{:.1f}")
+    drawn += axes(0, 0.3, "epochs; dots: 1 process", "{:.1f}")
     for lines, is_alone in ((two, False), (one, True)):
         first = [found(rf"stage {stage} .*loss {FIGURE}", lines)[:2] for stage in colours]
         resumed = found(rf"stage 1 .*loss {FIGURE}", lines)[2:]
@@ -342,8 +341,7 @@ def trackers():
     """The loss as TensorBoard stored it, on the line of the log."""
     _, lines = ran("trackers", "--epochs", "8", size=2)
     drawn = legend({"loss": BLUE, "test loss": ORANGE})
-    drawn.append(text(RIGHT, 24, "log.jsonl; dots: TensorBoard", "soft", "end"))
-    drawn += axes(0, 1.4, "updates")
+    drawn += axes(0, 1.4, "updates; lines: log.jsonl, dots: TensorBoard")
     for name, colour in (("  loss", BLUE), ("test/loss", ORANGE)):
         for place, draw_points in (("log.jsonl", curve), ("TensorBoard", dots)):
             own = [line for line in lines if line.startswith(place)]
