@@ -38,7 +38,7 @@ def ran(name, *arguments, size=1, launch=(), program=None, **environment):
     printed = folder / "printed.txt"
     if not printed.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        start = (sys.executable, "-m", "accel_fn.cli", "launch", "-n", str(size), "--cpu", *launch)
+        start = (sys.executable, "-m", "accel_fn", "launch", "-n", str(size), "--cpu", *launch)
         path = ROOT / "examples" / f"{program or name}.py"
         done = subprocess.run(
             [*start, str(path), *arguments],
