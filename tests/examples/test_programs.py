@@ -10,6 +10,7 @@ import pytest
 from tests.cli.commands import ROOT, run_command
 from tests.examples.running import EXAMPLES
 
+pytestmark = pytest.mark.timeout(3600)  # text_to_image takes minutes, beside other programs
 PROGRAMS = (
     *("mnist", "nlp", "gpt", "vision", "lora", "contrastive", "cross_validation", "detection"),
     *("diffusion", "early_stopping", "ppo", "nanogpt", "trackers", "text_to_image"),
@@ -32,7 +33,7 @@ def output_of(
     name: str, *arguments: str, folder: Path, size: int = 1, options: tuple[str, ...] = ()
 ) -> str:
     program = ("launch", "-n", str(size), "--cpu", *options, str(EXAMPLES / f"{name}.py"))
-    done = run_command(folder, *program, *arguments)
+    done = run_command(folder, *program, *arguments, timeout_s=1500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
