@@ -17,7 +17,7 @@ EXPLAINED = {
 }
 """Scripts of which accelerate computes an update wrongly, and what is printed of it."""
 BY_HAND = {"text_to_image": ["draws numbers of a shape that only the loss knows"]}
-FAST = ("distillation", "short_window")
+FAST = ("short_window",)
 NAMES = sorted(path.name.removesuffix("_old.py") for path in CORPUS.glob("*_old.py"))
 
 
