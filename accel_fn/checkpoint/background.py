@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Work(Protocol):
-    """What a rank writes."""
+    """A job that writes the files of one rank."""
 
     @property
     def rank(self) -> int: ...

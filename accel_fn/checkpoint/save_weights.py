@@ -167,7 +167,7 @@ def save_model(
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What is to be written, and where."""
+    """The tensors of a model, and the folder and shards in which they are written."""
 
     folder: Path
     entries: Entries

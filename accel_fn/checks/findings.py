@@ -1,4 +1,4 @@
-"""What one rank found when it compared a few rows with their parts, as numbers to exchange."""
+"""Numbers that ranks exchange after each has compared a few rows with their parts."""
 
 from __future__ import annotations
 

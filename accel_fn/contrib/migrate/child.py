@@ -33,7 +33,7 @@ class Part:
     """One backward of an update."""
 
     value: float
-    """What enters the backward: the loss by the divisors of the script and of accelerate."""
+    """The loss that enters the backward, divided as the script and accelerate divide it."""
     rows: int
     num_labels: tuple[int, ...] = ()
     """The labels other than -100, all of them and without the first of each row; () without labels."""
@@ -157,7 +157,7 @@ def _loaders_of_accelerate() -> list[type]:
 
 
 class _Watch:
-    """What has entered `backward` since the last update, and the batch that the loop has."""
+    """The losses that entered `backward` since the last update, and the current batch of the loop."""
 
     def __init__(self, found: Recording, num_updates: int) -> None:
         self._found, self._num_updates = found, num_updates

@@ -1,4 +1,4 @@
-"""What enters `backward` in a loop: the loss function, the plan and the lines that take its place."""
+"""Find the loss that a loop gives to `backward`, and write the loss function and plan that replace it."""
 
 from __future__ import annotations
 
