@@ -17,7 +17,6 @@ EXPLAINED = {
 }
 """Scripts of which accelerate computes an update wrongly, and what is printed of it."""
 BY_HAND = {"text_to_image": ["draws numbers of a shape that only the loss knows"]}
-FAST = ("short_window",)
 NAMES = sorted(path.name.removesuffix("_old.py") for path in CORPUS.glob("*_old.py"))
 
 
@@ -46,9 +45,8 @@ def test_the_moved_program_has_what_is_printed(name, tmp_path):
     assert "accelerate" not in moved.split('"""')[2]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_the_moved_program_agrees_with_the_script(name, tmp_path):
     pair = [CORPUS / f"{name}_{which}.py" for which in ("old", "new")]
     done = command(tmp_path, "migrate", "--verify", *pair, "--json")
