@@ -30,7 +30,7 @@ class Addends(CustomGraphPass):
             node.args, node.kwargs = (first, product), {}
 
     def uuid(self) -> Any:
-        """Return the key of cached graphs: another pass makes another graph."""
+        """Return the key of cached graphs: another version of this file makes other graphs."""
         return get_hash_for_files((__file__,))
 
 

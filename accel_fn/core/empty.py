@@ -149,7 +149,7 @@ def move_values(model: nn.Module, device: torch.device) -> None:
 def give_memory(
     model: nn.Module, device: torch.device, *, shards_on: torch.device | None = None
 ) -> None:
-    """Give tensors on the meta device memory of NaN, or of zeros where there is no NaN; keep ties."""
+    """Allocate tensors that are on the meta device; fill them with NaN or else zeros; keep ties."""
     of_shards, made = shards_on or device, dict[Tensor, Tensor]()
     for module in model.modules() if device.type != "meta" else ():
         homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

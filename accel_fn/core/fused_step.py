@@ -104,7 +104,7 @@ def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Ca
 
 
 def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is torch's own, without hooks or profiler; a scheduler may wrap it."""
+    """Return whether `step` is torch's, without hooks or profiler. A scheduler may wrap it."""
     own: Any = vars(optimizer).get("step")
     is_torchs = own is None or (
         hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is kind.step

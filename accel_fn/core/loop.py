@@ -250,7 +250,7 @@ class Strategy:
             raise PeerOutOfMemoryError(failures)
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Return loss and metrics of a micro-batch. Without gradients, ranks do not wait."""
+        """Return a micro-batch's loss and metrics. Without gradients, ranks do not wait."""
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
         outcome: Outcome
@@ -324,7 +324,7 @@ class Strategy:
         return global_norm(tensors)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Decide on the update, transform gradients; run every collective and check of it."""
+        """Decide on the update and transform gradients, with all collectives and checks."""
         return prepare(plan, state, grads, report)
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:

@@ -1,4 +1,4 @@
-"""Plan: plain data that lists what a step is made of, and the functions that its slots hold."""
+"""Plan: plain data that lists the parts of a step, and the functions in its slots."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _optimizer_repair(given: object) -> str:
 
 
 def describe_optimizer(given: Optimizer | Mapping[str, Optimizer]) -> str:
-    """Return the class of an optimizer, or of each optimizer by name."""
+    """Return the class of an optimizer, or a dict of names and classes for several."""
     if isinstance(given, Optimizer):
         return type(given).__name__
     return f"{{{', '.join(f'{name}: {type(each).__name__}' for name, each in given.items())}}}"
@@ -82,7 +82,7 @@ Loss = Tensor | Mapping[str, Tensor] | Pair | Mapping[str, Pair]
 
 
 class FrozenLossFn(Protocol[Batch]):
-    """A loss that is given the frozen models of the plan, by name."""
+    """A loss function that gets the frozen models of the plan as an argument `frozen`."""
 
     def __call__(
         self, model: Any, batch: Batch, /, *, frozen: Any
@@ -98,7 +98,7 @@ InitFn = Callable[[DistState], DistState]
 ModuleFn = Callable[[DistState, Any], nn.Module]
 BatchFn = Callable[[DistState, Any], Any]
 StrategyFn = Callable[..., Any]
-"""`(state, loss module, plan) -> Strategy`."""
+"""A function `(state, loss module, plan) -> Strategy`."""
 CompileFn = Callable[[DistState, Any], StepFn]
 ContextFn = Callable[[DistState], AbstractContextManager[Any]]
 SplitFn = Callable[[Any], Sequence[Any]]
@@ -228,13 +228,13 @@ class Plan(Generic[Batch]):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """The optimizers by name. Code that reads a plan loops over them, be it one or several."""
+        """Return the optimizers by name, also if there is only one."""
         given = self.optimizer
         return given if isinstance(given, Mapping) else {"optimizer": given}
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the loss's terms; none where it is one mean."""
+        """Return the names of the loss's terms; () if the loss is one mean."""
         return tuple(self.weight_fn) if isinstance(self.weight_fn, dict) else ()
 
     def _weight_fns(self) -> list[WeightFn]:
@@ -268,19 +268,19 @@ class Plan(Generic[Batch]):
                 raise ArgumentError(message("Plan", "frozen", named, name))
 
     def trained(self) -> list[nn.Parameter]:
-        """The optimizers' parameters that require a gradient, in the order of their groups."""
+        """Return the optimizers' parameters that require a gradient, in order of their groups."""
         return [p for each in self.optimizers.values() for p in trained_by(each)]
 
     def entries(self) -> list[Any]:
-        """The functions of all slots, slot by slot."""
+        """Return the functions of all slots, slot by slot."""
         return [each for name in slot_names() for each in getattr(self, name)]
 
     def having(self, trait: str) -> list[Any]:
-        """The slot functions with this trait."""
+        """Return the slot functions with this trait."""
         return [each for each in self.entries() if trait in getattr(each, "traits", ())]
 
     def left_out(self) -> list[nn.Parameter]:
-        """Return the parameters that no update changes, whose gradients are not computed."""
+        """Return the parameters that no update changes; they need no gradient."""
         made = [each for each in self.entries() if isinstance(each, SlotFunction)]
         return [parameter for each in made for parameter in each.left_out(self)]
 
@@ -358,22 +358,24 @@ class SlotFunction(partial[Any]):
         return True
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return in how many parts `size` ranks divide what they hold; nothing for what is whole.
+        """Return into how many parts `size` ranks divide the model's memory, by name.
 
-        By the names "parameters", "gradients" and "optimizer". Estimates of memory read it.
+        The names are "parameters", "gradients" and "optimizer"; a name without an entry is not
+        divided. Estimates of memory call this method.
         """
         return {}
 
     def share(self, plan: Plan, meshes: Mapping[str, Any]) -> nn.Module | None:
-        """Divide the plan's model as `build` does, but for values: its tensors have no data.
+        """Divide the plan's model as `build` does, but without values: its tensors have no data.
 
-        Estimates of memory call it, with a mesh of one axis for each axis of several ranks. Optimizers
-        follow. Returns the module that maps a batch to its loss, if it takes the place of the loss.
+        Estimates of memory call it, with a mesh of one axis for each axis of several ranks. The
+        optimizers get the new parameters. Returns the module that maps a batch to its loss, if it
+        replaces the loss.
         """
         return None
 
     def left_out(self, plan: Plan) -> Sequence[nn.Parameter]:
-        """Return the parameters that require a gradient, and for which no gradient is computed."""
+        """Return the parameters that require a gradient but get none."""
         return ()
 
     def with_source(self, source: str) -> Self:
@@ -431,19 +433,19 @@ def check_finish(function: str, finish: object) -> None:
 
 
 def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters of an optimizer that require a gradient, in the order of its groups."""
+    """Return the parameters of an optimizer that require a gradient, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def slot_names() -> list[str]:
-    """Return the slots of a plan, in the order of its fields."""
+    """Return the names of a plan's slots, in the order of its fields."""
     return [each.name for each in fields(Plan)[7:]]
 
 
 def describe(fn: Any) -> str:
-    """A function as a reader would write it: `name`, `name(argument=value)`, or its transform's call.
+    """Format a function as in code: `name`, `name(argument=value)`, or its transform's call.
 
-    A mapping of functions is written as a dict of these.
+    A mapping of functions becomes a dict of such texts.
     """
     if isinstance(fn, Mapping):
         return f"{{{', '.join(f'{name!r}: {describe(each)}' for name, each in fn.items())}}}"
@@ -457,13 +459,13 @@ def describe(fn: Any) -> str:
 
 
 def describe_with_source(fn: Any) -> str:
-    """A function as a reader would write it, and where its settings come from."""
+    """Format a function as in code, and append where its settings come from."""
     source = getattr(fn, "source", "")
     return f"{describe(fn)}, {source}" if source else describe(fn)
 
 
 def describe_call(fn: Any, args: Iterable[Any], keywords: Mapping[str, Any]) -> str:
-    """A call as it is written in a program."""
+    """Format a call as it is written in a program."""
     values = [*map(_describe_value, args)]
     values += [f"{name}={_describe_value(value)}" for name, value in keywords.items()]
     return f"{describe(fn)}({', '.join(values)})"

@@ -1,4 +1,4 @@
-"""Report: what one step computed, beside the update itself."""
+"""Report: the results of one step."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Report:
     counts: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     _verdict: Tensor | None = field(default=None, repr=False)
-    """The value that `verdict_of` returns. None: `applied` itself."""
+    """The value that `verdict_of` returns. None means `applied`."""
 
 
 def verdict_of(report: Report) -> Tensor:
-    """Return `applied`, on the host if the host has waited for it already."""
+    """Return `applied`, on the host if the host has already waited for it."""
     applied = report.applied if report._verdict is None else report._verdict
     assert applied is not None
     return applied

@@ -44,7 +44,7 @@ _COUNTS = {
 class LossScale:
     """The factor that keeps float16 gradients in range, and the rule by which it moves.
 
-    All tensors are 0-dim and live on the device of the run: nothing waits for the host.
+    All tensors are 0-dim and on the device of the run, so the host waits for nothing.
 
     Attributes:
         scale: [], float32. The loss is multiplied by it before its backward.
@@ -123,7 +123,8 @@ class LossScale:
         Cost: a few 0-dim operations on the device; no host synchronisation.
         """
         good_steps = self.good_steps + 1
-        # On the host, most steps end here: the scale stays, and a dozen operations are saved.
+        # On the host, most steps end here: the scale does not change, and a dozen operations are
+        # saved.
         reads = ok.is_cpu and not torch.compiler.is_compiling()
         if reads and ok and good_steps < self.growth_interval:
             return replace(self, good_steps=good_steps)
@@ -159,12 +160,12 @@ class Watchdog(Protocol):
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether a collective has failed because another rank is gone."""
+        """Return whether a collective has failed because another rank is gone."""
 
     def enter(
         self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
     ) -> AbstractContextManager[None]:
-        """Record the start of a collective; enter the result to wait for it."""
+        """Record the start of a collective. The caller waits for it in the returned context."""
 
     def begin_step(self, name: str) -> None:
         """Record the start of a step."""
@@ -247,7 +248,7 @@ class DistState:
     def _check(self) -> None:
         """Check each rule, and raise the error of the first one that is broken.
 
-        `__post_init__` runs in every step, so it calls this only if its faster test fails.
+        `__post_init__` runs in every step, so it calls this method only if its faster test fails.
         """
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)
@@ -276,19 +277,20 @@ class DistState:
         return Axis("data", self.rank, self.world_size, self.group)
 
     def along(self, axis: str) -> DistState:
-        """Return the state of one axis of the mesh, whose world is the ranks that differ in it alone.
+        """Return the state of one axis of the mesh: its world is the ranks along that axis.
 
-        Every collective and `shard_loader` take it. `build`, `save` and `load` need all ranks.
+        Every collective and `shard_loader` accept it. `build`, `save` and `load` need the state of
+        all ranks.
 
         Args:
-            axis: "pp", "dp", "cp" or "tp". One that the mesh leaves out has one rank; without a mesh,
-                "dp" is all ranks.
+            axis: "pp", "dp", "cp" or "tp". An axis that the mesh leaves out has one rank; without a
+                mesh, "dp" is all ranks.
 
         Returns:
             A state of this rank's place along the axis.
 
         Raises:
-            ValueError: there is no such axis, or this state is that of an axis already.
+            ValueError: the axis does not exist, or this state is the state of an axis already.
 
         Cost: no collective.
 
@@ -348,7 +350,7 @@ class DistState:
 
 
 def device_of(function: str, device: torch.device | str) -> torch.device:
-    """Return a device by its name."""
+    """Parse the name of a device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -366,7 +368,7 @@ def check_state(function: str, state: object) -> None:
 
 
 def check_world(function: str, state: DistState) -> None:
-    """Refuse the state of one axis where all ranks are needed."""
+    """Refuse the state of one axis if the function needs all ranks."""
     if state.axis:
         raise StateError(
             f"{function}: state must be of all ranks, got one along {state.axis!r}; give the state that "
@@ -375,14 +377,14 @@ def check_world(function: str, state: DistState) -> None:
 
 
 def over(state: DistState, axis: str | None = None) -> DistState:
-    """Return the state of an axis; by default of the ranks that share a global batch."""
+    """Return the state of an axis; by default, the axis of ranks that share a global batch."""
     if axis is None and not state.axes:
         return state
     return state.along("dp" if axis is None else axis)
 
 
 def mesh_of(state: DistState) -> dict[str, int]:
-    """Return the number of ranks along each axis; without a mesh, all are along `dp`."""
+    """Return the number of ranks along each axis; without a mesh, all ranks are along `dp`."""
     return {each.name: each.world_size for each in state.axes} or {"dp": state.world_size}
 
 
@@ -395,7 +397,7 @@ def data_places(state: DistState) -> slice:
 
 
 def step_name(step: int, call: int) -> str:
-    """Return a step's name for messages, collectives and seeds: 3, or 3.1 if a batch has a second step."""
+    """Name a step for messages, collectives and seeds: 3, or 3.1 for a second step on one batch."""
     return f"{step}.{call}" if call else str(step)
 
 

@@ -1,4 +1,4 @@
-"""Step, its stages, and `build`: the one place that moves, wraps and compiles."""
+"""Step, its stages, and `build`: the only place that moves, wraps and compiles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from accel_fn.errors import (
 
 
 class Stages:
-    """The stages of a step, one after the other. A `compile_step` function may replace the call.
+    """The stages of a step, in order. A `compile_step` function may replace the call.
 
     An error in the first two stages leaves parameters, optimizers and stateful functions unchanged.
     """
@@ -55,7 +55,7 @@ class Stages:
         self.grad_fn, self.keeps_gradients = _wrapped(plan, strategy)
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
-        """Run all of a step but `after_update`."""
+        """Run all of a step except `after_update`."""
         plan, strategy = self.plan, self.strategy
         state, grads, report = self.grad_fn(state, batch)
         prepared = strategy.prepare(plan, state, grads, report)
@@ -86,7 +86,7 @@ class Step(Generic[Batch]):
     strategy: Strategy
     stages: Stages
     _run: StepFn
-    """`Stages.__call__`, or the function that `compile_step` made in its place."""
+    """`Stages.__call__`, or the function that `compile_step` made to replace it."""
     _built_with: DistState
     observers: Observers
     """The checks, loggers and other observers of the step."""
@@ -94,8 +94,8 @@ class Step(Generic[Batch]):
     """The `before_step` methods of `after_update` functions, which track the position of the
     run."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Facts of this run: of saves and loads, as "newest", the state that the last step began with,
-    and "empty" while the model may lack values."""
+    """Facts of this run: facts of saves and loads; as "newest", the state that the last step
+    began with; and "empty" while the model may lack values."""
 
     def __call__(
         self, state: DistState, batch: Batch, *, advance: bool = True
@@ -277,7 +277,7 @@ class Step(Generic[Batch]):
             check_joined(state, "step")
 
     def check_follows(self, state: DistState) -> None:
-        """Refuse a state that a step after this one cannot begin with."""
+        """Refuse a state with which no step can follow this one."""
         built, newest = self._built_with, self.notes.get("newest")
         if not _is_of_one_world(state, built):
             raise StateError(
@@ -292,13 +292,13 @@ class Step(Generic[Batch]):
             )
 
     def check_filled(self, function: str) -> None:
-        """Refuse, on all ranks, a model that `empty` made and nothing has filled."""
+        """Refuse, on all ranks, a model that `empty` made and that still lacks values."""
         if "empty" in self.notes:
             check_filled(self.plan, self._built_with, function)
             del self.notes["empty"]
 
     def _check_gradients_are_left(self, function: str) -> None:
-        """Refuse the strategy of an engine that keeps gradients."""
+        """Refuse a strategy whose engine keeps the gradients."""
         if not self.strategy.leaves_gradients:
             name = describe(self.plan.strategy[0]).partition("(")[0]
             raise PlanError(
@@ -342,7 +342,7 @@ def _still(before: DistState, after: DistState) -> DistState:
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
-    """Wrap `Strategy.gradients` by `wrap_grad_fn`; return also whether the gradients are copies."""
+    """Wrap `Strategy.gradients` by `wrap_grad_fn`; also return whether the gradients are copies."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
@@ -373,9 +373,9 @@ def _cloned(state: DistState, plan: Plan, grads: Grads) -> Grads:
 def build(
     plan: Plan[Batch], state: DistState, observers: Sequence[ObserverFn] = ()
 ) -> tuple[DistState, Step[Batch]]:
-    """Make a step of a plan, watched by these observers and the plan's.
+    """Make a step of a plan, with these observers and the plan's.
 
-    `accel_fn.checkpoint.build.build` adds checks, and can take over an earlier step.
+    `accel_fn.checkpoint.build.build` adds checks, and can continue from an earlier step.
     """
     check_state("build", state)
     check_world("build", state)
@@ -397,7 +397,8 @@ def build(
     _draw_alike(built)
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
-    # An observer may hold the strategy: without the proxy, a cycle would keep both alive.
+    # An observer may hold the strategy. Without the proxy, the reference cycle would keep both
+    # alive.
     strategy.observers = proxy(watching)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
     step = Step(plan, strategy, stages, run, built, watching, before)
@@ -409,9 +410,9 @@ def build(
 def _with_state(
     plan: Plan[Batch], strategy: Strategy, state: DistState, observers: Sequence[ObserverFn]
 ) -> tuple[Plan[Batch], Observers]:
-    """Make the parts of a step that have their own state: slot functions and observers."""
+    """Make the parts of a step that have state: slot functions and observers."""
     plan = with_stateful(plan, state)
-    # The first observer: the others may compute with the model.
+    # It is the first observer, since the others may compute with the model.
     first = (FilledCheck,) if is_empty(plan.model) else ()
     every = [make(plan, strategy, state) for make in (*first, *plan.observers, *observers)]
     for each in every:
@@ -444,7 +445,7 @@ def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
 
 
 def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
-    """Prepare state and model on this rank. This may fail on one rank alone, such as by an OOM."""
+    """Prepare state and model on this rank. This may fail on one rank only, such as by an OOM."""
     state = reduce(lambda state, init_state: init_state(state), plan.init_state, state)
     if plan.init_state:
         check_precision(state, plan.model)
@@ -454,7 +455,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
     placed = dict(plan.model.named_parameters())
     for shard in plan.shard_model:
         model = shard(state, model)
-    # A strategy that takes empty models gives memory once it has cut them.
+    # A strategy that accepts empty models allocates their memory itself, after it has sharded them.
     if not any("takes_empty" in getattr(each, "traits", ()) for each in plan.strategy):
         give_memory(model, state.device)
     if plan.place_model or plan.shard_model:
@@ -468,7 +469,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
 
 def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
     """Return the plan of one step, with a new slot function for each `Stateful`."""
-    # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
+    # State belongs to the step. A plan is data and may be built twice, and the two steps of a GAN
     # share one `DistState`.
     for name in slot_names():
         slot = list(getattr(plan, name))

@@ -21,7 +21,7 @@ _SOURCES = WeakTensorKeyDictionary()
 
 
 def remember_source(moved: Tensor, source: Tensor) -> None:
-    """If a host tensor may hold labels, keep it as long as its copy on a device lives."""
+    """Keep a host tensor that may hold labels for as long as its device copy exists."""
     if not (source.is_floating_point() or source.is_complex()):
         _SOURCES[moved] = source, (source._version, moved._version)
 
@@ -169,7 +169,7 @@ def labels_at(
     shift: int = 0,
     class_weight: _ClassWeights | None = None,
 ) -> int | float:
-    """Count the labels at `path` other than `ignore_index`, without the first `shift` of each row.
+    """Count the labels at `path` except `ignore_index`, without the first `shift` of each row.
 
     With class weights, add up the weights of these labels.
     """
@@ -177,7 +177,8 @@ def labels_at(
     for key in path:
         around, labels = labels, _child(labels, key, path)
     if shift == 1 and isinstance(around, Mapping) and "shift_labels" in around:
-        # A loss takes these beside the labels: each token's next label, also at the end of a part.
+        # A loss takes these instead of the labels: each token's next label, also at the end of a
+        # part.
         labels, shift = around["shift_labels"], 0
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
@@ -223,7 +224,7 @@ def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) 
     if callable(weight_fn):
         found: list[Any] = [*map(weight_fn, batches)]
         if {*map(type, found)} == {int} and min(found) >= 0 and max(found) <= _EXACT:
-            return [(each,) if each else () for each in found]  # in one pass, for most batches
+            return [(each,) if each else () for each in found]  # one pass; true for most batches
         return [_checked(each) for each in found]
     return [_weights(weight_fn, batch) for batch in batches]
 
@@ -240,7 +241,7 @@ def total_weight(weights: Sequence[Weight]) -> Weight:
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
     """Return `factor * weight / total`, term by term; 0 where the weight is 0."""
-    if len(weight) == 1 == len(total):  # faster, for most losses
+    if len(weight) == 1 == len(total):  # faster; true for most losses
         return (weight[0] * factor / total[0],)
     pairs = zip(weight, total, strict=False)  # a weight of 0 is ()
     return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])
