@@ -198,10 +198,8 @@ class _Turn:
 
 
 _TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
-"""The `_Turn` of each parameter, by the parameter's id, since plans may share a model.
-
-The strategies over a parameter keep the parameter and its `_Turn` alive.
-"""
+"""The `_Turn` of each parameter, by the parameter's id, since plans may share a model. The
+strategies over a parameter keep the parameter and its `_Turn` alive."""
 
 
 class DDP(Strategy):
@@ -238,7 +236,7 @@ class DDP(Strategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enclose a batch; with retries, broadcast DDP's buffers before the first forward."""
+        """Enter a batch; with retries, broadcast DDP's buffers before the first forward."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -266,8 +264,8 @@ class DDP(Strategy):
             # With retries, backwards run under no_sync, where DDP does not wait for gradients.
             self._is_unfinished = not self.retries
             if self._is_unfinished:
-                # Its next forward begins anew. Before that, a trial of the checks may run a backward,
-                # in which the hooks of the failed forward would start all-reduces.
+                # DDP's next forward begins anew. Before that, a trial of the checks may run a
+                # backward, in which the hooks of the failed forward would start all-reduces.
                 self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             raise
 
@@ -288,11 +286,11 @@ class DDP(Strategy):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Enclose forwards and backwards outside of DDP."""
+        """Enter a context for forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # DDP records the parameters that any backward reaches, if it looks for unused ones or takes
-        # the graph as static.
+        # DDP records the parameters that any backward reaches, if it looks for unused ones or
+        # treats the graph as static.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
@@ -313,7 +311,7 @@ class DDP(Strategy):
 
 @contextmanager
 def _requiring_none(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which these parameters require no gradient."""
+    """Enter a context in which these parameters require no gradient."""
     for each in parameters:
         each.requires_grad_(False)
     try:
@@ -328,7 +326,7 @@ class SyncedDDP(SyncedStrategy, DDP):
 
 
 def _fix_buckets(ddp: DistributedDataParallel) -> None:
-    """Run a first backward of zeros, after which DDP lays out its gradient buckets for good.
+    """Run a first backward of zeros, after which DDP's gradient buckets no longer change.
 
     The layout decides the last bit of a sum over three ranks or more. Without this backward, a
     resumed run would differ from an uninterrupted run, and a repeated first step from the first

@@ -1,4 +1,4 @@
-"""Code for the main rank: to run alone or first, to print and to log."""
+"""Code for the main rank: run alone or first, print and log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduce the trees of all ranks to one: sums, means, extremes, and the mean of a batch inside a loss."""
+"""Reduce the trees of all ranks to one: sums, means, extremes, and a batch's mean inside a loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SUMMED_AS = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""The dtype to sum in, for dtypes that backends refuse or take for another dtype."""
+"""The dtype to sum in, for dtypes that backends refuse or treat as another dtype."""
 _SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
@@ -209,7 +209,8 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     if not isinstance(name, str):
         raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
     ranks = over(state)
-    # Refuse a loss that sees a part of the rows even without a graph: the value would be wrong.
+    # Refuse a loss that gets only a part of the rows even without a graph: the value would be
+    # wrong.
     leaves = [x if torch.is_grad_enabled() else x.detach()]
     problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
     agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
@@ -232,7 +233,7 @@ def _extreme(
     of_numbers: Callable[[Sequence[Any]], Any],
     of_tensors: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """Pick one of the ranks' values of each leaf, element by element."""
+    """Take the minimum or maximum of each leaf over the ranks, element by element."""
     check_state(function, state)
     leaves, structure = leaves_of(tree)
 
@@ -260,7 +261,7 @@ def _extreme(
 
 
 def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight: Any = 1) -> T:
-    """Sum each leaf over the ranks; for a mean, times its rank's share of the weights."""
+    """Sum each leaf over the ranks; for a mean, first multiply it by its rank's share."""
     check_state(function, state)
     state = over(state, axis)
     if state.world_size == 1:

@@ -181,7 +181,7 @@ def _join(
 
 
 def _joined_world(environment: Mapping[str, str]) -> Launch | None:
-    """Return the world that the script joined by itself, as under `mp.spawn`, not a launcher's."""
+    """Return the world that the script joined by itself, as under `mp.spawn`."""
     world = backends.current_world()
     if world is None or _is_launched(environment) or read_task(environment) is not None:
         return None
@@ -189,7 +189,7 @@ def _joined_world(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has set this process's place; a script may set an address alone."""
+    """Return whether a launcher has set this process's place; a script may set only an address."""
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 
@@ -229,7 +229,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _store_file(environment: Mapping[str, str]) -> str | None:
-    """Return the store's file of the launch that started this process; None for other launchers."""
+    """Return the store's file of this process's launch; None for other launchers."""
     # If a rank starts another launcher, its ranks inherit the variable, but have another port.
     path = environment.get("ACCEL_FN_STORE")
     return path if path and path.endswith(f"_{environment.get('MASTER_PORT')}") else None

@@ -1,4 +1,4 @@
-"""wrap_cp: sequences whose tokens are shared by the ranks along an axis of the mesh."""
+"""wrap_cp: cut the tokens of sequences over the ranks along an axis of the mesh."""
 
 from __future__ import annotations
 
@@ -107,16 +107,16 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
 
 
 class CPSlot(SlotFunction):
-    """The slot function of wrap_cp: `make_cp` with its settings, and the strategy that it holds."""
+    """The slot function of wrap_cp: `make_cp` with its settings, and the inner strategy."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: those of the strategy, and that of forwards with collectives along an axis."""
+        """Return the inner strategy's traits and `cuts_sequences`."""
         inner = self.keywords.get("inner")
         return frozenset({"cuts_sequences"} | getattr(inner, "traits", frozenset()))
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
-        """Take over the strategy that stands beside this one."""
+        """Take over the strategy that the plan also has."""
         others = [each for each in plan.strategy if not isinstance(each, CPSlot)]
         if len(others) != 1 or len(plan.strategy) != 2:
             return plan
@@ -177,7 +177,7 @@ def _check_attention(name: str, module: nn.Module) -> None:
 
 
 def _size(state: DistState, axis: str) -> int:
-    """Return the number of ranks along the axis, which the mesh must name."""
+    """Return the number of ranks along the axis; refuse an axis that the mesh lacks."""
     mesh = mesh_of(state)
     if axis in mesh or state.world_size == 1:
         return mesh.get(axis, 1)

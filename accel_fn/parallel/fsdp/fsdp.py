@@ -200,7 +200,7 @@ class FSDPSlot(SlotFunction):
         check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return that ranks divide everything, in each group of shards."""
+        """Return the size of a group of shards for all three names: FSDP divides everything."""
         replicate = self.keywords["replicate"]
         if size % replicate:
             rule = f"divide the number of ranks, {size}"
@@ -219,7 +219,7 @@ class FSDPSlot(SlotFunction):
         before = dict(plan.model.named_parameters())
         module = LossModule(plan.loss_fn, plan.model, plan.terms, plan.frozen)
         sharded = ShardedLoss(module, keeps_whole=not settings["reshard_after_forward"])
-        # Without a world, no rank sends its values to others.
+        # Use a state of one rank: without a world, no rank can send its values.
         alone = DistState(device=next(plan.model.parameters()).device)
         _shard(alone, sharded, meshes["dp"], **settings)
         for optimizer in plan.optimizers.values():
@@ -252,8 +252,8 @@ def make_fsdp(
 class FSDP(PaddingStrategy):
     """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
 
-    # A rank that lacks micro-batches runs forwards of weight 0. Gathering the whole model in their
-    # place would take the memory that sharding saves.
+    # A rank that lacks micro-batches runs forwards of weight 0. Gathering the whole model instead
+    # would take the memory that sharding saves.
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class FSDP(PaddingStrategy):
         sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
         # The model holds unsharded parameters in a forward, and shards otherwise. Any other
-        # parameter was put in after `build`.
+        # parameter was added after `build`.
         self.parameters.known = {*map(id, self.in_graph), *map(id, sharded.parameters())}
 
         self.__dict__["prepare"] = self._prepare_first
@@ -300,7 +300,7 @@ class FSDP(PaddingStrategy):
         return prepared
 
     def zero_gradients(self) -> None:
-        """Set gradients of micro-batches of weight 0 to zero, and FSDP's sums in a wider dtype."""
+        """Zero the gradients of micro-batches of weight 0, and FSDP's sums in a wider dtype."""
         super().zero_gradients()
         self.sharded.zero_sums()
 
@@ -394,7 +394,7 @@ def _shard(
     home = torch.device("cpu") if offload else state.device
     # FSDP takes over the new tensors in the first forward, below.
     give_memory(sharded, state.device, shards_on=home)
-    # Keep our method: FSDP has given the module a class with another one.
+    # Keep our method: FSDP gives the module a class with another one.
     sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""reproducible: the same bits for every number of ranks."""
+"""reproducible: train with the same bits for every number of ranks."""
 
 from __future__ import annotations
 

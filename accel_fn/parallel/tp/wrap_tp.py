@@ -1,4 +1,4 @@
-"""wrap_tp: a model whose layers are split over an axis of the mesh."""
+"""wrap_tp: split the layers of a model over an axis of the mesh."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
 
 
 def _check_graphs(plan: Plan) -> None:
-    """Refuse `fullgraph=True` beside dropout: seeding the generator breaks graphs."""
+    """Refuse `fullgraph=True` together with dropout: seeding the generator breaks graphs."""
     from accel_fn.parallel.tp.draws import may_draw
 
     if (whole := plan.having("full_graph")) and may_draw(plan.model):
@@ -215,12 +215,12 @@ def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, Paralle
 
 
 def _script() -> str:
-    """Return the program of this process as it was started; `train.py` if it is not a file."""
+    """Return the script that this process runs; `train.py` if it does not run a file."""
     return sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
 
 
 def _size(state: DistState, axis: str) -> int:
-    """Return the number of ranks along the axis, which the mesh must name."""
+    """Return the number of ranks along the axis; refuse an axis that the mesh lacks."""
     mesh = mesh_of(state)
     if axis in mesh or state.world_size == 1:
         return mesh.get(axis, 1)
