@@ -1,4 +1,4 @@
-"""evaluate: metrics over a whole data set and all ranks, as one process would count them."""
+"""evaluate: compute metrics over a whole data set and all ranks, as on one process."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def evaluate(
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss as the sum of the terms with a count; nan if no term has one."""
+    """Add the loss as the sum of the terms with a count; nan if no term has a count."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
     known = [each for each in of_terms.values() if not math.isnan(each)]
     return {**found, "loss": sum(known) if known else math.nan, **of_terms}
@@ -184,7 +184,7 @@ class _RankTotals:
         self.terms: Sequence[str] = step.plan.terms
         """The names of the terms of the loss."""
         self._has_means = False
-        """Whether a metric beside a loss is not a pair."""
+        """Whether a metric of the loss function is not a pair."""
         self._look = MetricsLook(step.plan, step.strategy, state, self._outputs_of(metric_fn))
 
     def cut_up(self, batch: Any) -> Any:
@@ -205,7 +205,7 @@ class _RankTotals:
         self._look.after(each.batch, has_means=self._has_means)
 
     def _outputs_of(self, metric_fn: MetricFn | None) -> Outputs | None:
-        """Return a function by which `MetricsLook` runs a few rows; None for the plan's loss."""
+        """Return a function with which `MetricsLook` runs a few rows; None for the plan's loss."""
         if metric_fn is None:
             return None
         plan, strategy = self._step.plan, self._step.strategy
@@ -282,7 +282,7 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
         if isinstance(value, tuple):
             sums[name.removeprefix(COUNTED)] = value
         else:
-            # This is the weight of the only term: beside several terms, all metrics are pairs.
+            # This is the weight of the only term: with several terms, all metrics are pairs.
             sums[name] = _sum_of(value, weight[0])
     return sums
 
@@ -302,7 +302,7 @@ class Total:
         sum: int64 or float64, of any shape.
         count: int64 or float64, [] or of the sum's shape.
         num_ones: number of micro-batches, if each had several samples and a count of 1, which
-            suggests means in place of sums; else 0.
+            suggests means instead of sums; else 0.
     """
 
     sum: Tensor
@@ -367,7 +367,7 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
 
 
 def widest(value: Any) -> Tensor | None:
-    """Convert integers and their tensors to int64, real numbers to float64, the rest to None."""
+    """Convert integers to int64 and real numbers to float64, also tensors; other values to None."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():
@@ -407,11 +407,11 @@ def added(totals: Totals, found: Totals) -> Totals:
 
 
 def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor]:
-    """Compute the means from the totals of all ranks, on the host, the same on every rank.
+    """Compute the means from the totals of all ranks, on the host, equal on every rank.
 
-    The main rank warns of pairs that may be means of means.
+    The main rank warns about pairs that may be means of means.
     """
-    # A rank may have a sum without a count, such as a loss of all anchors over the number of
+    # A rank may have a sum without a count, such as a loss of all anchors divided by the number of
     # positive ones.
     known = [
         {}

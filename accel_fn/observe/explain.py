@@ -22,7 +22,7 @@ from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, message
 
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
-"""Entries of an optimizer's groups that are not settings a user chose."""
+"""Entries of an optimizer's groups that are not settings chosen by the user."""
 
 
 def explain(plan: Plan | Step, state: DistState) -> str:
@@ -75,7 +75,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
-    """Describe what one step does, by phase name; leave out phases that do nothing."""
+    """Describe the work of one step, by phase name; leave out phases that do nothing."""
     model = [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
     accepted = " and ".join(map(describe, plan.accept))
     stops = " or ".join(map(describe, plan.should_stop))
@@ -103,7 +103,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 
 def _data(state: DistState) -> str:
-    """Describe which ranks share a batch; empty if all of them do."""
+    """Describe which ranks share a batch; return "" if all of them do."""
     others = [axis for axis, size in mesh_of(state).items() if size > 1 and axis != "dp"]
     if not others:
         return ""
@@ -146,7 +146,7 @@ def _frozen(plan: Plan) -> str:
 
 
 def _empty(plan: Plan) -> str:
-    """Describe what has no values yet."""
+    """Describe the tensors that have no values yet."""
     every = [each for _, each in tensors_in(plan.model)]
     shapes = sum(each.is_meta for each in every)
     if shapes:
@@ -166,7 +166,7 @@ def _optimizer(optimizer: Optimizer) -> str:
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
-    # DeepSpeed leaves an empty tensor for a parameter in shards, with its number of elements.
+    # DeepSpeed leaves an empty tensor for a sharded parameter, with its number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     own = sum(getattr(p, "ds_tensor", local(p)).numel() for p in trained)
     is_shared = any(is_sharded(p) or hasattr(p, "ds_tensor") for p in trained)

@@ -1,4 +1,4 @@
-"""log_to: write what steps compute to files and trackers, without a wait for the device."""
+"""log_to: write the results of steps to files and trackers, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _NAMES = (
 )
 """The names of the step's own values in a line; a user's values may not have these names."""
 _MEMORY_S = 1.0
-"""Seconds for which a reading of the peak memory is used again, since a reading is slow."""
+"""Seconds for which a reading of the peak memory is reused, since reading it is slow."""
 _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()
 _END_S = 10.0
@@ -212,7 +212,7 @@ def build_log(
 
 
 class Log(Observer):
-    """Tracks the newest step where nothing is written; `LogOnMain` writes."""
+    """Tracks the newest step on ranks that write nothing; `LogOnMain` writes."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -251,7 +251,7 @@ class LogOnMain(Log):
         self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
-        # The last line alone outlives the step. This handler is registered after the exit handlers
+        # Only the last line outlives the step. This handler is registered after the exit handlers
         # of trackers, so it runs before them.
         atexit.register(finalize(self, recorder.end, os.getpid()))
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
@@ -287,7 +287,7 @@ class LogOnMain(Log):
             self._num_updates += 1
             verdict = verdict_of(report)
             self._applied = self._applied + (bool(verdict) if verdict.is_cpu else verdict)
-        # If a batch has several updates, only the first is logged.
+        # If a batch has several updates, only the first update is logged.
         if self._newest % self._every == 0 and self._newest != self._logged:
             self._log(state, report)
         if self._first is not None:
@@ -366,7 +366,7 @@ class LoopWait:
         self._ended, self._in_step = perf_counter(), False
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was spent on a checkpoint or an evaluation."""
+        """Exclude time that was spent on a checkpoint or an evaluation."""
         self._paused += seconds
 
     def since_last(self) -> tuple[float, float]:
@@ -402,7 +402,7 @@ class Throughput:
     def add(self, report: Report) -> None:
         """Add the weight of a global batch to the counts."""
         if isinstance(report.weight, int | float):
-            # This test is faster than one for a Mapping.
+            # This test is faster than a test for a Mapping.
             weights = {"": report.weight}
         else:
             weights = {f"/{name}": weight for name, weight in report.weight.items()}
@@ -432,7 +432,7 @@ class Memory:
         self._known: dict[str, int] = {}
 
     def peak(self) -> dict[str, int]:
-        """Return a peak at most a second old: to read it costs as much as to write a line."""
+        """Return a peak of at most a second ago: reading it costs as much as writing a line."""
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
@@ -565,7 +565,7 @@ class Recorder:
                 file.event(event, step, **facts)
 
     def read(self, step: int, values: Mapping[str, Any]) -> None:
-        """Copy the values of a line from the device; on a CPU, write the line at once."""
+        """Start to copy a line's values from the device; on a CPU, write the line at once."""
         self._line = step, time.time()
         self._write_line(self._delayed(values, values["loss"].device))
 
@@ -586,7 +586,7 @@ class Recorder:
         if self._prefix:
             values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
-            # Flush the lines of plans that run less often first: their values are older, and steps
+            # First flush the lines of plans that run less often: their values are older, and steps
             # must rise. With one plan, a walk over weak references would take a tenth of the time
             # of a line.
             for other in file.recorders if len(file.recorders) > 1 else ():

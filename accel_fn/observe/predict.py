@@ -1,4 +1,4 @@
-"""predict: collect what a function of model and batch returns for every sample of a loader."""
+"""predict: collect the results of a function of model and batch for every sample of a loader."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ def _picked(tree: Any, order: Tensor) -> Any:
 
 
 class _Rows:
-    """Collects this rank's rows, a piece of each leaf per micro-batch, and each row's sample."""
+    """Collects this rank's rows: a piece of each leaf per micro-batch, and each row's sample."""
 
     def __init__(self) -> None:
         self.structure: pytree.TreeSpec | None = None
         self.form = ""
-        """The form of the tree, with dtype and trailing shape in place of each leaf; "" without
+        """The form of the tree, with dtype and trailing shape instead of each leaf; "" without
         rows."""
         self.pieces: list[list[Any]] = []
         """The pieces of each leaf, in host memory."""
@@ -239,7 +239,7 @@ class _Rows:
         """Return the tree of all rows of this rank, with the sample and the batch of each row."""
         assert self.structure is not None
         leaves: list[Any] = []
-        # Drop each column once it is joined, so that only one column is held twice.
+        # Drop each column after it is joined, so that only one column is held twice.
         while self.pieces:
             column = self.pieces.pop(0)
             is_tensor = isinstance(column[0], Tensor)

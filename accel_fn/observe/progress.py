@@ -1,4 +1,4 @@
-"""progress: tqdm's bar for the loop of a run, with values of the loop, and for long waits."""
+"""progress: show tqdm's bar for the loop of a run, with values of the loop, and for long waits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def progress(
 
 
 class Shows:
-    """A base class with a bar, beside which a loop can show values."""
+    """A base class with a bar, next to which a loop can show values."""
 
     __slots__ = ()
     _bar: LoopBar
@@ -156,7 +156,7 @@ class ShownEpoch(Epoch[Batch], Shows):
 
 
 class LoopBar:
-    """The bar of a loop, in a terminal or a notebook, and the values beside the bar."""
+    """The bar of a loop, in a terminal or a notebook, with the loop's values."""
 
     def __init__(self, state: DistState) -> None:
         self._is_main = state.is_main
@@ -244,7 +244,7 @@ def open_bar(*, is_main: bool, wanted: bool | None = None, **options: Any) -> An
 
 @contextmanager
 def bytes_bar(text: str, total: int, *, is_main: bool = True) -> Iterator[Callable[[int], object]]:
-    """Show how many of `total` bytes are done, after one second; yield a function to count them."""
+    """After one second, show how many of `total` bytes are done; yield a function to count them."""
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _DELAY_S, "leave": False}
     bar = open_bar(is_main=is_main, desc=text, total=total, **options)
     if bar is None:

@@ -29,13 +29,14 @@ OURS = "of_checkpoint_activations"
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
 Contents = list[tuple[dict[str, Any], dict[str, Any]]]
-"""For each module: the dict that holds its attributes or its child modules, and a copy of it."""
+"""For each module: the dict of its attributes or of its child modules, and a copy of the dict."""
 Flags = list[tuple[nn.Parameter, bool]]
 """Parameters, and whether each requires a gradient."""
 _LOOKS = (1, 2, 10, 100)
 """The numbers of the steps that compare the outputs of forward and recomputation."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""The difference allowed between two runs, relative to the largest value; 0.02 for other dtypes."""
+"""The difference allowed between two runs, relative to the largest value. Other dtypes allow
+0.02."""
 
 
 @transform
@@ -104,7 +105,7 @@ class CheckpointSlot(Stateful):
 
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
-    """Return the context of forward and loss, in which blocks are checkpointed, for one step."""
+    """Return, for one step, the context of forward and loss in which blocks are checkpointed."""
     found = find_blocks(plan.model, blocks, "checkpoint_activations")
     for name, block in found.items():
         hooks = block._forward_pre_hooks.values()
@@ -145,7 +146,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
             return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
 
-    # Use the same objects in every step: for new ones, torch.compile would compile again.
+    # Use the same objects in every step: for new objects, torch.compile would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     running = {block: partial(outside, block) for block in found.values()}
 
@@ -168,9 +169,10 @@ class _Marked(AbstractContextManager[None]):
 
 
 class _Again(_Marked):
-    """Restores buffers, attributes and flags for the recomputation of a block; torch restores generators.
+    """Restores a block's buffers, attributes and flags before its recomputation.
 
-    A second backward through one graph enters it again.
+    torch itself restores the generators. A second backward through the same graph enters this
+    context again.
     """
 
     def __init__(self, homes: Sequence[dict[str, Any]]) -> None:
@@ -180,7 +182,8 @@ class _Again(_Marked):
             for name, buffer in home["_buffers"].items()
             if buffer is not None
         ]
-        # These include forwards that contexts of the step replaced: a backward runs outside of them.
+        # These include forwards that contexts of the step replaced: a backward runs outside of
+        # these contexts.
         self._contents = _contents([*homes, *(home["_modules"] for home in homes)])
         self._flags = _flags(homes)
         self._now: tuple[Buffers, Contents, Flags] = ([], [], [])
@@ -258,7 +261,7 @@ class _Compared:
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
         self._forward, self._name = forward, name
         self._first: list[tuple[Tensor, int]] | None = None
-        """The first outputs without their graph, and their versions."""
+        """The outputs of the first call without their graph, and their versions."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._forward(*args, **kwargs)

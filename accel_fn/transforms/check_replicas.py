@@ -1,4 +1,4 @@
-"""check_replicas: an error if ranks that must hold the same parameters differ."""
+"""check_replicas: raise an error if ranks that must hold the same parameters differ."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class ReplicaCheck(SlotFunction):
 
 
 class ReplicaComparison(Observer):
-    """The comparison of the parameters of one step."""
+    """Compares the parameters of one step over the ranks."""
 
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState, *, every: int) -> None:
         self._model, self._every = plan.model, every
         self._strategy = strategy
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Compare the parameters of all ranks, if the step is due."""
+        """Compare the parameters of all ranks, every `every` steps."""
         is_updated = report.applied is not None
         if is_updated and state.world_size > 1 and state.step % self._every == 0:
             tensors = {name: each.detach() for name, each in self._model.named_parameters()}

@@ -1,4 +1,4 @@
-"""clip and clip_value: gradients that stay within a bound."""
+"""clip and clip_value: keep gradients within a bound."""
 
 from __future__ import annotations
 

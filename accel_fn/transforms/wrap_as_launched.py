@@ -1,4 +1,4 @@
-"""wrap_as_launched: one model on several ranks, by the strategy that the launch names."""
+"""wrap_as_launched: train on several ranks with the strategy that the launch names."""
 
 from __future__ import annotations
 

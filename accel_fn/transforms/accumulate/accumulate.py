@@ -1,4 +1,4 @@
-"""accumulate: the batch in several micro-batches, one after another in memory."""
+"""accumulate: run a batch as several micro-batches, with memory for only one at a time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _automatic(split: object) -> Transform:
 
 
 class WindowSlot(SlotFunction):
-    """A split of batches that are lists of micro-batches."""
+    """A split for batches that are lists of micro-batches."""
 
     traits = frozenset({"takes_windows"})
 

@@ -1,4 +1,4 @@
-"""with_amp: forward and loss under autocast, with a loss scale for float16 and products in float8."""
+"""with_amp: autocast for forward and loss, with a loss scale for float16, or float8 products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
     torch.float16: torch.float16,
 }
 
-# The first two are of x86, the last is of Arm.
+# The first two are x86 instructions, the last one is for Arm.
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
@@ -33,7 +33,7 @@ class AutocastSlot(SlotFunction):
     """`autocast` as a slot function, with a check of the CPU."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Warn of a CPU that has no instructions for bfloat16 and emulates it."""
+        """Warn about a CPU that has no instructions for bfloat16 and emulates them."""
         known = torch.cpu.get_capabilities()
         emulated = state.device.type == "cpu" and not any(map(known.get, _BF16_INSTRUCTIONS))
         if emulated and self.keywords["dtype"] == torch.bfloat16 and state.is_main:
@@ -107,7 +107,7 @@ def with_amp(
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    # Refuse bad settings here, not in `build`.
+    # Refuse bad settings here, not only in `build`.
     LossScale.start(**settings)
     check_blocks("with_amp", skip, "skip")
     source = ""
@@ -127,7 +127,7 @@ def with_amp(
     if dtype == torch.float16:
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
     if precision == "fp8":
-        # If torchao is not installed, raise here, not in `build`.
+        # If torchao is not installed, raise here, not only in `build`.
         torchao()
         in_slot = Float8Slot(in_float8, skip=skip).with_source(source)
         slots["forward_contexts"] = (slots["forward_contexts"], in_slot)
@@ -181,7 +181,7 @@ def autocast(state: DistState, *, dtype: torch.dtype) -> torch.autocast:
 
 
 def scale_loss(state: DistState, *, init_scale: float, **rule: Any) -> DistState:
-    """Add a loss scale to the state; keep the one that another step has added."""
+    """Add a loss scale to the state; keep a scale that another step has added."""
     if state.scaler is None:
         scaler = LossScale.start(init_scale, device=state.device, **rule)
         return replace(state, scaler=scaler)

@@ -1,4 +1,4 @@
-"""schedule: the learning rate changes after updates that are made, or after batches or epochs."""
+"""schedule: change the learning rate after applied updates, or after batches or epochs."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
 
 
 def takes_state(function: object) -> bool:
-    """Return whether a function has a parameter `state`; refuse further required parameters."""
+    """Return whether a function has a parameter `state`; refuse other required parameters."""
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -258,7 +258,7 @@ def takes_state(function: object) -> bool:
 
 
 def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
-    """Make a function of the number of updates, which may read `seen`, and checks its value."""
+    """Make a function of the number of updates that may read `seen`; it checks its result."""
     # Use a closure: if this were an object, a checkpoint would store its attributes.
     of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
 
