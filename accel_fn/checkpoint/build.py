@@ -163,7 +163,7 @@ def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
 
 
 def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, str]) -> list[str]:
-    """Give the step the state of the run; return a line for each part that is new."""
+    """Copy the state of the run to the step; return a line for each part that is new."""
     if type(step.strategy) is not type(after.strategy):
         kinds = [type(each.strategy).__name__ for each in (after, step)]
         raise PlanError(

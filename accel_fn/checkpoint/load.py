@@ -256,7 +256,8 @@ class _Loading:
         self._schedules = ResumedSchedules(
             steps, self._rests, self._extras, saved, schedule, moved, by_names=is_by_names
         )
-        # Transforms that strict=False leaves unchanged: prefix of their entries -> name, reason.
+        # Transforms that strict=False leaves unchanged: a map from the prefix of their entries to
+        # name and reason.
         self._fresh: dict[str, tuple[str, str]] = {}
         if not self._strict:
             for place, name in compare.misfits(self.manifest, self._compared).items():

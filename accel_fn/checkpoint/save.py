@@ -1,4 +1,4 @@
-"""save: a checkpoint of the whole world, which exists once it is whole."""
+"""save: write a checkpoint of the whole world, which appears only when it is complete."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _line(
 
 
 def _counted(sizes: Sequence[int]) -> str:
-    """Format sizes as `3 x 22, 5 x 21`, the larger ones first."""
+    """Format sizes as `3 x 22, 5 x 21`, with larger sizes first."""
     groups = groupby(sorted(sizes, reverse=True))
     return ", ".join(f"{len(list(group))} x {size}" for size, group in groups)
 

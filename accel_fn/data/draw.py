@@ -100,7 +100,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
 
 
 def _sizes(rows: object, state: DistState) -> list[int]:
-    """Return how many rows each rank of the batch has; all ranks raise if one cannot count."""
+    """Return how many rows each rank has of the batch; all ranks raise if one cannot count."""
     failure: Exception | None = None
     try:
         count = count_samples(rows)

@@ -17,7 +17,7 @@ from accel_fn.core.state import DistState
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-# The logger of resuming.
+# The logger for messages about resuming.
 _LOG = logging.getLogger("accel_fn.checkpoint")
 
 _PLACE = ("epoch", "batch", "drawn_epoch", "draw")
@@ -28,43 +28,43 @@ Batch = TypeVar("Batch", covariant=True, default=Any)
 
 
 Numbered: TypeAlias = tuple[list[Any] | None, Batch]
-"""A batch after the list of its samples' indices; None if its rows have no numbers."""
+"""The list of a batch's sample indices, and the batch. The list is None if rows have no numbers."""
 
 
 class Source(Protocol[Batch]):
     """A way to split a loader's batches over ranks, which all read the same epochs and batches."""
 
     def num_batches(self) -> int:
-        """Return the batches of an epoch, the same on every rank; ArgumentTypeError if unknown."""
+        """Return an epoch's number of batches, equal on all ranks; ArgumentTypeError if unknown."""
 
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
     ) -> Iterator[Batch]:
         """Return this rank's part of every batch of an epoch, from `first_batch` on.
 
-        `epoch=None` reads epoch 0, but a map-style data set keeps the epoch that it is in. With
+        `epoch=None` reads epoch 0, but a map-style data set keeps its current epoch. With
         `by_loop`, data sets and samplers keep an epoch that the loop has set since the last pass.
         All ranks call it in the same order, in the thread of the loop. Another thread may read the
         iterator; a source with a sampler returns `SampledBatches` for that.
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
-        """Return the same batches, each after the samples of this rank in it."""
+        """Yield the same batches, each after this rank's samples in it."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the known facts that a resumed run must share; not the number of ranks."""
+        """Return the known facts that a resumed run must share, without the number of ranks."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Find the epoch and the window in it that come after `step` windows of `window` batches.
+        """Return the epoch, and the window in it, after `step` windows of `window` batches.
 
         No window spans two epochs.
         """
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Return the samples of this rank in a batch: int64; ArgumentError if without numbers."""
+        """Return this rank's samples in a batch: int64; ArgumentError if they have no numbers."""
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Return the samples of all ranks in a batch, in rank order: int64."""
+        """Return all ranks' samples in a batch, in rank order: int64."""
 
 
 class _Count:
@@ -89,7 +89,7 @@ class Progress:
     num_batches: int | None
 
     def place(self) -> tuple[int, int]:
-        """Return the pass and the next batch of the loader in it; after the last, the next pass."""
+        """Return the pass and its next batch; after the last batch, the start of the next pass."""
         if self.count == self.num_batches:
             return self.epoch + 1, 0
         return self.epoch, self.count * self.num_each
@@ -97,13 +97,14 @@ class Progress:
 
 @dataclass(slots=True)
 class DrawnPass:
-    """What rank 0 drew for the last pass of a loader whose order is drawn anew for each pass."""
+    """The draw of rank 0 for the last pass of a loader whose order is drawn for each pass."""
 
     epoch: int | None = None
     draw: int | Tensor | None = None
     """The seed of the pass, or the state of the sampler's generator before it."""
     is_loaded: bool = False
-    """Whether `load_state_dict` has set it, and the sampler's generator has not been set to it yet."""
+    """Whether `load_state_dict` has set the draw, and the sampler's generator does not have it
+    yet."""
 
 
 class Position:
@@ -120,7 +121,7 @@ class Position:
         return self._progress.place()
 
     def start(self) -> tuple[int, int]:
-        """Return where the next pass begins."""
+        """Return the place at which the next pass begins."""
         return self.place() if self._is_next else (self._progress.epoch + 1, 0)
 
     def move_to(self, epoch: int, batch: int = 0) -> None:
@@ -128,7 +129,7 @@ class Position:
         self._progress, self._is_next = Progress(epoch, batch, 1, None), True
 
     def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
-        """Begin a pass, which ends the one before."""
+        """Begin a pass, which ends the previous one."""
         self._progress = Progress(epoch, count, num_each, num_batches)
         self._is_next = False
         return self._progress
@@ -227,7 +228,7 @@ class ShardedLoader(Generic[Batch]):
         """The number of the loader's batches in one batch of this view."""
 
     def view(self, source: Source[_Value], num_each: int = 1) -> ShardedLoader[_Value]:
-        """Make a view of this loader over another source; each batch has `num_each` of ours."""
+        """Make a view of this loader over another source; each batch holds `num_each` of ours."""
         return ShardedLoader(source, self._loader, self._position, self._num_each * num_each)
 
     @property
@@ -271,7 +272,7 @@ class ShardedLoader(Generic[Batch]):
         return self._position.start()[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be that of `epoch`, from its start.
+        """Make the next pass start at the beginning of `epoch`.
 
         Args:
             epoch: the number of the epoch, >= 0.

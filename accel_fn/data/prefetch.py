@@ -1,4 +1,4 @@
-"""prefetch: read the next batches and move them to the device while the loop works on this one."""
+"""prefetch: read the next batches and move them to the device while the loop works."""
 
 from __future__ import annotations
 
@@ -164,11 +164,11 @@ class _Handover:
         self.taken = 0
         """The number of batches that the loop has taken."""
         self.num_reads: int | None = None
-        """The number of batches that the thread reads in all; known once the loop has been left."""
+        """The total number of batches that the thread reads; known after the loop has ended."""
 
 
 class Reader(threading.Thread):
-    """Reads one pass. It has no reference to the loop's iterator: dropping that ends the thread."""
+    """Reads one pass. It does not refer to the loop's iterator: dropping that ends the thread."""
 
     def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(
@@ -217,7 +217,7 @@ class _Pass(Iterator[Any]):
             reader.start()
             # A finalizer also runs when the iterator is dropped, and when the program ends.
             self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
-            # The thread alone holds the batches, so their workers end with it.
+            # Only the thread holds the batches, so their workers end with it.
             del self._batches
             self._reader = reader
         if not self._close.alive:
@@ -237,14 +237,14 @@ class _Pass(Iterator[Any]):
                 # The frame must not hold the error, whose traceback holds the frame.
                 del found
         handover.taken += 1
-        # Take samples before the permit: with the permit, the thread may read a batch at once, and
-        # its samples must have been taken.
+        # Take samples before giving the permit. With the permit, the thread may read a batch at
+        # once, so its samples must have been taken.
         self._take_samples(1)
         handover.permits.release()
         return self._mover.hand_over(found)
 
     def _take_samples(self, num_batches: int) -> None:
-        """Take samples in the thread of the loop, which may change the sampler as it goes."""
+        """Take samples in the thread of the loop, since the loop may change the sampler."""
         if self._parts is not None:
             self._parts.take_ahead(num_batches * self._num_each)
 
@@ -272,7 +272,7 @@ def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
 
 
 class Mover:
-    """Brings batches to a device: `move` in the reading thread, `hand_over` in the loop.
+    """Moves batches to a device: `move` runs in the reading thread, `hand_over` in the loop.
 
     On a CPU, batches stay where they are.
     """

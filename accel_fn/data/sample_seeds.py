@@ -1,4 +1,4 @@
-"""sample_seed and seed_samples: random numbers that depend on a sample's number and epoch alone."""
+"""sample_seed and seed_samples: random numbers that depend only on a sample's number and epoch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class SeededSamples(Dataset[Any]):
         return len(self.data)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample in the epoch that a loader reads, or in that of `[epoch, index]`."""
+        """Return a sample in the epoch that a loader reads, or in the epoch of `[epoch, index]`."""
         if isinstance(index, tuple):
             epoch, index = index
             with reading(check_count("seed_samples", "epoch", epoch, minimum=0)):
@@ -147,7 +147,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextmanager
 def reading(epoch: int) -> Iterator[None]:
-    """Let this thread read samples in `epoch` while the context lasts."""
+    """Enter a context in which this thread reads samples of `epoch`."""
     token = _epoch.set(epoch)
     try:
         yield
