@@ -94,7 +94,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def version(distribution: str) -> str | None:
-    """Return the installed version from its metadata, without an import; None if not installed."""
+    """Read the installed version from its metadata, without an import; None if not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -117,7 +117,7 @@ def _requirements() -> dict[str, dict[str, str | None]]:
 
 
 def probe_torch(python: str = sys.executable) -> dict[str, Any]:
-    """Run torch.utils.collect_env in another Python, since torch may crash; return its report, or `error`."""
+    """Run torch.utils.collect_env in another Python, since torch may crash; return its report."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],

@@ -141,7 +141,7 @@ def _check_new_world(
 
 
 def check_this_world(*, as_json: bool) -> bool:
-    """Check the world of this rank; rank 0 prints. Return whether all promises hold."""
+    """Check the world of this rank, print on rank 0, and return whether all promises hold."""
     from accel_fn.core.primitives import default_backend
     from accel_fn.parallel.world import init
     from accel_fn.testing.promises import check_promises

@@ -1,4 +1,4 @@
-"""Trainer: the loop, arguments and callbacks of transformers' Trainer over the step of accel_fn."""
+"""Trainer: the loop and arguments of transformers' Trainer around the step of accel_fn."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ PRIVATE_NAMES = (
 )
 """Undocumented names of transformers' Trainer that this file overrides or reads."""
 _FOLDER = "accel_fn"
-"""The folder in a checkpoint of the Trainer's that holds the state of the step."""
+"""The folder in a checkpoint of the Trainer that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
-"""The key that marks a batch of a rank without a sample: the batch does not count."""
+"""The key that marks a batch of a rank without samples: the batch does not count."""
 _KEPT_OPTIONS = (
     *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor"),
     *("persistent_workers", "pin_memory", "in_order"),
@@ -213,7 +213,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Keep a micro-batch; with the last of an update, run the step and return the mean loss."""
+        """Keep a micro-batch; at the last one of an update, run the step; return the mean loss."""
         assert self._step is not None
         model.train()
         if inputs.pop(_IS_STAND_IN, False):
@@ -409,9 +409,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 class RankBatches:
     """A batch sampler that yields the numbers of this rank's samples in each batch of all ranks.
 
-    A batch of all ranks is `world_size` times the batch size of the loader, in the order in which the plain
-    Trainer reads samples on one process. In a last batch with fewer samples than ranks, a rank
-    without one reads the first sample of the batch, marked as a stand-in.
+    A batch of all ranks is `world_size` times the batch size of the loader, in the order in which
+    the plain Trainer reads samples on one process. If a last batch has fewer samples than ranks, a
+    rank without a sample reads the first sample of the batch, marked as a stand-in.
     """
 
     def __init__(self, loader: DataLoader[Any], state: DistState, seed: int | None) -> None:
@@ -448,11 +448,11 @@ class RankBatches:
 
 
 class _StandIn(int):
-    """The number of a sample that another rank counts."""
+    """The number of a stand-in: a sample that another rank counts."""
 
 
 class _Marked(list[Any]):
-    """The samples of a stand-in."""
+    """A list of the samples of a stand-in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +475,7 @@ class _Samples(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """The user's collate function, which marks the batch of a stand-in."""
+    """The user's collate function; it also marks the batch of a stand-in."""
 
     fn: Callable[[list[Any]], Any]
 
@@ -498,12 +498,12 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last update was skipped: the Trainer then leaves its schedule as it is."""
+        """Return whether the last update was skipped: then the Trainer keeps its schedule."""
         return self.was_skipped
 
 
 def _repeatable(sampler: Any, seed: int | None) -> Any:
-    """Replace a random sampler by one with the plain Trainer's order, the same on all ranks."""
+    """Replace a random sampler by one with the plain Trainer's order, equal on all ranks."""
     if not isinstance(sampler, RandomSampler):
         return sampler
     return SeedableRandomSampler(

@@ -119,7 +119,7 @@ def train(
     timeout_s: float = 30.0,
     records: bool = False,
 ) -> list[Trace]:
-    """Train copies of a plan on simulated ranks; return one trace a rank.
+    """Train copies of a plan on simulated ranks; return one trace per rank.
 
     Ranks start from different parameters and buffers. With `records`, the operations of the last
     batch are recorded.
@@ -149,7 +149,7 @@ def train(
 
 @torch.no_grad()
 def _move(model: torch.nn.Module, rank: int) -> None:
-    """Change parameters and buffers on all ranks but rank 0, whose values `build` must copy."""
+    """Change parameters and buffers on all ranks except rank 0, whose values `build` must copy."""
     for value in [*model.parameters(), *model.buffers()] if rank else []:
         if value.is_floating_point() and value.itemsize > 1:
             value += rank
@@ -221,7 +221,7 @@ def _loss(plan: Plan, batch: Any) -> Tensor:
 
 
 def _tensors(batch: Any) -> Tensor:
-    """Join all tensors of a batch as one tensor of float64."""
+    """Join all tensors of a batch to one tensor of float64."""
     tensors = [each.double().flatten() for each in tree_leaves(batch) if isinstance(each, Tensor)]
     return torch.cat(tensors)
 
@@ -269,7 +269,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
 
 
 def _reported(report: Report) -> dict[str, Any]:
-    """Return the numbers of a report that are compared, by name."""
+    """Return, by name, the numbers of a report that are compared."""
     terms = {f"term {name}": each for name, each in report.terms.items()}
     others = {"applied": report.applied, "grad_norm": report.grad_norm}
     return {"loss": report.loss, **terms, **_weights(report), **others}

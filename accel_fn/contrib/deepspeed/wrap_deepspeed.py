@@ -121,7 +121,7 @@ class DeepSpeedSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: "shards" if a forward gathers parameters, as at stage 3."""
+        """Return the traits, with "shards" if a forward gathers parameters, as at stage 3."""
         shards = {"shards"} if self._stage == 3 else set()
         skips = {"may_skip"} if self._stage else set()
         return frozenset({"collectives_in_apply", *shards, *skips})
@@ -132,7 +132,7 @@ class DeepSpeedSlot(SlotFunction):
         return stage
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return what this stage divides."""
+        """Return the number of parts for each of the names that this stage divides."""
         return dict.fromkeys(("optimizer", "gradients", "parameters")[: self._stage], size)
 
     def share(self, plan: Plan, meshes: Mapping[str, Any]) -> None:
@@ -237,7 +237,7 @@ def _check_parameters(plan: Plan) -> None:
 
 
 def check_installed() -> None:
-    """Import DeepSpeed, which is an extra."""
+    """Import DeepSpeed, which is an optional dependency."""
     try:
         import deepspeed  # noqa: F401
     except ModuleNotFoundError as error:
@@ -268,7 +268,7 @@ def _check_world(state: DistState) -> None:
 
 
 def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
-    """Refuse to start if a killed build has left a lock, for which DeepSpeed would wait forever."""
+    """Refuse to start if a killed build left a lock: DeepSpeed would wait for it forever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     needed = [
