@@ -241,7 +241,7 @@ the metrics."""
 
 
 class LossModule(nn.Module):
-    """The user's loss as a module. A strategy wraps it in place of the user's model.
+    """The user's loss as a module, which a strategy wraps instead of the user's model.
 
     So the model keeps its type, hooks and `state_dict` keys, and the loss may call any method of
     the model. In return, gradients must come from the one backward that the step runs.

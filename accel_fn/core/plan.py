@@ -113,43 +113,44 @@ FinishFn = Callable[[Mapping[str, Any]], Any]
 class Plan(Generic[Batch]):
     """Everything that a step is made of: four things of the user's, and slots that transforms fill.
 
-    A slot is a tuple of functions. A transform fills it by `dataclasses.replace`. The user's
-    objects are held, never changed. A plain function is enough for a slot; a `SlotFunction`
-    can also refuse a plan, and a `Stateful` has state of its own in every step.
+    A slot is a tuple of functions. A transform fills it by `dataclasses.replace`. The plan holds
+    the user's objects, and never changes them. A plain function is enough for a slot. A
+    `SlotFunction` can also refuse a plan, and a `Stateful` has separate state in every step.
 
     Attributes:
-        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`: the *mean* loss over the batch's
-            items, [], floating-point, and a dict of what to report beside it: by name, the same
-            names for every batch, a real number or tensor [], which is a mean over the same items,
-            or a pair `(sum, count)`. The report has them over the global batch. In place of the mean it may
-            return a pair `(sum, count)`, or a dict of pairs: the loss is then the sum over the global batch
-            by the count over the global batch, and `weight_fn` is left out. A function with a
-            parameter named `frozen` also gets the frozen models by it.
+        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`. The loss is the *mean* over the
+            batch's items, [], floating-point. The metrics are a dict with the same names for every
+            batch. Each is a real number or tensor [], a mean over the same items, or a pair `(sum,
+            count)`. The report has them over the global batch. Instead of the mean, the loss may be
+            a pair `(sum, count)`, or a dict of such pairs: then it is the sum over the global batch
+            divided by the count over the global batch, and you leave out `weight_fn`. A function
+            with a parameter named `frozen` gets the frozen models.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
         optimizer: any `torch.optim.Optimizer` over parameters of `model`, or several by name, over
             different ones: `{"matrices": muon, "rest": adamw}`. They make one update: one verdict,
             one loss scale and one norm for all.
-        weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
-            Python's or NumPy's kinds, or a tensor []. Or a mapping of such functions: `loss_fn` then
-            returns a dict of terms of the same names in place of the loss, each the mean over items of
-            its own, and the loss is the sum of their means over the global batch. Metrics beside
-            them are pairs `(sum, count)`.
-        reduction: "mean", or "sum" for a loss that is a sum over the batch's items: losses and
-            gradients of ranks and micro-batches are then added, and `weight_fn`, which is no mapping,
-            only counts.
+        weight_fn: `batch -> number`: the number of items that the mean is over: a finite number >=
+            0, of Python's or NumPy's types, or a tensor []. Or a mapping of such functions:
+            `loss_fn` then returns a dict of terms of the same names instead of the loss. Each term
+            is the mean over its own items, and the loss is the sum of their means over the global
+            batch. Metrics are then pairs `(sum, count)`.
+        reduction: "mean", or "sum" for a loss that is a sum over the batch's items. With "sum",
+            losses and gradients of ranks and micro-batches are added, and `weight_fn`, which cannot
+            be a mapping, only counts.
         frozen: by name, models that the loss uses and the step does not train, such as a text encoder,
             a teacher or a reference: `{"vae": vae, "text": encoder}`. `build` places them, puts them into
             evaluation mode and calls `requires_grad_(False)`; every rank gets rank 0's values. `place` can
             cast them. A checkpoint holds a hash of each tensor, and no values.
-        finish: by name, functions of the means of a step, `means -> number`, where `means` maps "loss", terms
-            and metrics to tensors []: `{"perplexity": lambda means: means["loss"].exp()}`. Their values are
-            metrics, too, and `evaluate` calls them with the means of its loss.
+        finish: by name, functions of the means of a step, `means -> number`, where `means` maps
+            "loss", terms and metrics to tensors []: `{"perplexity": lambda means:
+            means["loss"].exp()}`. Their values are metrics too, and `evaluate` calls them with the
+            means of its loss.
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
         place_frozen: `(state, model) -> model` for each frozen model, in place; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
-        shard_model: `(state, model) -> model`, before the strategy; at most one. The optimizers get the
-            parameters that it puts in place of others, by name.
+        shard_model: `(state, model) -> model`, before the strategy; at most one. The optimizers get
+            the new parameters, matched by name.
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
         compile_step: `(state, stages) -> function (state, batch) -> (state, report)`, which runs
             all of a step but `after_update`; at most one.
@@ -165,12 +166,13 @@ class Plan(Generic[Batch]):
         after_update: `(state, report) -> state`, in the order listed.
         should_stop: `() -> bool`, called as a step begins: should the run end after it? If one on
             any rank returns True, `report.extras["stop"]` is True on all.
-        observers: `(plan, strategy, state) -> Observer`: what watches the run and computes nothing of it.
+        observers: `(plan, strategy, state) -> Observer`: objects that watch the run and do not
+            change its results.
 
     Raises:
-        TypeError: one of the four, a frozen model or `finish` is not what it must be.
-        ValueError: `weight_fn` is an empty mapping, has a term "loss", or stands beside `reduction="sum"`; a
-            frozen model has an empty name, or one with "/" or "@".
+        TypeError: one of the first four arguments, a frozen model or `finish` has the wrong type.
+        ValueError: `weight_fn` is an empty mapping, has a term "loss", or is combined with
+            `reduction="sum"`; a frozen model has an empty name, or one with "/" or "@".
 
     >>> import accel_fn as af
     >>> af.Plan(loss_fn, model, optimizer)
@@ -309,25 +311,25 @@ class Plan(Generic[Batch]):
 class SlotFunction(partial[Any]):
     """A function for a slot, with its settings, that takes part in `build`.
 
-    `SlotFunction(fn, **settings)` is called as `fn(..., **settings)`. Subclass it to override
-    what follows. It prints as the call of the transform that made it.
+    `SlotFunction(fn, **settings)` is called as `fn(..., **settings)`. Subclass it to override the
+    methods below. It prints as the call of the transform that made it.
 
     Attributes:
         traits: names that other transforms find by `plan.having(trait)`. In use are
-            "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
-            trained), "local_gradients" (ranks keep their own gradients: they are not compared, and `build`
-            refuses a mesh and losses `(sum, count)`), "shards" (forwards have collectives, so every rank
-            runs as many), "cuts_sequences" (likewise, along an axis of a mesh), "takes_empty" (the model may
-            be on the meta device; a strategy calls `give_memory`), "acts_alone" (it does something in a
-            world of one, too), "virtual_ranks" (micro-batches stand for ranks), "cuda_graphs" (a backward
-            overwrites the gradients of the last one), "retries" (a batch may be done again),
-            "takes_windows" (a batch is a list of micro-batches),
-            "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
-            forward), "clips_norm" (it clips by the norm
-            `max_norm` among its settings), "collectives_in_apply" (the update has collectives, so a rank
-            that is lost in it leaves the others waiting) and "may_skip" (an update may not be made, beside
-            what `accept` decides).
-        source: what `explain` adds: where the settings come from, if not from the call.
+            "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all
+            trained parameters), "local_gradients" (ranks keep their own gradients: they are not
+            compared, and `build` refuses a mesh and losses `(sum, count)`), "shards" (forwards have
+            collectives, so all ranks run equally many), "cuts_sequences" (forwards have collectives
+            along an axis of a mesh), "takes_empty" (the model may be on the meta device; a strategy
+            calls `give_memory`), "acts_alone" (it has an effect in a world of one too),
+            "virtual_ranks" (micro-batches represent ranks), "cuda_graphs" (a backward overwrites
+            the previous gradients), "retries" (a batch may be repeated), "takes_windows" (a batch
+            is a list of micro-batches), "fixed_microbatches" (their number determines the exact
+            result), "compiles_loss" (one graph holds the whole forward), "clips_norm" (it clips by
+            the norm `max_norm` among its settings), "collectives_in_apply" (the update has
+            collectives, so a rank that is lost in it leaves the others waiting) and "may_skip" (an
+            update may be skipped for other reasons than `accept`).
+        source: text that `explain` adds: where the settings come from, if not from the call.
 
     >>> import accel_fn as af
     >>> class OneRank(af.extend.SlotFunction):
@@ -391,13 +393,13 @@ class SlotFunction(partial[Any]):
 class Stateful(SlotFunction):
     """A factory for a slot function that has state. `build` calls it once, so each step has its own.
 
-    It is called as `(state, plan) -> function` once parameters are what they will be; slots
-    that precede it in the plan hold functions that are made already. If the function has
-    `state_dict` and `load_state_dict`, checkpoints hold its state, tensors in the shapes
-    that they have in a new step. What `state_dict` returns is not written in place later. If the
-    function has `check_saved` or `check_loaded`, `save` and `load` call it first: it
-    raises, on every rank, if there is nothing that could be saved. If it has `on_filled`, a model that
-    `empty` made has values when it is called, before the first step: copy parameters then.
+    `build` calls it as `(state, plan) -> function` when the parameters have their final form. Slots
+    that precede it in the plan already hold made functions. If the function has `state_dict` and
+    `load_state_dict`, checkpoints hold its state, with tensors in the shapes that they have in a
+    new step. Later code must not write in place to the result of `state_dict`. If the function has
+    `check_saved` or `check_loaded`, `save` and `load` call it first; it raises, on every rank, if
+    its state cannot be saved or loaded now. If it has `on_filled`, that is called before the first
+    step, when a model that `empty` made has values: copy parameters then.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace

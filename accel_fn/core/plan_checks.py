@@ -253,7 +253,7 @@ def check_same_plan(state: DistState, plan: Plan) -> None:
 
 
 def _summary(plan: Plan) -> list[str]:
-    """List what ranks must agree on: slots, settings, parameters. `split` may differ."""
+    """List the facts that ranks must agree on: slots, settings, parameters. `split` may differ."""
     slots = [
         f"{name}={list(map(_identity, getattr(plan, name)))}"
         for name in slot_names()

@@ -231,8 +231,7 @@ def start_total(
             dtype.
         state: this rank's state.
         function: the name of the public function, for errors and hang reports.
-        what: what is summed and in which step, such as "losses 12"; only the first 24 bytes are
-            compared.
+        what: the quantity and its step, such as "losses 12"; only the first 24 bytes are compared.
 
     Returns:
         The pending sum. Its `wait` raises a WorldError on all ranks if `what` differs.

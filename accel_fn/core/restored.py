@@ -285,7 +285,7 @@ def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[
 
 
 def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None:
-    """Overwrite buffers with those of rank 0."""
+    """Overwrite buffers with rank 0's."""
     sent: list[Tensor] = []
 
     def described() -> list[str]:

@@ -180,14 +180,17 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
         batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
             non-tensors, and tuples of as many strings, are cut with them, and arrays of NumPy;
             0-dim tensors, numbers, strings and other objects without rows go to every part whole.
-        num_parts: at most this many parts.
+        batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
+            non-tensors, tuples of num_samples strings, and NumPy arrays are cut too. 0-dim tensors,
+            numbers, strings and other objects without rows go to every part whole.
 
     Returns:
         Views of the batch, no copies.
 
     Raises:
-        ValueError: two tensors disagree in their leading dimension; what may hold rows or not (a
-            list of as many numbers as samples, an object of an unknown class that holds tensors).
+        ValueError: two tensors have different leading dimensions, or it is unclear whether a value
+            holds rows (a list of as many numbers as samples, an object of an unknown class that
+            holds tensors).
 
     Cost: no read of the data.
 

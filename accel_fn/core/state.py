@@ -86,7 +86,7 @@ class LossScale:
             growth_factor: > 1.
             backoff_factor: in (0, 1).
             growth_interval: >= 1.
-            device: where the three tensors live.
+            device: the device of the three tensors.
 
         Returns:
             A new scale.
@@ -188,31 +188,31 @@ class DistState:
     process group, and every pure function of rank and world size accepts it.
 
     Attributes:
-        rank: of this process, 0 <= rank < world_size.
+        rank: the rank of this process, 0 <= rank < world_size.
         world_size: number of processes that train together.
-        local_rank: of this process among those of its machine.
+        local_rank: the rank of this process among those of its machine.
         local_world_size: number of processes on this machine.
-        device: where model and batches live.
-        scaler: the loss scale, None where no scaling is used.
+        device: the device of model and batches.
+        scaler: the loss scale; None without one.
         step: number of batches consumed: the whole position of a run in its data.
         call: number of steps since `step` advanced. 0 in the usual loop; a step with `advance=False`
             adds one, and the next step without it begins again at 0.
-        seed: of the data order and of draws.
-        samples: number of rows of these batches, over all ranks that share them: the size of dimension 0
-            of the first tensor in each, or its number of `samples`. As `step`, it counts batches whose
-            update is skipped, too.
-        items: sum of the weights of these batches, over the same ranks; of all terms, where the loss has
-            several. With `count_labels`, the number of tokens that were trained on.
+        seed: the seed of the data order and of draws.
+        samples: number of rows of these batches, over all ranks that share them: the size of
+            dimension 0 of the first tensor in each batch, or its number of `samples`. Like `step`,
+            it also counts batches whose update is skipped.
+        items: sum of the weights of these batches, over the same ranks; if the loss has several
+            terms, of all terms. With `count_labels`, the number of tokens that were trained on.
         axis: the name of the axis whose ranks are this state's world, as `along` gives it; empty for
             the world of all ranks.
-        axes: of the mesh, each as this rank sees it; empty without one. Not compared, and pickled
+        axes: the axes of the mesh, each for this rank; empty without one. Not compared, and pickled
             without groups.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
-        watchdog: prints a report if a collective hangs; likewise.
+        watchdog: prints a report if a collective hangs. Not shown, not compared, not pickled.
 
     Raises:
-        ValueError: a count is no integer or negative, `items` is no finite number >= 0, or a rank is
-            outside its world.
+        ValueError: a count is not an integer or is negative, `items` is not a finite number >= 0,
+            or a rank is outside its world.
 
     >>> import accel_fn as af
     >>> af.DistState(rank=3, world_size=8).is_main
@@ -265,12 +265,12 @@ class DistState:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0 alone: the rank that prints and writes."""
+        """Return True on rank 0 only, the rank that prints and writes."""
         return self.rank == 0
 
     @property
     def data(self) -> Axis:
-        """The axis that batches, weights and losses are shared over: `dp` of a mesh, else all ranks."""
+        """Return the axis over which batches, weights and losses are shared: `dp`, or all ranks."""
         for each in self.axes:
             if each.name == "dp":
                 return each

@@ -106,8 +106,9 @@ class Step(Generic[Batch]):
             state: from `build` or the last step.
             batch: a tree of tensors, each [num_samples, ...], and of `samples`; may be empty or None, or
                 weigh nothing.
-            advance: False where another step on the same batch follows, as in a GAN: `state.step` stays,
-                and `state.call` counts one more. The update, schedules and averages count as in any step.
+            advance: False if another step on the same batch follows, as in a GAN: `state.step`
+                stays, and `state.call` counts one more. Update, schedules and averages count as in
+                any step.
 
         Returns:
             The state with `step` one further and `call` 0, and the report.
@@ -115,25 +116,26 @@ class Step(Generic[Batch]):
         Raises:
             TypeError: `advance` is not True or False.
             ValueError: the state is another world's; the batch cannot be counted, has one row in a
-                micro-batch under a BatchNorm that trains, or differs on ranks that differ in other axes than
-                `dp`; the loss cannot be trained on, or is no mean where the
-                plan's `reduction` takes it for one.
+                micro-batch under a BatchNorm that trains, or differs on ranks that differ in other
+                axes than `dp`; the loss cannot be trained on, or is not a mean although the plan's
+                `reduction` is "mean".
 
-        Warns:
-            UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
-                same batch, or None ten times, the state is the same one a third time, a loader begins anew
-                after `load`, BatchNorm trains on a part of the batch, the loss reaches tensors outside of the
-                model, dimension 0 of a loader's batch is not its samples, which the default weight counts;
-                a frozen model has changed or is in training mode; on one process, the loss misses
-                parameters that `wrap_ddp` waits for on several;
-                the loss, its gradient, a metric, or what the forward writes depends on the cut of a batch.
+        Warns: UserWarning: once, on the main rank, if: the model is in evaluation mode; all ranks
+            have the same batch; the batch is None ten times; the state is the same one a third
+            time; a loader begins again after `load`; BatchNorm trains on a part of the batch; the
+            loss reaches tensors outside of the model; dimension 0 of a loader's batch, which the
+            default weight counts, is not its samples; a frozen model has changed or is in training
+            mode; on one process, the loss misses parameters that `wrap_ddp` waits for on several;
+            the loss, its gradient, a metric, or a write of the forward depends on the cut of a
+            batch.
 
-        Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
-        small collectives in a world of several, where ranks hold the same rows also a read of the batch and
-        two more, and the cost of `check_loss`, which is in the docstring of `build`; in the first one a
-        read of the batch, and two more. Other steps add no host synchronisation, but for a wait for the
-        weights before the forward where a BatchNorm trains on rows of a rank, and one in the first update
-        of several ranks, where the input of the optimizer is compared.
+        Cost: the sum of its transforms' costs. In steps 1, 2, 10 and 100: a walk over the graph of
+        the loss, two small collectives in a world of several, the cost of `check_loss` (see
+        `build`), and, if ranks hold the same rows, a read of the batch and two more collectives. In
+        the first step, also a read of the batch and two more. Other steps add no host
+        synchronisation, with two exceptions: a wait for the weights before the forward if a
+        BatchNorm trains on rows of a rank, and one in the first update of several ranks, which
+        compares the input of the optimizer.
         """
         self._check_state(state)
         if advance is not True:
@@ -159,25 +161,27 @@ class Step(Generic[Batch]):
     def forward(self, state: DistState, batch: Batch) -> Tensor:
         """Compute the mean loss over the global batch, as the step does, without gradients.
 
-        Runs under the same placement, micro-batches and autocast, in whatever mode the model and
-        its optimizers are: call `model.eval()` first where that matters, and `optimizer.eval()` of
-        a schedule-free optimizer. `evaluate` switches both. In evaluation mode (`model.training`
-        is False on every rank), all ranks use the buffers of the main rank, as `evaluate` does.
+        It runs with the step's placement, micro-batches and autocast, in the current mode of the
+        model and its optimizers. If that matters, first call `model.eval()`, and `optimizer.eval()`
+        of a schedule-free optimizer. `evaluate` switches both. In evaluation mode (`model.training`
+        is False on every rank), all ranks use the buffers of the main rank, as in `evaluate`.
 
         Args:
             state: as for the step.
             batch: as for the step.
 
         Returns:
-            [], float32 or float64 as in the report, on the device; the same on every rank. 0
-            where nothing counts.
+            [], float32 or float64 as in the report, on the device; equal on every rank. 0 if
+            nothing counts.
 
         Raises:
-            ValueError: as the step; in evaluation mode, `local_sgd` between two averages.
+            ValueError: as for the step; in evaluation mode, also between two averages of
+                `local_sgd`.
             RuntimeError: in evaluation mode, the buffers of ranks differ in shape.
 
-        Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers. In evaluation
-        mode with buffers in the `state_dict`, a copy of these, two more and one broadcast.
+        Cost: two small collectives in a world of several, and the gathers of `wrap_fsdp`. In
+        evaluation mode with buffers in the `state_dict`, also a copy of the buffers, two
+        collectives and one broadcast.
         """
         self._check_state(state)
         self.check_filled("step.forward")
@@ -198,8 +202,8 @@ class Step(Generic[Batch]):
             The state, the gradients with their factor open, and a report
             without `applied`.
 
-        Cost: as the step up to the optimizer; in a world of several, or with CUDA graphs, also
-        one copy of the gradients, since the next backward reuses the memory of these.
+        Cost: that of the step up to the optimizer. In a world of several, or with CUDA graphs, also
+        one copy of the gradients, since the next backward reuses their memory.
         """
         self._check_state(state)
         self._check_gradients_are_left("step.grads")
@@ -224,7 +228,7 @@ class Step(Generic[Batch]):
         Args:
             state: as `grads` gave it, or a later one.
             grads: used up: their tensors may be overwritten.
-            report: of these gradients; `grad_norm` and `applied` are filled in.
+            report: the report of these gradients; `grad_norm` and `applied` are filled in.
             advance: as for the step.
 
         Returns:
@@ -232,8 +236,8 @@ class Step(Generic[Batch]):
 
         Raises:
             TypeError: `advance` is not True or False.
-            ValueError: the state is another world's; gradients and report are not what a step
-                of this model gives.
+            ValueError: the state is another world's; or gradients and report do not come from a
+                step of this model.
 
         Cost: one read of the gradients with float16 or `clip`, and the optimizer's.
         """

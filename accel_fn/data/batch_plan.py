@@ -16,7 +16,7 @@ from accel_fn.errors import check_count
 class BatchPlan:
     """Division of an epoch into batches, ranks' parts and micro-batches. Made by `plan_batches`.
 
-    Its `repr` is a table. The sizes of a full batch are empty where no batch is full.
+    Its `repr` is a table. If no batch is full, the sizes of a full batch are empty.
 
     Attributes:
         num_samples: samples in the data set.

@@ -305,8 +305,8 @@ class ShardedLoader(Generic[Batch]):
             `accel_fn.checkpoint`: a finished run was started again.
 
         Raises:
-            ValueError: the state is beyond the end of the run; `num_epochs` or `max_steps` is negative;
-                an epoch has no batch where `num_epochs` is None.
+            ValueError: the state is beyond the end of the run; `num_epochs` or `max_steps` is
+                negative; an epoch has no batch and `num_epochs` is None.
             TypeError: `since` is not a `DistState`; `num_epochs` is None without `max_steps`.
 
         >>> import torch, accel_fn as af
@@ -343,8 +343,8 @@ class ShardedLoader(Generic[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that a resumed run must share, and the position: "epoch" and "batch".
 
-        With `order="torch"`, also "drawn_epoch" and "draw": the last pass, and the number or tensor
-        that its order was drawn from.
+        With `order="torch"`, also "drawn_epoch" and "draw": the number of the last pass, and the
+        number or tensor from which its order was drawn.
         """
         epoch, batch = self._position.place()
         found = {**self._facts(), "epoch": epoch, "batch": batch}
@@ -383,8 +383,8 @@ class ShardedLoader(Generic[Batch]):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue at the position of a saved run; raise if the data differ.
 
-        The next `iter(loader)` continues in the middle of its pass; `epochs` takes the position of
-        its state in place of this one.
+        The next `iter(loader)` continues in the middle of its pass. `epochs` uses the position of
+        its state instead of this one.
 
         Args:
             saved: the dict that `state_dict` returned.

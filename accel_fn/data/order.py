@@ -228,7 +228,7 @@ def find_by_counting(
 
 
 def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set") -> None:
-    """Refuse an epoch of `what` that has no batch."""
+    """Refuse an epoch without batches; `what` names the data in the error."""
     if num_samples == 0:
         raise ArgumentError(message(function, what, "have a sample", num_samples))
     if cut.drop_last and num_samples < cut.batch_size:

@@ -48,10 +48,10 @@ def prefetch(
 ) -> ShardedLoader[Batch] | Epoch[Batch] | Prefetched[Batch]:
     """Read the next batches, and move them to `state.device`, in a background thread.
 
-    The loop gets the same batches in the same order, and an exception in place of
-    its batch. A pass starts its thread with its first batch. Once the loop has been left, by
-    its end, a `break` or an error, the thread ends after the batch that it is reading; in a
-    world of several ranks after `depth` more batches, so that all ranks have read equally far.
+    The loop gets the same batches in the same order, and an exception at the place of its batch. A
+    pass starts its thread with its first batch. After the loop has ended, by its end, a `break` or
+    an error, the thread ends after the batch that it is reading. In a world of several ranks, it
+    ends after `depth` more batches, so that all ranks have read equally far.
 
     Law: the identity on batches and positions. A state counts batches that the loop
     was given, so a resumed run neither loses nor repeats those read ahead.
@@ -69,14 +69,14 @@ def prefetch(
         ValueError: `depth` is not an integer >= 1 (also a TypeError if it is not an integer).
         TypeError: `loader` cannot be iterated, or `state` is not a `DistState`.
 
-    Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
-    more batches, on the device too; integer tensors stay in host memory as long as their copies
-    live, so that `count_labels` does not wait. A sampler of your own is read `depth` batches further,
-    in the thread of the loop. On an accelerator (but MPS) a copy is made from pinned
-    memory, on a separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
-    Without workers, the data set runs beside the training in one process, so its draws from
-    global random generators are not reproducible: give the `DataLoader` workers, or the data
-    set its own generators.
+    Cost: one thread per pass, one handover between two threads per batch, and the memory of `depth`
+    more batches, on the device too. Integer tensors stay in host memory as long as their copies
+    live, so that `count_labels` does not wait. Your own sampler is read `depth` batches further, in
+    the thread of the loop. On an accelerator (except MPS) a copy is made from pinned memory, on a
+    separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
+    Without workers, the data set runs in the training's process at the same time, so its draws from
+    global random generators are not reproducible: give the `DataLoader` workers, or the data set
+    its own generators.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(6))

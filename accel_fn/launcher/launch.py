@@ -73,12 +73,12 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on every rank of a world of fresh processes.
 
-    Each rank is a new interpreter, with the variables that torchrun would set, so
-    `af.init()` in `fn` needs no argument. Nothing is forked and no script is imported
-    again, so `launch` works for functions of a notebook's cell, or of a script without
-    `if __name__ == "__main__"`, also after CUDA has started in the script. Such functions
-    are sent by cloudpickle; ranks import functions of modules. Files of settings are not read.
-    Ranks inherit variables such as ACCEL_FN_WRAP, unless an argument replaces them.
+    Each rank is a new interpreter, with the variables that torchrun would set, so `af.init()` in
+    `fn` needs no argument. Nothing is forked and no script is imported again. So `launch` works for
+    functions of a notebook's cell, or of a script without `if __name__ == "__main__"`, also after
+    CUDA has started in the script. Such functions are sent by cloudpickle; ranks import functions
+    of modules. Settings files are not read. Ranks inherit variables such as ACCEL_FN_WRAP, unless
+    an argument replaces them.
 
     A notebook's cell shows pictures and progress bars of rank 0, and printed lines of all ranks.
 

@@ -194,7 +194,7 @@ def _setting(*given: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a launch. A field's name is also that of its flag, variable and file key."""
+    """The settings of a launch. Flags, variables and file keys have the names of the fields."""
 
     num_processes: int | None = _setting(
         _integer(1), "processes over all machines; default: the accelerators here, else 1"

@@ -65,14 +65,13 @@ def evaluate(
 ) -> dict[str, float | Tensor]:
     """Compute metrics, or a loss, over every sample of a loader, once, and over all ranks: sums over counts.
 
-    Runs with the step's placement, micro-batches and autocast, without
-    gradients. Meanwhile the model is in evaluation mode, and so are optimizers that
-    have train and eval modes, such as schedule-free ones. All ranks evaluate the model that
-    `save_model` would write on the main rank, whose buffers may differ from those of other ranks, such as the
-    running statistics of BatchNorm. Afterwards each rank's own buffers and the global random generators
-    are as they were, so how often you evaluate does not change training. Ranks add
-    up sums and counts, never means, so the result does not depend on how the
-    samples are spread over batches and ranks.
+    It runs with the step's placement, micro-batches and autocast, without gradients. Meanwhile the
+    model is in evaluation mode, and so are optimizers that have train and eval modes, such as
+    schedule-free ones. All ranks evaluate the model that `save_model` would write on the main rank,
+    whose buffers, such as the running statistics of BatchNorm, may differ from other ranks'.
+    Afterwards each rank's own buffers and the global random generators are restored, so how often
+    you evaluate does not change training. Ranks add up sums and counts, never means, so the result
+    does not depend on how the samples are spread over batches and ranks.
 
     Law: the one-process figure, to rounding, for every world size and batch size.
 
@@ -83,19 +82,20 @@ def evaluate(
             its epochs; or any iterable of this rank's batches, such as those that `shard_batch` has
             cut. Ranks may have different numbers of batches, or none. A `DataLoader` only in a
             world of one.
-        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows, which
-            is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
-            a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
-            and shapes are the same for every batch. Or `(model, batch) -> (loss, metrics)`, another
-            `loss_fn`, without label smoothing for instance, whose means are over the plan's `weight_fn`.
-            With a parameter named `frozen`, it gets the frozen models of the plan.
-            Default: the plan's loss over its weights, as "loss"
-            (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
-            each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
+        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows,
+            which is on the device. Values are one per sample, [num_samples, ...], integer, real or
+            bool, or a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape.
+            Names and shapes are the same for every batch. Or `(model, batch) -> (loss, metrics)`:
+            another `loss_fn`, for instance without label smoothing, whose means are over the plan's
+            `weight_fn`. With a parameter named `frozen`, it gets the frozen models of the plan.
+            Default: the plan's loss over its weights, as "loss", and the metrics of `loss_fn`.
+            "loss" is the mean over items, also if `reduction` is "sum"; if `weight_fn` is a
+            mapping, there is also each term by its name, and "loss" is their sum.
         progress: whether the main rank shows a bar. Default: only in a terminal or a notebook.
-        finish: by name, functions of the means of the whole loader, `means -> number`, where `means` maps
-            names to float64 tensors: `{"perplexity": lambda means: means["loss"].exp()}`. Default: those
-            of the plan, without a `metric_fn`; else none.
+        finish: by name, functions of the means of the whole loader, `means -> number`, where
+            `means` maps names to float64 tensors: `{"perplexity": lambda means:
+            means["loss"].exp()}`. Default: the plan's `finish` if there is no `metric_fn`; else
+            none.
 
     Returns:
         The values of `finish`, and the mean of every metric, on all ranks: a float, or a tensor in float64
@@ -109,20 +109,19 @@ def evaluate(
         RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ
             between ranks.
 
-    Warns:
-        UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is always 1;
-            metrics beside a loss that are functions of a mean, such as a perplexity, where there are
-            several ranks or batches (not under `wrap_fsdp`).
+    Warns: UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is
+        always 1; with several ranks or batches, metrics of a loss function that are functions of a
+        mean, such as a perplexity (not under `wrap_fsdp`).
 
-    Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
-    which has no float64, one; with `wrap_fsdp`, one small collective a batch beside its own; where ranks
-    hold the same rows, one a batch and a comparison of the first); where metrics beside a loss are no
-    pairs, three forwards of 8 to 15 samples on the main rank;
-    at the end two small collectives on the host and one host synchronisation. In a world of several, if
-    the model has buffers in its `state_dict`, before that a copy of these, two small collectives and one
-    broadcast; not with `reproducible`.
+    Cost: one forward per micro-batch, without a collective or a host synchronisation. Exceptions:
+    on MPS, which has no float64, one synchronisation; with `wrap_fsdp`, its collectives and one
+    small one per batch; if ranks hold the same rows, one per batch and a comparison of the first.
+    If a loss function's metrics are not pairs, three forwards of 8 to 15 samples on the main rank.
+    At the end, two small collectives on the host and one host synchronisation. In a world of
+    several, if the model has buffers in its `state_dict`, first a copy of these, two small
+    collectives and one broadcast; not with `reproducible`.
 
-    Note: sums are kept in float64, or in int64 where values are whole, so whole numbers are exact.
+    Note: sums are kept in float64, or in int64 for integer values, so integers are exact.
 
     >>> import torch, accel_fn as af
     >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())

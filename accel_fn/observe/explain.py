@@ -29,8 +29,8 @@ def explain(plan: Plan | Step, state: DistState) -> str:
     """Describe what one step of this plan will do, phase by phase.
 
     Args:
-        plan: a plan, from which nothing is built; or a step, for which a last line shows what its
-            first batches have shown of the loss.
+        plan: a plan, from which nothing is built; or a step, for which a last line shows what the
+            checks of its first batches have found about the loss.
         state: gives the number of ranks, and the device.
 
     Returns:

@@ -79,30 +79,31 @@ _END_S = 10.0
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
-    """Log what steps compute, on the main rank: loss, metrics, learning rates, throughput and more.
+    """Log the results of steps on the main rank: loss, metrics, learning rates, throughput.
 
     Values are copied from the device and read one step later, so no step waits for them. `save`, `evaluate`,
     `predict` and the end of the process read the last ones.
 
-    A line has `loss`, `loss/<term>` where `weight_fn` is a mapping, `learning_rate`
-    (`learning_rate/<group>`, `learning_rate/<optimizer>` or `learning_rate/<optimizer>/<group>` where
-    there are several), `grad_norm` if the report has one, `loss_scale`, `skipped_updates` since the line
-    before if updates can be skipped, `samples_per_second`, `items_per_second` by `weight_fn`, `data_wait`
-    (the share of the time that the loop spent between steps, less saves, loads and evaluations),
-    `peak_memory` in bytes (of the device, or of the process on a CPU; at most a second old), and the metrics
-    of `loss_fn`.
+    A line has `loss`, `loss/<term>` if `weight_fn` is a mapping, `learning_rate`
+    (`learning_rate/<group>`, `learning_rate/<optimizer>` or `learning_rate/<optimizer>/<group>` if
+    there are several), `grad_norm` if the report has one, `loss_scale`, `skipped_updates` since the
+    previous line if updates can be skipped, `samples_per_second`, `items_per_second` by
+    `weight_fn`, `data_wait` (the fraction of the time that the loop spent between steps, without
+    saves, loads and evaluations), `peak_memory` in bytes (of the device, or of the process on a
+    CPU; at most a second old), and the metrics of `loss_fn`.
 
     A path gets a line a step, and `load` and `resume` cut it back, so a resumed run continues in the same
     log and no step is in it twice. Beside it, `<name>.events.jsonl` lists starts, saves, loads,
     evaluations and ends of the run.
 
-    Law: the step computes the same bits as without it, and the log is the same for all numbers of ranks and
-    micro-batches, but for times.
+    Law: the step computes the same bits as without it. The log is the same for all numbers of ranks
+    and micro-batches, except for times.
 
     Args:
-        *writers: each a path that ends in .jsonl (an object a line) or .csv, `~` being your home folder; or a
-            function `(step, values)`, called on the main rank with a dict of floats by name. None writes
-            nothing: `log_to(None)` is no log, and on other ranks than the main one a writer may be None.
+        *writers: each a path that ends in .jsonl (one object per line) or .csv, where `~` is your
+            home folder; or a function `(step, values)`, called on the main rank with a dict of
+            floats by name. None writes nothing: `log_to(None)` makes no log, and on ranks other
+            than the main one a writer may be None.
         every: number of steps between lines, as `state.step` counts them.
         prefix: begins all names, if several plans of a program share a log: "generator/".
 
@@ -155,7 +156,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
 def log_values(
     step: Step, state: DistState, values: Mapping[str, Any], *, prefix: str = ""
 ) -> None:
-    """Log values of your own beside those of the newest step, such as what `evaluate` returns.
+    """Log your own values with those of the newest step, such as the result of `evaluate`.
 
     They are in the line of the step if it has one, else in a separate line. Called on every rank;
     the main rank writes.
@@ -167,8 +168,8 @@ def log_values(
         prefix: begins all names, such as "validation/".
 
     Raises:
-        ValueError: on every rank: a value is not a number, a name is that of a value of the step,
-            such as "loss", the plan has no log, or a later step than `state.step` has run.
+        ValueError: on every rank: a value is not a number, a name is already used by the step, such
+            as "loss", the plan has no log, or a later step than `state.step` has run.
 
     Cost: no collective; a value that is on a device is waited for.
 

@@ -352,8 +352,8 @@ def log_lines(file: Path, most: int | None = None) -> Iterator[dict[str, float]]
 def log_events(file: Path) -> list[dict[str, Any]]:
     """Return the events of the run of this log, such as starts, saves and loads.
 
-    Each has `event`, the integer `step` and the number `time`, in seconds since 1970. They are in
-    `NAME.events.jsonl`, beside the log.
+    Each event has `event`, the integer `step` and the number `time`, in seconds since 1970. They
+    are in `NAME.events.jsonl`, in the folder of the log.
 
     >>> from pathlib import Path
     >>> from accel_fn.extend import log_events

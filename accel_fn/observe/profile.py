@@ -52,10 +52,10 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     - `rest`: cutting and weighing the batch, functions of `after_update`, and with
       `compiled(scope="step")` the whole step.
 
-    These times are the host's, and no two of them overlap. Gradients that DDP averages beside the backward
-    count as `backward` until its last operation has run, and as `collectives` from then on. The straggler
-    is the rank that waits least in collectives, since its peers wait for it there; the table names the
-    phase in which it is slower than its peers.
+    These times are measured on the host, and no two of them overlap. Gradients that DDP averages
+    during the backward count as `backward` until its last operation has run, and as `collectives`
+    from then on. The straggler is the rank that waits least in collectives, since its peers wait
+    for it there; the table names the phase in which it is slower than its peers.
 
     On an accelerator a second table has the time in which the device runs the kernels that each
     phase launched, and collectives of NCCL that overlap with nothing. It is tested on traces as

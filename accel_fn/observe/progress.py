@@ -40,9 +40,9 @@ def progress(
     """Show a bar of the loop on the main rank: batches, their rate, the time left, the epoch.
 
     The bar is tqdm's, on stderr or in a notebook; if stderr is not a terminal, as with a log file,
-    there is no bar. The result has `show(report)`, which puts the loss beside the bar.
+    there is no bar. The result has `show(report)`, which puts the loss next to the bar.
 
-    Law: the identity on batches, their order, and what is read ahead.
+    Law: the identity on batches, their order, and the batches that are read ahead.
 
     Args:
         loader: the epochs that `loader.epochs(...)` returned, for one bar over the whole run; one
@@ -50,8 +50,9 @@ def progress(
         state: this rank's state.
 
     Returns:
-        The same batches: an iterable of epochs with `show`, an epoch with `show`, or an iterable with `show`.
-        The bar starts where a resumed run does, and ends with the loop, by its end, a `break` or an error.
+        The same batches: an iterable of epochs with `show`, an epoch with `show`, or an iterable
+        with `show`. The bar starts at the position of a resumed run, and ends with the loop, by its
+        end, a `break` or an error.
 
     Raises:
         TypeError: `loader` cannot be iterated.
@@ -85,7 +86,7 @@ class Shows:
     _bar: LoopBar
 
     def show(self, report: Report | None = None, **values: float | Tensor) -> None:
-        """Put the loss of a report, and other values by name, beside the bar.
+        """Put the loss of a report, and other values by name, next to the bar.
 
         Args:
             report: the report of a step.
