@@ -101,11 +101,12 @@ def save_model(
             model does not change. Default: the dtype of each tensor.
         only: "trained": leave out parameters that require no gradient, such as the base of adapters. The
             files list them, each with a hash. Default: write all.
-        wait: False: return once this rank's files are gathered in host memory, and write them in a
-            thread. No gather can run beside the collectives of training, so a rank holds its shards
-            and all its files: about the model divided by the number of ranks. The next `save_model`
-            of the model waits for the thread, and so does the end of the process. If a rank is lost,
-            that takes ten minutes at most; with `state`, ten seconds once a collective has failed.
+        wait: False: return when this rank's files are gathered in host memory, and write them in a
+            thread. No gather can run at the same time as the collectives of training, so a rank
+            holds its shards and all its files: about the model divided by the number of ranks. The
+            next `save_model` of the model waits for the thread, and so does the end of the process.
+            If a rank is lost, that takes ten minutes at most; with `state`, ten seconds after a
+            collective has failed.
         state: this rank's state. All its ranks then compare the names, dtypes and shapes that they
             hold; without it, the ranks of the model's mesh do.
 
@@ -123,10 +124,10 @@ def save_model(
     Warns:
         UserWarning: on the main rank: not all ranks see the folder, so the main rank writes all files.
 
-    Cost: one write of the model, each rank its files, and a wait for the disk; on the host, a copy of
-    one tensor. Of a model in shards, one gather of each sharded tensor along each axis that cuts it,
-    a broadcast of each other tensor, and about ten small collectives. With `only`, one read of what is
-    left out.
+    Cost: one write of the model, each rank its files, and a wait for the disk; on the host, a copy
+    of one tensor. For a sharded model, one gather of each sharded tensor along each axis that cuts
+    it, a broadcast of each other tensor, and about ten small collectives. With `only`, one read of
+    the omitted parameters.
 
     >>> import os, tempfile, torch, accel_fn as af
     >>> folder = tempfile.mkdtemp()

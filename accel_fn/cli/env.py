@@ -51,8 +51,8 @@ _NAME_WIDTH = 28
 def env(*, as_json: bool) -> None:
     """Print the facts for a bug report: versions, machine, devices, variables.
 
-    Torch is imported in another process, so that a broken torch is a line of the report. Of the
-    environment, only variables that launchers and torch read are shown.
+    Torch is imported in another process, so that a broken torch is a line of the report. Only
+    environment variables that launchers and torch read are shown.
     """
     with at_work("collecting"):
         report = collect()

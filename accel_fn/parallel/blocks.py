@@ -37,8 +37,8 @@ def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn
 
     Args:
         model: the model, which is not a block itself.
-        blocks: classes, names of modules (the name of a list stands for its items), or None
-            for the repeated blocks, see `repeated`.
+        blocks: classes, names of modules (the name of a list means its items), or None for the
+            repeated blocks, see `repeated`.
         function: the name of the public function, for errors.
 
     Returns:

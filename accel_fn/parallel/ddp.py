@@ -49,9 +49,9 @@ def wrap_ddp(
     Args:
         comm_hook: send gradients in "fp16" or "bf16", or as low-rank factors
             ("powersgd"): less traffic, and no longer exact.
-        sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows of
-            all ranks, so W ranks are one process for them too. The layers stay your objects. Under
-            `accumulate` the rows are those of one micro-batch of every rank.
+        sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows
+            of all ranks, so W ranks are one process for them too. The layers stay your objects.
+            Under `accumulate`, the statistics cover one micro-batch of every rank.
         **ddp_options: options of `DistributedDataParallel`, by name. Two defaults differ:
             `gradient_as_bucket_view=True`, and on a CPU `bucket_cap_mb=100`, since there a
             smaller bucket has nothing to overlap with.
@@ -61,21 +61,21 @@ def wrap_ddp(
 
     Raises:
         TypeError: `sync_batchnorm` is not True or False.
-        ValueError: an option that DDP does not have, or that comes from the state;
-            in `build`, `sync_batchnorm` where a layer has another forward than torch's, or beside
-            `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
-            `weight_fn` that is a mapping; any option beside `wrap_tp`; in a world of several, an
-            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend
-            cannot sum them.
+        ValueError: an option that DDP does not have, or that comes from the state. In `build`:
+            `sync_batchnorm` if a layer has another forward than torch's, or with
+            `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` with `accumulate` or
+            a `weight_fn` that is a mapping; any option with `wrap_tp`; in a world of several, an
+            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the
+            backend cannot sum them.
 
-    Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
-    the last backward, and one small collective of weights and losses beside the last backward. On an
-    accelerator, in the first step, and where the weight must be known (several terms, a loss scale,
-    `accumulate("auto")`), two: of weights, started before the first forward, and of losses. With
-    `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
-    widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
-    than another computes one of the other's with weight 0. A loss that raises on one rank then
-    leaves the other ranks in a collective until the time-out.
+    Cost: one all-reduce of the gradients per step, on an accelerator overlapped with the last
+    backward, and one small collective of weights and losses during the last backward. On an
+    accelerator, in the first step, and if the weight must be known (several terms, a loss scale,
+    `accumulate("auto")`), there are two small ones: of weights, started before the first forward,
+    and of losses. With `sync_batchnorm`, two collectives per BatchNorm layer and micro-batch, of
+    twice the features of the widest layer; the step waits for the weights before the first forward,
+    and a rank with fewer micro-batches than another computes one of the other's with weight 0. A
+    loss that raises on one rank then leaves the other ranks in a collective until the time-out.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 

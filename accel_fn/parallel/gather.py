@@ -43,9 +43,9 @@ def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
     tuples, mappings and types that are registered with torch's pytree are structure. A pair of
     tensors that torch has collated is a list: pass `tuple(batch)`.
 
-    A gradient goes through joined tensors, not through items of lists: in the backward it is summed
-    over the ranks, and each rank gets the gradient of its rows. So a loss over the rows of all
-    ranks trains as it does in one process; all ranks must run its backward.
+    Gradients flow through joined tensors, not through items of lists: the backward sums them over
+    the ranks, and each rank gets the gradient of its rows. So a loss over the rows of all ranks
+    trains as it does in one process. All ranks must run its backward.
 
     Args:
         tree: a tree of tensors [num_rows, ...] and lists, of one structure on all ranks; dtypes and
@@ -59,15 +59,14 @@ def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
         were on the host are on the host, others on `state.device`. In a world of one, `tree` itself.
 
     Raises:
-        ValueError: on every rank, before any data moves: structures,
-            dtypes or trailing dimensions differ, an item cannot be pickled, or a leaf has no rows. In a
-            loss under training: beside `accumulate` or `reproducible`, which give it a part of the
-            batch; of a tensor with a graph under `no_grad`, or beside `local_sgd`.
+        ValueError: on every rank, before any data moves: structures, dtypes or trailing dimensions
+            differ, an item cannot be pickled, or a leaf has no rows. In a loss under training: with
+            `accumulate` or `reproducible`, which give the loss only a part of the batch; or a
+            tensor with a graph under `no_grad`, or with `local_sgd`.
 
-    Cost: two small collectives for shapes and lists, then one all-gather for
-    tensors on the host and one for those on the device, of world_size times the
-    largest part; one host synchronisation. The backward: one small collective, and one all-reduce a
-    tensor.
+    Cost: two small collectives for shapes and lists, then one all-gather for tensors on the host
+    and one for those on the device, of world_size times the largest part; one host synchronisation.
+    In the backward, one small collective, and one all-reduce per tensor.
 
     >>> import torch, accel_fn as af
     >>> af.gather({"scores": torch.arange(3), "names": ["a", "b", "c"]}, af.DistState())

@@ -16,7 +16,7 @@ Wrapper = Literal["ddp", "fsdp", "deepspeed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of a launch; None for those that it does not set.
+    """The options of a launch; an option that it does not set is None.
 
     Attributes:
         mixed_precision: the default of `with_amp()`.

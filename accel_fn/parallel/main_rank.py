@@ -96,7 +96,7 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
 
     Args:
         state: the state of this rank.
-        local: True: the first rank of each machine runs the body first, where machines share no
+        local: True: the first rank of each machine runs the body first, if machines share no
             folder.
 
     Yields:

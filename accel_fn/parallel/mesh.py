@@ -40,16 +40,17 @@ _numbers = itertools.count()
 def device_mesh(state: DistState) -> DeviceMesh:
     """Return torch's mesh of a state's axes, for `parallelize_module`, `fully_shard` and DTensors.
 
-    Axes of one rank are left out. It works in `simulate` too, where torch has no default group.
+    Axes of one rank are left out. It works in `simulate` too, although torch has no default group
+    there.
 
     Args:
-        state: of all ranks. Without a mesh it has one axis, `dp`.
+        state: the state of all ranks. Without a mesh it has one axis, `dp`.
 
     Returns:
         A mesh of the state's own groups, with the names of its axes: `device_mesh(state)["tp"]`.
 
     Raises:
-        ValueError: the state is that of one axis (`along`).
+        ValueError: the state is the state of one axis (`along`).
 
     Cost: no collective.
 

@@ -53,21 +53,21 @@ def assert_equivalent(
 ) -> None:
     """Train both plans on the same global batches, and raise unless they stay equal.
 
-    Each plan gets a copy of its model, optimizer and frozen models, leaves out `log_to` and `profile`,
-    and trains on as many simulated ranks as given: each rank takes its consecutive part of every
-    batch, empty if there are fewer samples than ranks, and starts from different
-    parameters, which `build` must replace by those of rank 0. After every batch, parameters,
+    Each plan gets a copy of its model, optimizer and frozen models, leaves out `log_to` and
+    `profile`, and trains on the given numbers of simulated ranks. Each rank takes its consecutive
+    part of every batch, which is empty if there are fewer samples than ranks, and starts from
+    different parameters, which `build` must replace by rank 0's. After every batch, parameters,
     buffers and reports are compared, on every rank: loss, weight, verdict, and the norm if both
     report it.
 
     Args:
-        plan_a: one plan. Its `loss_fn` must use the model that it is given.
+        plan_a: one plan. Its `loss_fn` must use the model that is its argument.
         plan_b: the other plan; often the same with one more transform.
         batches: global batches, trees of tensors [num_samples, ...] on the CPU.
         world_sizes: numbers of ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp`
             or `wrap_fsdp`.
         rtol: largest difference, relative to the values; for float64.
-        atol: largest difference where values are near 0.
+        atol: largest difference of values near 0.
         timeout_s: the time-out of collectives.
 
     Raises:

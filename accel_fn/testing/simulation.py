@@ -198,11 +198,11 @@ def simulate(
 ) -> list[T]:
     """Call `fn(state)` on every rank of a world of threads, over real DDP and real Gloo.
 
-    Every rank has its own `DistState` on the CPU. Ranks share what `fn` closes over: give each
-    its own copy of a model (`copy.deepcopy`). They share the generators of the process too: after
-    `torch.manual_seed` a rank draws alone until its next collective, so a model that it makes there
-    is reproducible. Numbers that it draws later (dropout) need a seed again, or an explicit
-    generator.
+    Every rank has its own `DistState` on the CPU. Ranks share the variables that `fn` closes over:
+    give each its own copy of a model (`copy.deepcopy`). They share the generators of the process
+    too. After `torch.manual_seed`, only this rank draws until its next collective, so a model that
+    it makes there is reproducible. Numbers that it draws later (dropout) need a seed again, or an
+    explicit generator.
 
     Args:
         fn: the function of one rank.

@@ -43,9 +43,9 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> Transform:
     """Keep only the inputs of each block, and recompute the block in its backward.
 
-    Memory for activations falls from all of the model's to those of one block; the forward of
-    the blocks is computed twice. The second time, torch's global generators, and the buffers, modes
-    and attributes of the block's modules have the values of the first time. So dropout, running
+    Memory for activations falls from the whole model's to one block's; the forward of the blocks is
+    computed twice. The second time, torch's global generators, and the buffers, modes and
+    attributes of the block's modules have the values of the first time. So dropout, running
     statistics, and adapters that are switched in between are the same as without this transform.
     Other values that a block reads may have changed: an object that an attribute holds, an
     attribute of the model around it, Python's `random`. So steps 1, 2, 10 and 100 compare the
@@ -54,7 +54,7 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     Law: the identity, bit for bit; with `compiled`, to rounding.
 
     Args:
-        blocks: classes of modules, or names of modules (the name of a list stands for its items).
+        blocks: classes of modules, or names of modules (the name of a list means its items).
             Default: the modules that are repeated most in the model's outermost lists and
             sequences.
         offload: keep the inputs of each block in host memory.
@@ -65,14 +65,14 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: `blocks` is an empty list. In `build`, on all ranks: they match nothing, or
-            `compiled` is given `scope="step"` or `fullgraph=True`. In steps 1, 2, 10 and 100, on each
+            `compiled` has `scope="step"` or `fullgraph=True`. In steps 1, 2, 10 and 100, on each
             rank: a block has another output when it is computed again.
 
-    Cost: one more forward of the blocks, and a copy of their buffers and, on the host, of the dicts of
-    their modules (a few microseconds a module); in the steps that compare, the outputs of the blocks
-    are kept until their backward, and the host waits for each comparison. With `offload`, a copy of their
-    inputs to the host and back. No host synchronisation on a CPU; on an accelerator that of
-    `save_on_cpu`.
+    Cost: one more forward of the blocks, and a copy of their buffers and, on the host, of the dicts
+    of their modules (a few microseconds per module). In the steps that compare, the outputs of the
+    blocks are kept until their backward, and the host waits for each comparison. With `offload`, a
+    copy of their inputs to the host and back. No host synchronisation on a CPU; on an accelerator,
+    the synchronisation of `save_on_cpu`.
 
     Source: Chen et al. 2016, arXiv:1604.06174; `torch.utils.checkpoint`.
 

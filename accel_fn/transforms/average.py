@@ -59,8 +59,8 @@ def ema(decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
             all ranks, after the update is made: the function returns a number outside of [0, 1].
         TypeError: `decay` is neither a number nor a function, or does not return a number.
 
-    Cost: one read of the parameters and one of their average, one write of it; memory as of
-    the parameters, in float32 where they are of half precision. No host synchronisation.
+    Cost: one read of the parameters, and one read and one write of their average; memory for the
+    average, in float32 for parameters in half precision. No host synchronisation.
 
     Source: Polyak and Juditsky 1992; `torch.optim.swa_utils.get_ema_multi_avg_fn`.
 
@@ -97,7 +97,7 @@ def swa(*, num_warmup: int = 0) -> Transform:
     Raises:
         ValueError: `num_warmup` is not an integer >= 0.
 
-    Cost: as that of `ema`.
+    Cost: the same as for `ema`.
 
     Source: Izmailov et al. 2018, arXiv:1803.05407.
 

@@ -36,7 +36,7 @@ def check_replicas(every: int) -> Transform:
             RuntimeError that names the first parameter that differs, and the ranks.
 
     Cost: when it compares, one read of the parameters, two small collectives and one host
-    synchronisation; nothing otherwise, nor in a world of one.
+    synchronisation. Otherwise, and in a world of one, nothing.
 
     >>> import accel_fn as af
     >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))

@@ -20,7 +20,7 @@ class Preemption:
 
     Schedulers send SIGTERM or SIGUSR1 before they take a machine away, often to one process of
     many. If any rank gets one, `report.extras["stop"]` is True on all ranks after the same step.
-    The flag travels with the weights that a step sums anyway.
+    The flag is sent with the weights that a step sums anyway.
 
     Args:
         signals: those to catch inside the `with` block; () for none, so that only `ask` counts.

@@ -34,7 +34,7 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
 
     Args:
         max_consecutive: number of skipped updates in a row that is an error, >= 1. With float16,
-            allow for a few at the start, until its scale has come down.
+            allow for a few at the start, until the loss scale has decreased.
 
     Returns:
         A transform. The report's `grad_norm` is always there.

@@ -67,7 +67,7 @@ def wrap_deepspeed(
             for missing settings, the plan's value counts, or DeepSpeed's default. Three sizes of
             buckets with "auto" follow the hidden size in `model.config`, if it is there. Settings
             that differ from the plan are refused.
-        stage: the stage of ZeRO. Default: that of `config`, else 2.
+        stage: the stage of ZeRO. Default: the stage in `config`, else 2.
         offload: "cpu": keep optimizer state, and at stage 3 parameters, in host memory. "nvme", at stage 3:
             keep optimizer state in files, and parameters in host memory, or as `offload_param` in `config`.
         nvme_path: the folder of these files, which no other plan may use.

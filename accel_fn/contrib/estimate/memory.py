@@ -121,7 +121,7 @@ def estimate_memory(
         optimizer: a name in `torch.optim`; default: the plan's optimizers, else AdamW.
         precision: "no", "bf16" or "fp16", as for `with_amp`.
         world_sizes: numbers of ranks to estimate for.
-        num_microbatches: numbers of micro-batches, likewise.
+        num_microbatches: numbers of micro-batches to estimate for.
         mesh: axes that each number of ranks forms and their sizes, as for `init`; default: all ranks share
             the batch.
         device: which device's kernels to run; default: the accelerator of this

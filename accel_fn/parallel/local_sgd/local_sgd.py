@@ -36,12 +36,13 @@ def local_sgd(every: int) -> Transform:
     since the last average. Ranks start from rank 0's parameters and buffers. In a world of one
     it does nothing.
 
-    A step's loss is still the mean over the global batch, each part with the parameters of its
-    rank. The gradients, their norm, and so the effect of `clip`, are those of the rank alone.
+    A step's loss is still the mean over the global batch, where each rank computes its part with
+    its own parameters. The gradients, their norm, and so the effect of `clip`, are the rank's own.
 
-    Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit;
-    after one, all ranks hold the same bits. With `every=1` and an optimizer that is linear in its
-    gradients (SGD, with momentum, too), W ranks give the result of one rank, also with uneven parts.
+    Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit.
+    After an average, all ranks hold the same bits. With `every=1` and an optimizer that is linear
+    in its gradients (SGD, also with momentum), W ranks give the result of one rank, also with
+    uneven parts.
 
     Args:
         every: number of updates from one average to the next, >= 1.
@@ -50,12 +51,12 @@ def local_sgd(every: int) -> Transform:
         A transform. Adds `own_weight`, the number of items of this rank, to the report.
 
     Raises:
-        ValueError: `every` is not an integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`;
-            a loss scale, `accept` functions, `ema` or `check_replicas`, which need equal
-            ranks; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
-            is sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
-            averages. From the step, a RuntimeError, on every rank: the optimizers of two ranks have
-            come to hold state of different parameters.
+        ValueError: `every` is not an integer >= 1. From `build`: with `wrap_ddp` or `wrap_fsdp`; a
+            loss scale, `accept` functions, `ema` or `check_replicas`, which need equal ranks; a
+            `weight_fn` that is a mapping; embeddings with sparse gradients and momentum, which is
+            sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
+            averages. From the step, a RuntimeError, on every rank: the optimizers of two ranks hold
+            state of different parameters.
 
     Cost: for a step, two small collectives of a number or two, and none of gradients. For an
     average, one broadcast and one all-reduce of parameters and optimizer state (half precision in

@@ -24,10 +24,9 @@ def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], r
     use that one mask for the features of every rank.
 
     So a column-wise layer starts a region: it seeds the default generator of the activation's
-    device from the generator's state and the rank. The next row-wise layer ends the region, or the
-    end of the model's forward, also by an error. After a region without draws, the generator has
-    its former state. After any other region, it has drawn one number more than before, on all
-    ranks.
+    device from the generator's state and the rank. The next row-wise layer, the end of the model's
+    forward or an error ends the region. After a region without draws, the generator has its former
+    state. After any other region, it has drawn one number more than before, on all ranks.
 
     All draws follow from the state of that generator, so a resumed run and a recomputation by
     `torch.utils.checkpoint` draw the same numbers again.

@@ -38,8 +38,8 @@ def styles_of(
 
     Args:
         model: its parameters may be on the meta device.
-        styles: styles by pattern of names, in which `*` stands for one name between dots; "auto":
-            the model's own plan, without layers that are tied to a layer that it leaves out.
+        styles: styles by pattern of names, in which `*` matches one name between dots; "auto": the
+            model's own plan, without layers that are tied to a layer outside of it.
         size: the number of ranks along the axis.
 
     Returns:

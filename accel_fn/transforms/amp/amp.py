@@ -55,10 +55,10 @@ def with_amp(
 ) -> Transform:
     """Run forward and loss under autocast; float16 also gets a loss scale in the state.
 
-    The same on a CPU as on a GPU. With "fp16", a gradient that is not finite on
-    any rank skips the update on all, multiplies the scale by `backoff_factor`
-    on all, and `report.applied` is False. The check is of the gradients' global
-    norm, so gradients whose norm is beyond float32 count as not finite too.
+    A CPU and a GPU behave in the same way. With "fp16", a gradient that is not finite on any rank
+    skips the update on all, multiplies the scale by `backoff_factor` on all, and `report.applied`
+    is False. The check uses the gradients' global norm, so gradients whose norm is beyond float32
+    count as not finite too.
 
     "fp8" is bf16, with the products of linear layers whose sizes are multiples of 16 computed
     in float8, by torchao: inputs, weights and gradients of outputs, each scaled by its largest
@@ -66,8 +66,8 @@ def with_amp(
     emulated, slowly.
 
     Law: scaling by any power of two changes nothing, as long as all numbers stay in range. "fp8"
-    is the training of torchao's own layers; since the largest value of a part is not that of
-    the batch, ranks and micro-batches agree to roundings of float8 alone.
+    trains as torchao's own layers do. The largest value of a part differs from that of the batch,
+    so ranks and micro-batches agree only up to roundings of float8.
 
     Args:
         precision: "bf16", "fp16", "fp8", `torch.bfloat16`, `torch.float16`, or "no" for the
@@ -89,10 +89,10 @@ def with_amp(
         TypeError: `skip` is neither a class of modules nor a name.
         ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
-    Cost: of bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on x86)
-    emulates it, up to 16 times as slowly as float32, and `build` warns of it. Of fp16, one read of
-    the gradients for their norm, shared with `clip`; no host synchronisation with a fused
-    optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
+    Cost: with bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on
+    x86) emulates it, up to 16 times as slowly as float32, and `build` warns about it. With fp16,
+    one read of the gradients for their norm, shared with `clip`; no host synchronisation with a
+    fused optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
     update, when its momenta are made.)
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
@@ -137,19 +137,20 @@ def with_amp(
 def compute_dtype(plan: Plan | Step) -> torch.dtype:
     """Find the dtype that a plan's forwards compute in, for parts of yours that should match.
 
-    Frozen encoders and teachers take less memory in it: `encoder.to(af.extend.compute_dtype(plan))`.
+    Frozen encoders and teachers take less memory in this dtype:
+    `encoder.to(af.extend.compute_dtype(plan))`.
 
     Args:
         plan: a plan, or the step that was built from it.
 
     Returns:
         The dtype of `with_amp`, which is `torch.bfloat16` for "fp8", else the `param_dtype` of
-        `wrap_fsdp`, else that of the model's first floating-point parameter.
+        `wrap_fsdp`, else the dtype of the model's first floating-point parameter.
 
     Raises:
         TypeError: `plan` is neither a plan nor a step.
 
-    Cost: a look at the plan on the host; nothing runs on the device.
+    Cost: a check of the plan on the host; nothing runs on the device.
 
     >>> import accel_fn as af
     >>> plan = af.Plan(loss_fn, model, optimizer)

@@ -54,8 +54,8 @@ def compiled(
             optimizer into one graph, in a world of one.
         mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
         fullgraph: refuse a graph break, which "step" always does. The hooks of `wrap_fsdp` break graphs.
-        dynamic: as for torch.compile: None compiles for the first shape, and for
-            any shape once a second one has come; True for any from the start; False for each one.
+        dynamic: as for torch.compile: None compiles for the first shape, and for any shape after a
+            second one; True for any shape from the start; False for each shape.
 
     Returns:
         A transform.
