@@ -178,11 +178,9 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
 
     Args:
         batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
-            non-tensors, and tuples of as many strings, are cut with them, and arrays of NumPy;
-            0-dim tensors, numbers, strings and other objects without rows go to every part whole.
-        batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
             non-tensors, tuples of num_samples strings, and NumPy arrays are cut too. 0-dim tensors,
             numbers, strings and other objects without rows go to every part whole.
+        num_parts: at most this many parts.
 
     Returns:
         Views of the batch, no copies.

@@ -120,14 +120,15 @@ class Step(Generic[Batch]):
                 axes than `dp`; the loss cannot be trained on, or is not a mean although the plan's
                 `reduction` is "mean".
 
-        Warns: UserWarning: once, on the main rank, if: the model is in evaluation mode; all ranks
-            have the same batch; the batch is None ten times; the state is the same one a third
-            time; a loader begins again after `load`; BatchNorm trains on a part of the batch; the
-            loss reaches tensors outside of the model; dimension 0 of a loader's batch, which the
-            default weight counts, is not its samples; a frozen model has changed or is in training
-            mode; on one process, the loss misses parameters that `wrap_ddp` waits for on several;
-            the loss, its gradient, a metric, or a write of the forward depends on the cut of a
-            batch.
+        Warns:
+            UserWarning: once, on the main rank, if: the model is in evaluation mode; all ranks have
+                the same batch; the batch is None ten times; the state is the same one a third time;
+                a loader begins again after `load`; BatchNorm trains on a part of the batch; the
+                loss reaches tensors outside of the model; dimension 0 of a loader's batch, which
+                the default weight counts, is not its samples; a frozen model has changed or is in
+                training mode; on one process, the loss misses parameters that `wrap_ddp` waits for
+                on several; the loss, its gradient, a metric, or a write of the forward depends on
+                the cut of a batch.
 
         Cost: the sum of its transforms' costs. In steps 1, 2, 10 and 100: a walk over the graph of
         the loss, two small collectives in a world of several, the cost of `check_loss` (see

@@ -109,9 +109,10 @@ def evaluate(
         RuntimeError: on the other ranks, when one fails; names or shapes, also of buffers, differ
             between ranks.
 
-    Warns: UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is
-        always 1; with several ranks or batches, metrics of a loss function that are functions of a
-        mean, such as a perplexity (not under `wrap_fsdp`).
+    Warns:
+        UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is
+            always 1; with several ranks or batches, metrics of a loss function that are functions
+            of a mean, such as a perplexity (not under `wrap_fsdp`).
 
     Cost: one forward per micro-batch, without a collective or a host synchronisation. Exceptions:
     on MPS, which has no float64, one synchronisation; with `wrap_fsdp`, its collectives and one
