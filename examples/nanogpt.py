@@ -1,11 +1,12 @@
 """Train nanoGPT's character model, with the features of its train.py, and sample from the best one.
 
     python examples/nanogpt.py
-    accel-fn launch -n 2 --cpu examples/nanogpt.py
+    accel-fn launch -n 2 --cpu examples/nanogpt.py --fsdp
     python examples/nanogpt.py --text input.txt --dtype bf16 --out runs/shakespeare
 
 By default the text is the reference of the Python language, which comes with Python. A run that was
-stopped resumes from its newest checkpoint; remove its folder for a new one.
+stopped resumes from its newest checkpoint, on any number of processes; remove its folder for a new
+one.
 """
 
 import argparse
@@ -101,9 +102,9 @@ def sample(model, tokens, number, temperature=0.5):
     """Append characters, each drawn from the model's distribution."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(number):
-        logits = model(tokens[:, -BLOCK_SIZE:])[:, -1].float().cpu()
+        logits = model(tokens[:, -BLOCK_SIZE:])[:, -1]
         drawn = torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
-        tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+        tokens = torch.cat([tokens, drawn], dim=1)
     return tokens
 
 
@@ -119,11 +120,11 @@ def main(args):
     model = GPT(len(characters))
     recipe = af.compose(
         af.place(),
-        af.wrap_ddp(),
+        af.wrap_fsdp() if args.fsdp else af.wrap_ddp(),
         af.with_amp(args.dtype),
         af.accumulate(args.accumulate),
         af.clip(1.0),
-        af.schedule(partial(rate, warmup=args.warmup, decay=args.max_iters)),
+        af.schedule(partial(rate, warmup=args.warmup, decay=args.lr_decay_iters)),
         af.log_to(args.out / "log.jsonl", every=10),
     )
     plan = af.Plan(loss_fn, model, configure_optimizer(model, args))
@@ -142,9 +143,13 @@ def main(args):
 
     best = max(af.checkpoint.list_checkpoints(args.out), key=lambda checkpoint: checkpoint.score)
     state = af.load(step, state, args.out, at=best.step)
-    start = torch.tensor([[number_of[" "]]], device=state.device)
-    written = "".join(characters[i] for i in sample(model, start, args.characters)[0].tolist())
-    af.print_on_main(written.strip(), state=state)
+    whole = af.checkpoint.whole_state_dict(model, state)  # also of shards
+    if state.is_main:
+        writer = GPT(len(characters))
+        writer.load_state_dict(whole)
+        start = torch.tensor([[number_of[" "]]])
+        found = sample(writer, start, args.characters)[0].tolist()
+        print("".join(characters[i] for i in found).strip())
     af.print_on_main(f"step {best.step} was best: val loss {-best.score:.4f}", state=state)
 
 
@@ -152,8 +157,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train nanoGPT's character model.")
     parser.add_argument("--text", type=Path, help="a file (default: Python's reference)")
     parser.add_argument("--out", type=Path, default=Path("runs/nanogpt"))
+    parser.add_argument("--fsdp", action="store_true", help="shard the model over the processes")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "no"), default="no", help="of autocast")
     parser.add_argument("--max-iters", type=int, default=400)
+    parser.add_argument("--lr-decay-iters", type=int, default=400, help="updates of the cosine")
     parser.add_argument("--eval-interval", type=int, default=100)
     parser.add_argument("--eval-iters", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="windows of one update")

@@ -16,7 +16,7 @@ from accel_fn.core.empty import is_unfilled, tensors_in
 from accel_fn.core.loop import describe_backward
 from accel_fn.core.loss import takes_frozen
 from accel_fn.core.mesh_axes import mesh_name
-from accel_fn.core.plan import Plan, describe, describe_with_source, trained_by
+from accel_fn.core.plan import Plan, SlotFunction, describe, describe_with_source, trained_by
 from accel_fn.core.state import DistState, check_state, mesh_of
 from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, message
@@ -38,6 +38,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
 
     Raises:
         TypeError: `plan` is neither a plan nor a step, or `state` is not a `DistState`.
+        ValueError: `wrap_fsdp(replicate=)` does not divide the number of ranks, as in `build`.
 
     Cost: nothing is run.
 
@@ -82,6 +83,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
     texts = {
         "start": _listed(plan.init_state),
         "model": _listed(model),
+        "parts": _parts(plan, state),
         "frozen": _frozen(plan),
         "data": _data(state),
         "split": _listed([*plan.having("virtual_ranks"), *plan.split])
@@ -100,6 +102,23 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
         "watched": _listed(plan.observers),
     }
     return {phase: text for phase, text in texts.items() if text}
+
+
+def _parts(plan: Plan, state: DistState) -> str:
+    """Describe in how many parts ranks hold the model and what belongs to it; empty if it is whole."""
+    # FSDP shards a split model along dp alone, and any other one over all ranks.
+    size = state.data.world_size if plan.shard_model else state.world_size
+    names: dict[int, list[str]] = {}
+    for slot in plan.strategy:
+        for name, count in slot.num_parts(size).items() if isinstance(slot, SlotFunction) else ():
+            names.setdefault(count, []).append(name)
+    texts = [f"{', '.join(held)} in {count} parts" for count, held in names.items() if count > 1]
+    for split in plan.shard_model:
+        axis = getattr(split, "keywords", {}).get("axis")
+        count = mesh_of(state).get(axis, 1)
+        if count > 1:
+            texts.append(f"layers with a style in {count} parts along {axis}")
+    return "; ".join(texts)
 
 
 def _data(state: DistState) -> str:

@@ -21,6 +21,12 @@ def test_the_picture_of_a_mesh_is_what_ranks_hold():
     assert module["PICTURE"].read_text() == module["draw"](), "run python docs/draw_mesh.py"
 
 
+def test_the_picture_of_a_cut_sequence_is_what_ranks_see(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)  # it draws with functions of draw_mesh
+    module = runpy.run_path(str(DOCS / "draw_sequence.py"))
+    assert module["PICTURE"].read_text() == module["draw"](), "run python docs/draw_sequence.py"
+
+
 def titles(svg):
     return [each.text for each in ElementTree.fromstring(svg).iter(f"{SVG}title")]
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -16,10 +17,24 @@ from tests.support import strategies as ours
 from tests.support.processes import from_lists, launch
 
 CUT = af.wrap_cp(long.DIMS)
+SQUARE, SPLIT = {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}
 CUBE = {"dp": 2, "cp": 2, "tp": 2}
-MESHES = ({"cp": 2}, {"cp": 3}, {"cp": 4}, {"dp": 2, "cp": 2})
+SIZES = [  # of axes that up to four ranks lie along
+    (dp, cp, tp) for dp in range(1, 5) for cp in range(1, 5) for tp in (1, 2) if dp * cp * tp <= 4
+]
 WRAPS = {"wrap_ddp": af.wrap_ddp(), "wrap_fsdp": af.wrap_fsdp()}
 both = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def rows(chosen, *axes):
+    """Parametrize over a product; rows that are not chosen are slow, since simulated FSDP is."""
+    every = [
+        pytest.param(*row, marks=() if row in chosen else pytest.mark.slow)
+        for row in product(*axes)
+    ]
+    assert sum(not each.marks for each in every) == len(chosen)
+    return every
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
 
@@ -80,11 +95,11 @@ def check(wrap, model, mesh, batches, sizes, num_microbatches=1, make_optimizer=
 @st.composite
 def runs(draw):
     """Draw a mesh, sequences of any length, packed or not, and any split of the rows over `dp`."""
-    mesh = draw(st.sampled_from(MESHES))
+    mesh = dict(zip(("dp", "cp", "tp"), draw(st.sampled_from(SIZES)), strict=True))
     length = draw(st.integers(mesh["cp"], long.MAX_TOKENS))
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=2))
     options = {"packed": draw(st.booleans()), "seed": draw(st.integers(0, 9))}
-    parts = [draw(strategies.uneven_parts(size, mesh.get("dp", 1))) for size in sizes]
+    parts = [draw(strategies.uneven_parts(size, mesh["dp"])) for size in sizes]
     return mesh, long.batches(*sizes, length=length, **options), parts
 
 
@@ -92,31 +107,39 @@ def runs(draw):
 @ours.share(0.2)
 @given(run=runs(), num_microbatches=st.integers(1, 3))
 def test_any_cut_of_sequences_is_one_rank(wrap, run, num_microbatches):
-    check(wrap, long.long_model(depth=1), *run, num_microbatches)
+    split = af.compose(wrap, af.wrap_tp(long.STYLES))
+    check(split, long.long_model(depth=1), *run, num_microbatches)
 
 
-@both
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
-@pytest.mark.parametrize("mesh", [{"cp": 4}, {"dp": 2, "cp": 2}], ids=str)
-def test_a_mesh_is_one_rank(wrap, mesh, packed):
+@pytest.mark.parametrize(
+    ("name", "mesh", "packed"),
+    rows(
+        [("wrap_ddp", {"cp": 4}, False), ("wrap_fsdp", SQUARE, True)],
+        WRAPS,
+        [{"cp": 4}, SQUARE],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_a_mesh_is_one_rank(name, mesh, packed):
     batches = long.batches(3, 4, 3, packed=packed)
     sizes = [[2, 1], [0, 4], [3, 0]] if "dp" in mesh else [[3], [4], [3]]
-    check(wrap, long.long_model(), mesh, batches, sizes, 2, ours.adamw)
+    check(WRAPS[name], long.long_model(), mesh, batches, sizes, 2, ours.adamw)
 
 
-@both
 @pytest.mark.parametrize(
-    "mesh", [{"cp": 2, "tp": 2}, pytest.param(CUBE, marks=pytest.mark.slow)], ids=str
+    ("name", "mesh"), rows([("wrap_ddp", SPLIT)], WRAPS, [SPLIT, CUBE]), ids=str
 )
-def test_a_model_that_is_split_too_is_one_rank(wrap, mesh):
+def test_a_model_that_is_split_too_is_one_rank(name, mesh):
     batches = long.batches(3, 4, packed=True)
     sizes = [[2, 1], [0, 4]] if "dp" in mesh else [[3], [4]]
-    wraps = af.compose(wrap, af.wrap_tp(long.STYLES), af.checkpoint_activations())
+    wraps = af.compose(WRAPS[name], af.wrap_tp(long.STYLES), af.checkpoint_activations())
     check(wraps, long.long_model(), mesh, batches, sizes, 2)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
-@pytest.mark.parametrize("mesh", [{"cp": 2}, {"dp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "packed"), rows([({"cp": 2}, True)], [{"cp": 2}, SQUARE], [False, True]), ids=str
+)
 def test_ranks_that_attend_for_some_heads_are_one_rank(mesh, packed):
     batches = long.batches(3, 4, 3, length=9, packed=packed)
     sizes = [[2, 1], [0, 4], [3, 0]] if "dp" in mesh else [[3], [4], [3]]
@@ -152,12 +175,13 @@ def test_a_mesh_evaluates_predicts_and_runs_forward_as_one_process(wrap):
         assert torch.allclose(found[2], rows, rtol=0, atol=1e-12)
 
 
-@both
-@pytest.mark.parametrize(("precision", "atol"), [("bf16", 1e-3), ("fp16", 1e-4)])
-def test_autocast_and_a_loss_scale_are_those_of_one_process_to_their_rounding(
-    wrap, precision, atol
-):
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    rows([("wrap_ddp", "fp16"), ("wrap_fsdp", "bf16")], WRAPS, ["bf16", "fp16"]),
+)
+def test_autocast_and_a_loss_scale_are_those_of_one_process_to_their_rounding(name, precision):
     """The bounds are those of products in bf16 and fp16; the updates are of the size of 0.1."""
+    wrap, atol = WRAPS[name], {"bf16": 1e-3, "fp16": 1e-4}[precision]
     batches = long.batches(4, 4)
     model = long.long_model().float()
 

@@ -113,3 +113,32 @@ def test_says_how_much_of_the_parameters_a_rank_holds():
     first, second = simulate(run, world_size=2)
     assert "4 parameter tensors, 26 numbers (18 on this rank)" in first
     assert "4 parameter tensors, 26 numbers (8 on this rank)" in second
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "text"),
+    [
+        (af.wrap_fsdp(), {"dp": 4}, "parameters, gradients, optimizer in 4 parts"),
+        (af.wrap_fsdp(replicate=2), {"dp": 4}, "parameters, gradients, optimizer in 2 parts"),
+        (af.wrap_deepspeed(stage=2), {"dp": 4}, "optimizer, gradients in 4 parts"),
+        (
+            af.compose(af.wrap_fsdp(), af.wrap_tp({"0": "colwise"})),
+            {"dp": 3, "tp": 2},
+            "parameters, gradients, optimizer in 3 parts; layers with a style in 2 parts along tp",
+        ),
+        (
+            af.compose(af.wrap_fsdp(), af.wrap_cp({"x": 1})),
+            {"dp": 2, "cp": 2},
+            "parameters, gradients, optimizer in 4 parts",
+        ),
+    ],
+    ids=["fsdp", "replicated", "zero", "split", "cut"],
+)
+def test_a_plan_tells_in_how_many_parts_ranks_will_hold_the_model(recipe, mesh, text):
+    first, *_ = simulate(lambda state: af.explain(recipe(ours.plan()), state), mesh=mesh)
+    assert f"\n  parts      {text}\n" in first
+
+
+@pytest.mark.parametrize("recipe", [af.wrap_ddp(), af.wrap_tp({"0": "colwise"})])
+def test_a_model_that_ranks_hold_whole_has_no_parts(recipe):
+    assert "parts" not in af.explain(recipe(ours.plan()), af.DistState(world_size=2))
