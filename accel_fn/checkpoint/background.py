@@ -227,7 +227,7 @@ def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
 
 
 def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:
-    """Copy the parts to host memory; return them, and the events that the copies end with."""
+    """Copy the parts to host memory; return the copies, and events that mark their end."""
     copies = [replace(part, tensor=buffers[part.name, part.offsets]) for part in parts]
     with torch.no_grad():
         for part, copy in zip(parts, copies, strict=True):

@@ -94,7 +94,7 @@ def read_entries(function: str, model: nn.Module) -> Entries:
 def check_dense(function: str, name: str, value: object) -> None:
     """Refuse an entry of a `state_dict` that safetensors files cannot hold."""
     if name == "__metadata__":
-        # A safetensors file keeps its own notes under this name.
+        # A safetensors file stores its metadata under this name.
         raise _model_refusal(function, "not use that name", name, "a tensor")
     if not isinstance(value, Tensor):
         kind = f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Make a batch again from a few samples by its collate_fn, which got all of them before."""
+"""Collate a few samples of a batch again, by the user's collate_fn."""
 
 from __future__ import annotations
 

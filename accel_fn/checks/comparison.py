@@ -44,7 +44,7 @@ _OF_LOOKS = (
     ("in turn", "thirds"),
     ("unequal", "halves"),
 )
-"""The cuts of each look, in the order of looks."""
+"""The cuts of each comparison, in the order of the comparisons."""
 
 
 class Comparison:
@@ -116,7 +116,7 @@ class Comparison:
         return _TOO_FEW if rows is None else self._compared(state, rows)
 
     def _check_sums(self, state: DistState) -> None:
-        """Warn about buffers that forwards sum over rows, but the loop not over ranks."""
+        """Warn about buffers with sums over rows that the loop does not add up over ranks."""
         names, self.verdicts.sums = self.verdicts.sums, []
         buffers = dict(self._plan.model.named_buffers())
         found = [buffers[name].detach().contiguous() for name in names if name in buffers]

@@ -1,4 +1,4 @@
-"""The findings of each rank in a few rows and their parts, which ranks exchange."""
+"""Findings about a few rows and their parts, which ranks exchange."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Reads:
     """Whether a forward reads values that an earlier forward has written."""
 
     parts: bool
-    """Whether a part gives other results after another part than when it runs first."""
+    """Whether the results of a part change if another part runs before it."""
     rows: bool
-    """Whether a part gives other results after a part than after the batch."""
+    """Whether a part's results depend on the rows that ran before it: a part or the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Found:
     precisions: Sequence[torch.dtype] = ()
     """The dtype in which the gradient of each trained parameter is computed."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By name, metrics of the batch and of its parts together, if the two differ."""
+    """Metrics, by name, that differ between the batch and its parts together: both values."""
     writes: Mapping[str, Write] = field(default_factory=dict)
     calls_collectives: bool = False
     in_turn: tuple[Sequence[Cut], Gradients | None] | None = None

@@ -54,7 +54,7 @@ class Ran(NamedTuple):
     losses: list[float]
     """The loss of each term."""
     metrics: dict[str, tuple[float, ...]]
-    """By name, each metric: a mean, or a sum and its count."""
+    """The metrics by name. Each is a mean, or a sum and its count."""
     written: Mapping[str, Written]
     dtype: torch.dtype
     """The dtype of the loss."""
@@ -233,7 +233,7 @@ def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
 
 @contextmanager
 def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
-    """Run modules that were compiled in place uncompiled: a graph could not be watched."""
+    """Run modules without their compiled graphs, in which operations could not be watched."""
     compiled = {
         each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl
     }

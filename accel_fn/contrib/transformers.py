@@ -78,27 +78,29 @@ _KEPT_OPTIONS = (
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """The Trainer of transformers, whose gradients, updates and evaluation are accel_fn's.
 
-    Use it in place of `transformers.Trainer`. Arguments, callbacks, logs, schedules and folders are those of
-    transformers. Batches, loss, gradients, clipping, precision and optimizer go through one step, so W
-    processes with `gradient_accumulation_steps=k` train as one process does with the same number of samples a
-    step; the last batch of an epoch too, which accelerate fills up with samples from its beginning.
-    The logged loss is the mean over the items of the global batch, and `eval_loss` that over the items of
-    the whole data set: over labels that are not -100 where a batch has `labels`, else over samples.
+    Use it instead of `transformers.Trainer`. Arguments, callbacks, logs, schedules and folders are
+    those of transformers. One step does the batches, loss, gradients, clipping, precision and
+    optimizer. So W processes with `gradient_accumulation_steps=k` train as one process does with
+    the same number of samples per step. This includes the last batch of an epoch, which accelerate
+    fills up with samples from the beginning of the epoch. The logged loss is the mean over the
+    items of the global batch, and `eval_loss` is the mean over the items of the whole data set.
+    Items are labels that are not -100 if a batch has `labels`, else samples.
 
-    A checkpoint holds the weights as transformers writes them, and in its folder `accel_fn` what `save`
-    writes: the optimizer, shards, averages and loss scale, for any number of processes. A checkpoint of
-    the plain Trainer is resumed from as well.
+    A checkpoint holds the weights as transformers writes them, and, in its folder `accel_fn`, the
+    files of `save`: the optimizer, shards, averages and loss scale, for any number of processes. It
+    also resumes from a checkpoint of the plain Trainer.
 
     Args:
         *args: as for `transformers.Trainer`.
-        recipe: more transforms for the step, such as `ema(0.999)` or `wrap_fsdp()`; a strategy in it
-            takes the place of `wrap_ddp()`.
+        recipe: more transforms for the step, such as `ema(0.999)` or `wrap_fsdp()`; a strategy in
+            it replaces `wrap_ddp()`.
         **options: as for `transformers.Trainer`.
 
     Raises:
         ValueError: an argument that it does not support is set; the message has the reason.
 
-    Cost: that of the step; in an evaluation that collects predictions, three small collectives a batch.
+    Cost: the cost of the step; in an evaluation that collects predictions, three small collectives
+    per batch.
 
     >>> from accel_fn.contrib.transformers import Trainer
     >>> Trainer.__mro__[1].__module__

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WHOLE = (Tensor, nn.Parameter)
-"""Types that are never sharded, of most tensors: comparing a type is faster than `hasattr`."""
+"""The types of most tensors, which are never sharded: comparing them is faster than `hasattr`."""
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:

@@ -412,8 +412,8 @@ class PaddingStrategy(Strategy):
         self.ranks = over(state)
         """The ranks that run the same number of micro-batches."""
         self.begin_pass: Callable[[bool, int], None] = _nothing
-        """Called with whether gradients are computed, and with the number of micro-batches on
-        every rank."""
+        """Called with a flag, whether gradients are computed, and with the number of
+        micro-batches on every rank."""
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights

@@ -233,7 +233,7 @@ def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
-"""By name, each metric: a mean, []; a pair (sum, count); or, as a str, the rule that it breaks."""
+"""Metrics by name. Each is a mean, [], a pair (sum, count), or, if it breaks a rule, that rule."""
 Outcome = tuple[Tensor, Metrics]
 """The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics. For a
 loss that is `(sum, count)`: the sums, [] or [terms]; `counted_in` finds the sums and counts in

@@ -52,7 +52,7 @@ class Layout:
         """The names of the `(sum, count)` terms; () for a loss of means. None if this is not
         known yet."""
         self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
-        """By name, functions of the means of a step. Their values are metrics too."""
+        """Functions of the means of a step, by name. Their values are metrics too."""
         self.predicts = True
         """Whether a backward may start from a weight that is corrected later."""
         self.last_total: Weight = ()

@@ -73,7 +73,7 @@ def describe_optimizer(given: Optimizer | Mapping[str, Optimizer]) -> str:
 
 
 Batch = TypeVar("Batch", contravariant=True, default=Any)
-"""The type of a batch: that of `loss_fn`'s second parameter; Any if it has no annotation."""
+"""The type of a batch: the annotation of `loss_fn`'s second parameter, or Any without one."""
 Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
 """A mean over the batch's items, or a sum and its count."""
 Pair = tuple[Tensor, float | Tensor]
@@ -421,7 +421,7 @@ class Stateful(SlotFunction):
     """
 
     def __init__(self, fn: Callable[..., Any], **settings: Any) -> None:
-        """`fn(state, plan, **settings)` makes the function."""
+        """Store `fn`, which makes the function when called as `fn(state, plan, **settings)`."""
 
 
 def check_finish(function: str, finish: object) -> None:

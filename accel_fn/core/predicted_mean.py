@@ -1,4 +1,4 @@
-"""A global mean for whose weight no backward waits: it uses the weight of the last batch."""
+"""A global mean that predicts its weight from the last batch, so that no backward waits."""
 
 from __future__ import annotations
 

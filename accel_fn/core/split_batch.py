@@ -47,7 +47,7 @@ def split_rows(tree: Any, sizes: list[int], function: str = "step") -> Sequence[
     """Cut `tree` into consecutive parts of these sizes; errors name `function`."""
     if len(sizes) == 1:
         return [tree]
-    # This path is faster. Most batches are tuples of plain tensors.
+    # Most batches are tuples of plain tensors, for which this path is faster.
     if type(tree) is tuple and tree and all(map(_is_plain, tree)):
         return list(zip(*[torch.split_with_sizes(each, sizes) for each in tree], strict=True))
     return _RowSplit(sizes, function).parts_of(tree)

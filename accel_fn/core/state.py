@@ -145,7 +145,7 @@ class LossScale:
 
 
 class Axis(NamedTuple):
-    """One axis of the device mesh for this rank: the ranks that differ in this axis alone."""
+    """One axis of the device mesh for this rank: the ranks that differ only in this axis."""
 
     name: str
     rank: int

@@ -227,7 +227,7 @@ class Step(Generic[Batch]):
         """Transform the gradients, run the optimizer and `after_update`; count one batch.
 
         Args:
-            state: as `grads` gave it, or a later one.
+            state: the state from `grads`, or a later one.
             grads: used up: their tensors may be overwritten.
             report: the report of these gradients; `grad_norm` and `applied` are filled in.
             advance: as for the step.

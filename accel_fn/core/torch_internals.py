@@ -54,8 +54,8 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
     _engine_run_backward(
         (loss,),
         (seed,),
-        False,  # keep_graph
-        False,  # create_graph
+        False,  # the argument keep_graph
+        False,  # the argument create_graph
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=True,

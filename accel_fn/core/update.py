@@ -188,7 +188,7 @@ def takes_factor(optimizer: Optimizer) -> bool:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Return False for SGD before it has a momentum: its kernel would skip it and set none."""
+    """Return False for SGD before its first momentum: a skipping kernel would set none."""
     return not isinstance(optimizer, SGD) or all(
         "momentum_buffer" in optimizer.state.get(each, ())
         for group in optimizer.param_groups

@@ -109,7 +109,7 @@ class BatchReader:
     def numbered(
         self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Numbered[Any]]:
-        """Yield the same batches, each after its samples; for the key of a ready batch, None."""
+        """Yield each batch with its samples; None instead of samples for a ready batch."""
         for part, batch in self._with_parts(parts, epoch, first_batch, seed, by_loop=False):
             numbers = self._fetcher.own(part)
             if isinstance(numbers, Tensor):

@@ -49,7 +49,7 @@ class Source(Protocol[Batch]):
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
-        """Yield the same batches, each after this rank's samples in it."""
+        """Yield the same batches, each with this rank's samples in it."""
 
     def facts(self) -> dict[str, Any]:
         """Return the known facts that a resumed run must share, without the number of ranks."""
@@ -125,7 +125,7 @@ class Position:
         return self.place() if self._is_next else (self._progress.epoch + 1, 0)
 
     def move_to(self, epoch: int, batch: int = 0) -> None:
-        """Let the next pass begin at this batch."""
+        """Set the batch at which the next pass begins."""
         self._progress, self._is_next = Progress(epoch, batch, 1, None), True
 
     def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
@@ -233,7 +233,7 @@ class ShardedLoader(Generic[Batch]):
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """The `DataLoader` that was split, with its data set, batch size and `collate_fn`."""
+        """Return the `DataLoader` that was split, with its data set and `collate_fn`."""
         return self._loader
 
     def __len__(self) -> int:
@@ -461,7 +461,7 @@ class Epochs(Iterator[Epoch[Batch]]):
 
 
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
-    """Yield a loader's batches, each after its samples; None as samples for another iterable."""
+    """Yield a loader's batches, each with its samples; for other iterables, with None."""
     if isinstance(loader, Epoch):
         return loader._numbered()
     if isinstance(loader, ShardedLoader):

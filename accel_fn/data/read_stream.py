@@ -342,7 +342,7 @@ class PartStream(IterableDataset[Any]):
         return Stream(data, epoch, seed=seed, keeps=keeps, info=info, in_worker=in_worker)
 
     def _of_shard(self, stream: Stream, num_dropped: int) -> Iterator[Any]:
-        """Yield this rank's batches, the first with an item; None for dropped batches."""
+        """Yield this rank's batches, the first one with an item; yield None for dropped batches."""
         size = part_sizes(self.cut.batch_size, self.cut.world_size)[self.rank]
         for number, part in enumerate(parts_of_shard(stream, size, drop_last=self.cut.drop_last)):
             example = _packed(part[:1]) if number == 0 else None

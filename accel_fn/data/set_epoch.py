@@ -128,8 +128,8 @@ class LoopEpochs:
     def __init__(self, root: Any, may_follow: Callable[[Any], bool]) -> None:
         self._root, self._may_follow = root, may_follow
         self._known: dict[int, tuple[Any, _Shared, list[int]]] = {}
-        """By a reader's id: the reader, its shared epoch and its epoch numbers at the last
-        check."""
+        """Each reader, its shared epoch and its epoch numbers at the last check, by the reader's
+        id."""
 
     def are_set(self) -> bool:
         """Return whether the loop has set an epoch since the last call, or before the first."""

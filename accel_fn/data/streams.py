@@ -302,7 +302,7 @@ def until_all_end(
     first_batch: int,
     collate_fn: Callable[[list[Any]], Any],
 ) -> Iterator[Any]:
-    """Yield the batches of a rank's shards, then empty ones until all ranks' shards end.
+    """Yield the batches of a rank's shards, then empty batches until all ranks' shards end.
 
     Before each batch, ranks exchange whether they have one.
     """

@@ -321,7 +321,7 @@ class WorkerPool:
             try:
                 item = next(self._running)
             except StopIteration as end:
-                # The arguments are a worker's error that torch raises again; this is not the end.
+                # With arguments, this is a worker's error that torch raises again, not the end.
                 if end.args:
                     raise RuntimeError(*end.args) from end
                 return

@@ -189,8 +189,8 @@ def lost_peer(folder: Path) -> bool:
 def cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused all others.
 
-    Crashes come first, then errors of ranks, then exits, then errors from lost peers; among equals,
-    the earliest.
+    Crashes come first, then errors of ranks, then exits, then errors from lost peers. Within a
+    kind, the earliest failure comes first.
     """
     # Times are not enough: a killed rank records none, and its peers notice its end before the
     # launcher does.

@@ -183,7 +183,7 @@ def list_gpus() -> list[str]:
 
 
 def built_for_cuda() -> bool:
-    """Read in torch's version file, without an import, whether torch was built for CUDA."""
+    """Return whether torch was built for CUDA, from its version file, without an import."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

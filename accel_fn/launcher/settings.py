@@ -31,7 +31,7 @@ class Given:
 
     @property
     def where(self) -> str:
-        """The source of the value, with the line if there is one."""
+        """Return the source of the value, with the line if there is one."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
     def becomes(self, value: object) -> Given:

@@ -131,7 +131,7 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt = latest
 
     def beat(self) -> int | None:
-        """Signal that this launcher runs; on machine 0, return the first machine that no longer does."""
+        """Signal that this launcher runs; on machine 0, return the first silent machine."""
         # No machine checks the beat of machine 0: if machine 0 ends, its store is gone.
         now = time.monotonic()
         if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:

@@ -48,7 +48,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
 
 
 def die_with(launcher: int) -> None:
-    """Let the system kill this process as soon as the launcher is gone, however it ended."""
+    """Make the system kill this process as soon as the launcher is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
@@ -84,7 +84,7 @@ def print_whole_lines() -> None:
 
 
 def record_stacks(path: Path) -> None:
-    """Let Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
+    """Make Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except FileNotFoundError:

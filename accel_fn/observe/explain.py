@@ -105,8 +105,8 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 
 def _parts(plan: Plan, state: DistState) -> str:
-    """Describe in how many parts ranks hold the model and what belongs to it; empty if it is whole."""
-    # FSDP shards a split model along dp alone, and any other one over all ranks.
+    """Describe into how many parts ranks divide the model and its state; "" if it is whole."""
+    # FSDP shards a split model along dp only, and any other model over all ranks.
     size = state.data.world_size if plan.shard_model else state.world_size
     names: dict[int, list[str]] = {}
     for slot in plan.strategy:

@@ -75,7 +75,7 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
     """Cut ranges to the times in which a collective runs that the host may wait for."""
-    # A step awaits a sum that starts before the forward after it, in the rest of the step.
+    # A sum that starts before the forward is awaited in the rest of the step, after the forward.
     return [
         (max(begin, start), min(end, stop))
         for start, stop in ranges

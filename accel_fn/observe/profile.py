@@ -224,8 +224,8 @@ class RankTrace:
             )
         self.is_running = True
         if phases:
-            # torch 2.11 warns that a cycle clears the events of the previous cycle; here is only
-            # one cycle.
+            # torch 2.11 warns that a cycle clears the events of the previous cycle; there is only
+            # one here.
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         for owner, name, phase in phases:

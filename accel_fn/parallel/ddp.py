@@ -236,7 +236,7 @@ class DDP(Strategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enter a batch; with retries, broadcast DDP's buffers before the first forward."""
+        """Enter a batch's context; with retries, first broadcast DDP's buffers."""
         if not torch.is_grad_enabled():
             yield
             return

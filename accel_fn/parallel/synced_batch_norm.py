@@ -75,7 +75,7 @@ class SyncedStrategy(PaddingStrategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enter a batch with synced layers, and its backward, in which checkpoints call layers."""
+        """Sync the layers in a batch and in its backward, in which checkpoints call layers."""
         try:
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
@@ -86,7 +86,7 @@ class SyncedStrategy(PaddingStrategy):
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Add the spare micro-batch until there are `most`; keep all of this rank's own."""
+        """Repeat the spare micro-batch until there are `most`; keep all of this rank's own."""
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[_SPARE] * lacking]
 

@@ -98,7 +98,8 @@ class Preemption:
     def leave(self) -> NoReturn:
         """End this process with exit code 75, to be restarted and resumed.
 
-        `accel-fn launch --max-restarts` starts the ranks again; otherwise the launch ends so, too.
+        `accel-fn launch --max-restarts` starts the ranks again; otherwise the launch ends with this
+        code too.
         """
         raise SystemExit(os.EX_TEMPFAIL)
 

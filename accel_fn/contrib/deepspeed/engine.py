@@ -219,7 +219,7 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> None:
-        """Run the micro-batches; in batches 1, 2, 10 and 100, check what the first one reaches."""
+        """Run the micro-batches; in batches 1, 2, 10 and 100, check the parameters in the graph."""
         self._is_due, self._is_open = bool(self.observers.due), True
         super().run(plan, state, mean, parts, weights)
 

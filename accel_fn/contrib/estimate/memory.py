@@ -425,7 +425,7 @@ class _Run:
     frozen: Sequence[Tensor]
     """Parameters and buffers of frozen models."""
     parts: Mapping[str, int]
-    """By name, into how many parts ranks divide memory that this model holds whole."""
+    """The number of parts into which ranks divide memory that this model holds whole, by name."""
     sharded: nn.Module | None
     """The loss over shards, which gathers parameters in the step."""
     whole: Sequence[Tensor]

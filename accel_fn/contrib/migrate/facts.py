@@ -216,7 +216,7 @@ class Facts:
         return {loop: loader for loop, loader in loaders.items() if loader}
 
     def _loader_of(self, loop: Loop) -> str:
-        """Return the loader whose batches a loop gets, by its head or by `next`; empty if there is none."""
+        """Return the loader that a loop reads, by its head or by `next`; "" if there is none."""
         given = [loop.iter] if isinstance(loop, cst.For) else []
         given += [
             each.args[0].value
@@ -248,7 +248,7 @@ class Facts:
 
     @cached_property
     def counting_loops(self) -> dict[Loop, str]:
-        """Return the loops over an update's batches, `for _ in range(k): next(...)`, with their k."""
+        """Return the loops over an update's batches, `for _ in range(k): next(...)`, by k."""
         found = {}
         for loop in self._backward_of:
             outer = self.loop_around(loop)

@@ -26,7 +26,7 @@ def is_of_block() -> bool:
 
 @contextmanager
 def draws_of_block(device: torch.device, rank: int) -> Iterator[None]:
-    """Enter the forward of a block of tokens: seed draws by the generator's state and the rank.
+    """Seed the draws of a block's forward by the generator's state and the rank.
 
     Ranks along the axis hold the same rows, so their generators have the same state, and dropout
     would repeat one mask in each block. After the context, the generators are equal again:

@@ -192,7 +192,7 @@ class ContextParallel(Strategy):
 
     @contextmanager
     def _attending(self, blocks: Blocks | None = None) -> Iterator[None]:
-        """Enter the forward of these blocks, or the backward of the last blocks."""
+        """Enter a context for the forward of these blocks, or for the backward of the last ones."""
         attention = self._attention if blocks is None else self._attention.over(blocks)
         with attention, self._of_transformers.attending():
             yield

@@ -91,7 +91,7 @@ class ModelsOfTransformers:
 
     @contextmanager
     def given(self, part: Any, blocks: Blocks) -> Iterator[None]:
-        """Enter the forward of a block: models also get data of the whole micro-batch."""
+        """Run the forward of a block in this context: models also get whole-sequence data."""
         with ExitStack() as stack:
             for each in self._models:
                 hook = partial(self._complete, part=part, blocks=blocks)

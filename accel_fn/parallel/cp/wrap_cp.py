@@ -116,7 +116,7 @@ class CPSlot(SlotFunction):
         return frozenset({"cuts_sequences"} | getattr(inner, "traits", frozenset()))
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
-        """Take over the strategy that the plan also has."""
+        """Take over the plan's strategy, which becomes the inner strategy."""
         others = [each for each in plan.strategy if not isinstance(each, CPSlot)]
         if len(others) != 1 or len(plan.strategy) != 2:
             return plan

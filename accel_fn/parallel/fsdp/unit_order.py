@@ -36,7 +36,7 @@ class Event:
     """A code of the event. If two ranks have the same next collective, their codes are equal."""
     text: str = field(compare=False)
     stand_in: Callable[[], object] | None = field(compare=False)
-    """Joins the collective with zeros. None for the end of a pass, where ranks always compare."""
+    """Joins the collective with zeros. None at the end of a pass, where ranks always compare."""
 
 
 class UnitOrder:

@@ -74,7 +74,7 @@ class VirtualRanks(Strategy):
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Add up the gradients of the virtual ranks as a binary tree, also over the ranks."""
+        """Add up the gradients of all virtual ranks, as a binary tree over slices and ranks."""
         for parameter in self.reachable:
             parameter.grad = None
         try:

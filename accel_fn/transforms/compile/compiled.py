@@ -97,7 +97,7 @@ class CompileSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: for example, `checkpoint_activations` needs graph breaks."""
+        """Return traits that other transforms check, such as "full_graph"."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
         in_place = {"cuda_graphs"} if self.keywords["mode"] in CUDA_GRAPHS else set[str]()
         whole = {"compiles_loss"} if self.func is compile_loss else set[str]()

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_fn.core.warn import warn_user
 
 LOOKS = (1, 2, 10, 100)
-"""The numbers of the advances after which learning rates are recorded. The next advance compares
-them."""
+"""The advances, by number, after which learning rates are recorded. The next advance compares
+the rates."""
 _CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
 """Each scheduler's check, by the scheduler's id, since several steps may advance a scheduler. A
 check keeps its scheduler alive."""
