@@ -81,8 +81,8 @@ class Verdicts:
         if numbers and adds_up and (not by_samples or self._is_in_microbatches):
             self._refuse_numbers(numbers, of_samples, every)
         if by_samples and not by_rows:
-            # For example, chosen rows come before rejected ones: each rank collates its own, but
-            # micro-batches cut them.
+            # For example, chosen rows come before rejected ones: each rank collates its own
+            # samples, but micro-batches cut the collated rows.
             if self._is_in_microbatches and self._cuts_rows:
                 raise BatchError(
                     "step: batch must have one row a sample where accumulate cuts it, got one whose rows "

@@ -43,11 +43,11 @@ class Collate:
         return batch
 
     def empty(self, one: Any, two: Any) -> Any:
-        """Return the batch of no samples; `two` is `one` twice. None if rows cannot be cut."""
+        """Return an empty batch; `two` is the list `one` twice. None if rows cannot be cut."""
         return self.without_rows(self._collate_fn(one), two)
 
     def without_rows(self, batch: Any, two: Any) -> Any:
-        """Return the batch of a sample without its rows; `two` is the sample twice."""
+        """Return the batch of a sample without its rows; `two` is a list of the sample twice."""
         return without_rows(batch, self._twice(two))
 
     def _twice(self, samples: Any) -> Any:
@@ -175,7 +175,7 @@ class EmptyPart(list[Any]):
 
 
 def without_rows(one: Any, two: Any) -> Any:
-    """Return the batch of no samples, from the batch of one sample and of that sample twice.
+    """Return an empty batch, made from a batch of one sample and a batch of that sample twice.
 
     Values that are twice as long in `two` have rows, which are cut off. The result is None if any
     other value would have to be cut, such as tokens of all samples in one row.

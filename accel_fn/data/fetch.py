@@ -382,7 +382,7 @@ class Fetcher(Dataset[Any]):
         return self._collated(self._samples(numbers), numbers)
 
     def _empty(self, numbers: list[Any]) -> Any:
-        """Return the batch of no samples, in the form of a batch of one."""
+        """Return an empty batch, in the form of a batch of one sample."""
         samples = self._samples(numbers)
         # A data set that reads many samples at once may return any type, which cannot be doubled.
         two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)

@@ -123,7 +123,7 @@ def join_world(
 
 
 def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, int], T]) -> T:
-    """Wait until all ranks have come; return the group that `make` returns.
+    """Wait until all ranks have joined; return the group that `make` returns.
 
     `make` gets a store for this world only, and the largest `num_groups` of all ranks.
     """
@@ -215,7 +215,8 @@ def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 def _late_follower(store: Store, me: JoiningRank, note: str, world: str) -> WorldTimeoutError:
     if world and store.get(f"{world}/note/{me.rank}").decode() != note:
         return _displaced(me)
-    # Rank 0 has not come, or has begun a try without this rank and named no new try.
+    # Rank 0 has not joined yet, or it has begun a try without this rank and has not named a new
+    # try.
     if not world or store.check([f"{world}/begin"]):
         return _not_seen(me, [0])
     ranks = range(me.world_size)
@@ -308,7 +309,7 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     ):
         fails = ending_error() is not None or (watchdog is not None and watchdog.has_lost_rank)
         if fails and device_backend(group) is not None:
-            # Destroying a group waits for queued kernels, and their peers may never come.
+            # Destroying a group waits for queued kernels, whose peers may never run them.
             dist.distributed_c10d._abort_process_group(group)
         else:
             dist.destroy_process_group(group)
