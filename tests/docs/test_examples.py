@@ -105,7 +105,10 @@ def not_run(page: Path) -> list[str]:
     fences = re.findall(
         r"^ *```(\S+)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    with_diffs = ("README.md", "seeing-a-run.md", "choosing-a-mesh.md", "larger-models.md")
+    with_diffs = (
+        *("README.md", "seeing-a-run.md", "choosing-a-mesh.md", "larger-models.md"),
+        "scaling-up.md",
+    )
     diffs_run = page.name in with_diffs or page.name.startswith("from-")
     run = {"python", "{eval-rst}", "diff" if diffs_run else "python"}
     texts = [text for language, text in fences if language not in run]
