@@ -29,7 +29,7 @@ from accel_fn.transforms.schedule.schedule import takes_metric
 _Entry = TypeVar("_Entry")
 _MOST_SHOWN = 8
 Names = Mapping[str, Mapping[str, str]]
-"""For each step by name, a map from a parameter's name in the program to its name in the run."""
+"""A map from a step's name to a map from parameter names in the program to those in the run."""
 
 
 @dataclass

@@ -69,7 +69,7 @@ class RunState:
     """Tensors by name: `model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; for a step
     with a name, `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
-    """For each step by name, the non-tensor state of model, optimizers and transforms."""
+    """A map from a step's name to the non-tensor state of its model, optimizers and transforms."""
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
     stateful: dict[str, str]

@@ -72,7 +72,7 @@ class Snapshot:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that were written to, with copies of their earlier values."""
         self._owners: dict[int, list[Tensor]] = {}
-        """Parameters, and tensors among the attributes, by the memory that they use."""
+        """A map from a storage to the parameters and attribute tensors that share it."""
         self._versions: list[tuple[Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}

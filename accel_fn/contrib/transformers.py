@@ -329,7 +329,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return this rank's sums of losses, items and samples of a batch, and its rows by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
-        # A `prediction_step` of the user's must compute in the precision of the step too.
+        # A `prediction_step` that the user overrides must also compute in the step's precision.
         with self.autocast_smart_context_manager():
             loss, logits, labels = self.prediction_step(
                 model, batch, loss_only, ignore_keys=ignore_keys

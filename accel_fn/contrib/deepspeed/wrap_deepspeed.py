@@ -144,7 +144,7 @@ class DeepSpeedSlot(SlotFunction):
                 group["params"] = [nn.Parameter(torch.empty(-(-size // meshes["dp"].size())))]
 
     def claim(self, plan: Plan) -> Plan:
-        """Take over clipping by norm, which the engine does."""
+        """Remove the transforms that clip by norm from the plan, because the engine clips."""
         clips = tuple(plan.having("clips_norm"))
         rest = tuple(each for each in plan.gradients if each not in clips)
         strategy = tuple(self._with(clips) if each is self else each for each in plan.strategy)
