@@ -199,7 +199,7 @@ class ResumedSchedules:
                 each.scheduler.load_state_dict(copy.deepcopy(state))
 
     def _step_to_saved(self) -> None:
-        """Step the program's schedulers in turn, as in a run."""
+        """Step the program's schedulers to their saved counts, in the order of a run."""
         left = [
             0 if takes_metric(each.scheduler) else _count(each.state) - _count(state)
             for each, state in zip(self._found, self._states, strict=True)

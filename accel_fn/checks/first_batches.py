@@ -110,7 +110,7 @@ class FirstBatches(Observer):
             self._compares = False
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn about BatchNorm on parts of a batch, None batches, and a repeated state."""
+        """Warn about BatchNorm on parts of a batch, about None batches, and about a repeated state."""
         if self._batch_norm.is_due:
             self._batch_norm.end()
         self._repeated.end(state)

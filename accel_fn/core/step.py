@@ -1,4 +1,4 @@
-"""Step, its stages, and `build`: the only place that moves, wraps and compiles."""
+"""Step, its stages, and `build`, which alone moves, wraps and compiles models."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
-        # Without the square, neighbours would keep their distance.
+        # Without the square, neighbouring rows would keep their distance.
         moved *= moved
         moved >>= _33
         moved *= size

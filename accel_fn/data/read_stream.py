@@ -415,7 +415,7 @@ class _StreamPool(WorkerPool):
 
 
 class Passes:
-    """Passes over one of our streams, each from a place: [epoch, first batch, keeps], int64.
+    """Passes over one of our streams. Each starts at a place: [epoch, first batch, keeps], int64.
 
     Every pass has its own workers. Persistent workers serve one pass after the other, and read
     the place from shared memory. If the user gave no generator, workers are seeded by seed

@@ -61,7 +61,7 @@ _BARRIER_S = 5
 """The time-out of torch's barrier: with our rendezvous, all machines have finished before it."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""A failed world must end within five seconds; after a signal, ranks may save their state."""
+"""Seconds until ranks are killed: after a failure, and after a signal, as they may save state."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

@@ -204,7 +204,7 @@ class _JsonLines:
 
     def _open(self) -> None:
         """Open the file, and drop an incomplete last line."""
-        # Open to append: otherwise, if another program cuts the file, it would get a hole of zeros.
+        # Append: if another program truncates the file, writes at an old position leave zeros.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, self._file)
         self.cut(math.inf)
@@ -217,7 +217,7 @@ class _JsonLines:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError:
-            # The disk may be full: half a line would spoil the next line.
+            # The disk may be full. Remove the half-written line, which would spoil the next one.
             os.ftruncate(self._file, start)
             raise
 

@@ -37,7 +37,7 @@ class PhaseTimes:
 
     @property
     def waiting(self) -> float:
-        """Return the time in which a rank waits in collectives."""
+        """Return the time that a rank spends in collectives."""
         return self.host[COLLECTIVES] + self.device.get(COLLECTIVES, 0.0)
 
 
@@ -74,7 +74,7 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
-    """Cut ranges to the times in which a collective runs that the host may wait for."""
+    """Cut ranges to the times in which the host may wait for a collective."""
     # A sum that starts before the forward is awaited in the rest of the step, after the forward.
     return [
         (max(begin, start), min(end, stop))

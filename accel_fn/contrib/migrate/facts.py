@@ -440,7 +440,7 @@ class Facts:
         ) and bool(call.args)
 
     def is_local_elsewhere(self, name: str, node: cst.CSTNode) -> bool:
-        """Return whether a name is local to a node's function, which does not prepare."""
+        """Return whether a name is local to a function around the node that never prepares."""
         function = self.function_around(node)
         prepared = {self.function_around(each) for each in self._method_calls("prepare")}
         if function is None or not prepared or function in prepared or name.startswith("self."):

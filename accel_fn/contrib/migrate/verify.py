@@ -17,7 +17,7 @@ from accel_fn.contrib.migrate.child import Part, Recording, record
 from accel_fn.errors import RankError
 
 _RELATIVE = {True: 1e-9, False: 1e-4}
-"""The largest relative difference of two losses, by whether the old script computes in float64."""
+"""The largest relative difference of two losses. True: the old script computes in float64."""
 _ABSOLUTE = {True: 1e-12, False: 1e-6}
 NOT_COMPARED = "not compared"
 _SHOWN = 30

@@ -51,7 +51,7 @@ class Goodput:
 
     @property
     def wall(self) -> int:
-        """Return the microseconds from the first process's start to the last entry, less pauses."""
+        """Return the microseconds from the first process's start to the last entry, without pauses."""
         return sum(self.microseconds.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Blocks of sequences in models of transformers, whose registries hold attention and masks."""
+"""Split sequences in models of transformers, through its registries of attention and masks."""
 
 from __future__ import annotations
 
