@@ -1,4 +1,4 @@
-"""`python -m accel_fn`, where the script `accel-fn` is not on the PATH."""
+"""Run `python -m accel_fn`, for machines where the script `accel-fn` is not on the PATH."""
 
 from accel_fn.cli import main
 

@@ -149,7 +149,7 @@ def shown(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yield `repr(value)` in pieces; items of a list, a tuple or a dict one at a time."""
+    """Yield `repr(value)` in pieces, one item of a list, a tuple or a dict at a time."""
     if type(value) is dict:
         yield "{"
         for number, (key, each) in enumerate(value.items()):
@@ -168,7 +168,7 @@ def _pieces(value: object) -> Iterator[str]:
         try:
             yield repr(value)
         except Exception:
-            # The value may be an integer of many digits, or an object of the user's.
+            # The value may be an integer of many digits, or an object of a user's class.
             yield f"<{type(value).__name__}>"
 
 

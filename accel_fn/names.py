@@ -1,4 +1,4 @@
-"""Public names: they load on first use, and an old one is refused with the new one.
+"""Public names: they load on first use, and an error names the replacement of an old name.
 
 The two tables help with changes made before the first release; version 1.0 drops them.
 """

@@ -1,4 +1,4 @@
-"""Plug-ins are imported when they are used; without one, the error names the extra to install."""
+"""Import plug-ins when they are used; if one is missing, the error names the extra to install."""
 
 import importlib
 from types import ModuleType

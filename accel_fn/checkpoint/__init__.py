@@ -1,4 +1,4 @@
-"""Checkpoints: whole or invisible, of one run at any world size."""
+"""Checkpoints of one run, loadable at any world size; a checkpoint is complete or not there."""
 
 from accel_fn.names import lazy_names
 

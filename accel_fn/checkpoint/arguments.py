@@ -126,7 +126,7 @@ def check_extras(extras: Mapping[str, Any], function: str) -> None:
 
 
 def stateful(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Give dicts and generators a `state_dict`."""
+    """Wrap dicts and generators in objects with a `state_dict`; keep other extras."""
     found = {}
     for name, extra in extras.items():
         if not _has_state(extra):
@@ -147,7 +147,7 @@ class _Dict:
         return dict(self._values)
 
     def load_state_dict(self, saved: Mapping[Any, Any]) -> None:
-        """Overwrite the keys that were saved, tensors on their device, and keep other keys."""
+        """Overwrite the saved keys, with tensors on their device, and keep other keys."""
         for key, value in saved.items():
             here: Any = self._values.get(key)
             is_moved = isinstance(value, Tensor) and isinstance(here, Tensor)

@@ -1,8 +1,8 @@
 """Save asynchronously: write a checkpoint from a copy, in a thread of each rank.
 
-The threads enter no collective, which could mix with those of the run. Each thread lists what it
-has written in a file of the folder, and rank 0's thread commits the checkpoint when all have done
-so.
+The threads run no collective, since it could mix with those of the run. Each thread lists the files
+that it has written in a file of the folder, and rank 0's thread commits the checkpoint when all
+have done so.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Work(Protocol):
 
 
 class Target(Protocol):
-    """Files that several ranks write, and that are there once the main rank has committed them."""
+    """Files that several ranks write, and that exist only after the main rank commits them."""
 
     @property
     def function(self) -> str:
-        """Return the public function that writes."""
+        """Return the name of the public function that writes."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Target(Protocol):
 
 
 class Background:
-    """Saves in the background, for one run on one rank: has the copy's buffers, and the thread."""
+    """The background saves of one run on one rank: the buffers of the copy, and the thread."""
 
     def __init__(self) -> None:
         self._buffers: Buffers = {}
@@ -132,7 +132,7 @@ class Background:
 
 
 def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) -> None:
-    """Wait for the save of a run in the background. Called on every rank."""
+    """Wait for a run's save in the background, on every rank."""
     if "background" in notes:
         notes["background"].finish(state, function)
 
@@ -211,7 +211,7 @@ class _ExitCode:
 
 
 def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
-    """Return a buffer for each part: that of the last save if it fits, else a new one."""
+    """Return a buffer for each part: the one of the last save if it fits, else a new one."""
     found: Buffers = {}
     missing: dict[bool, list[Part]] = {True: [], False: []}
     for part in parts:
@@ -227,18 +227,18 @@ def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
 
 
 def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:
-    """Copy the parts to host memory; return them, and the events after which they are there."""
+    """Copy the parts to host memory; return the copies, and events that mark their end."""
     copies = [replace(part, tensor=buffers[part.name, part.offsets]) for part in parts]
     with torch.no_grad():
         for part, copy in zip(parts, copies, strict=True):
             copy.tensor.copy_(part.tensor, non_blocking=True)
     devices = {part.tensor.device for part in parts if not part.tensor.is_cpu}
     streams = map(torch.accelerator.current_stream, devices)
-    # The events are recorded behind these copies, so waiting for them waits for the copies.
+    # The events are recorded after these copies, so waiting for them waits for the copies.
     return copies, [stream.record_event() for stream in streams]
 
 
-# Acknowledgements are files beside those that are written; what is committed does not keep them.
+# Acknowledgements are files next to the written files; a committed checkpoint does not keep them.
 
 
 def report_failure(target: Target, rank: int, error: Exception) -> None:
@@ -252,10 +252,10 @@ def report_failure(target: Target, rank: int, error: Exception) -> None:
 def _wait_for_ranks(
     target: Target, ranks: Sequence[int], watchdog: Watchdog | None
 ) -> list[Written]:
-    """Return what these ranks have written, once all have.
+    """Wait until all these ranks have written, and return the results.
 
-    Raises if one of them failed, or if nothing was written for ten minutes (for ten seconds,
-    once a collective of this rank has found that a rank is lost).
+    It raises if one of them failed, or if nothing was written for ten minutes (ten seconds after a
+    collective of this rank has found that a rank is lost).
     """
     found: dict[int, Written] = {}
     size, poll_s, since = -1, _POLL_S, 0.0

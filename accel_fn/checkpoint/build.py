@@ -58,14 +58,14 @@ def build(
     Args:
         plan: describes the step; it is not changed.
         state: this rank's state, from `init()`, or `DistState()` for one process on the CPU.
-        check_loss: where batches are cut over ranks or micro-batches, compare a few rows of batches
-            1, 2, 10 and 100 with their parts: losses, gradients, metrics, and what the forward writes.
-            The step raises if the plan's `reduction`, or the `shift` of `count_labels`, does not fit and
-            another one does, if the forward writes trained parameters, or if a loss that calls
-            collectives depends on how rows are dealt to ranks; it warns once if anything else
+        check_loss: if batches are cut over ranks or micro-batches, compare a few rows of batches 1,
+            2, 10 and 100 with their parts: losses, gradients, metrics, and writes of the forward.
+            The step raises if the plan's `reduction`, or the `shift` of `count_labels`, does not
+            fit and another one does, if the forward writes trained parameters, or if a loss that
+            calls collectives depends on how rows are dealt to ranks. It warns once if anything else
             depends on the cut. `explain(step, state)` shows the result.
-        checks: functions `(plan, strategy, state) -> Observer`, in place of the checks that every step makes
-            by default; `()` makes none. `check_loss` is a setting of the default ones.
+        checks: functions `(plan, strategy, state) -> Observer`, instead of the checks that every
+            step makes by default; `()` makes none. `check_loss` is a setting of the default checks.
         after: the step that this one follows in the same run, as after unfreezing. It takes over the counts
             of transforms, averages, the moments of the optimizers and the position of schedules, and the
             folders of checkpoints; the loss scale and the position of the run are in `state`, the newest one.
@@ -76,7 +76,7 @@ def build(
             again.
 
     Returns:
-        The state, with what transforms add to it (a loss scale), and the step.
+        The state, with additions of transforms (such as a loss scale), and the step.
 
     Raises:
         ValueError: on every rank: transforms that cannot be combined, an optimizer
@@ -89,13 +89,13 @@ def build(
             shape; a `state` that is older than that of the step.
         RuntimeError: ranks build different plans.
 
-    Cost: in a world of several, four small collectives, on a mesh two more for each other axis than `dp`, and
-    what transforms do: those that train on several ranks broadcast the parameters; frozen models are
-    broadcast. `check_loss` costs six
-    or seven forwards and backwards of 8 to 15 samples, not compiled, in each of those four steps, up to twice
-    as many where the program draws or writes, and three small collectives in a world of several; everything
-    is put back. It takes no more memory than a step. `after` steps schedules on the host and copies averages;
-    it copies moments if parameters are other objects.
+    Cost: in a world of several, four small collectives, on a mesh two more for each axis other than
+    `dp`, and the cost of transforms: those that train on several ranks broadcast the parameters;
+    frozen models are broadcast. `check_loss` costs six or seven forwards and backwards of 8 to 15
+    samples, not compiled, in each of those four steps, up to twice as many if the program draws or
+    writes, and three small collectives in a world of several; everything is restored. It takes no
+    more memory than a step. `after` steps schedules on the host and copies averages; it copies
+    moments if parameters are other objects.
 
     >>> import accel_fn as af
     >>> plan = af.clip(1.0)(af.Plan(loss_fn, model, optimizer))
@@ -163,7 +163,7 @@ def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
 
 
 def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, str]) -> list[str]:
-    """Give the step the state of the run; return a line for each part that is new."""
+    """Copy the state of the run to the step; return a line for each part that is new."""
     if type(step.strategy) is not type(after.strategy):
         kinds = [type(each.strategy).__name__ for each in (after, step)]
         raise PlanError(

@@ -29,7 +29,7 @@ from accel_fn.transforms.schedule.schedule import takes_metric
 _Entry = TypeVar("_Entry")
 _MOST_SHOWN = 8
 Names = Mapping[str, Mapping[str, str]]
-"""For each step by name: a parameter's name in the program -> its name in the run."""
+"""A map from a step's name to a map from parameter names in the program to those in the run."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class OfRun(Generic[_Entry]):
     """The state of a run, as in a checkpoint or an earlier step, or converted to this program."""
 
     entries: dict[str, _Entry]
-    """Under the names of `RunState.tensors`: the tensors, or their places in a checkpoint."""
+    """The tensors, or their places in a checkpoint, under the names of `RunState.tensors`."""
     rests: dict[str, Any]
     """The non-tensor state, in the form of `RunState.rest`."""
     plans: dict[str, Mapping[str, Any]]
@@ -79,7 +79,7 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
 
 
 def _is_matched(key: str) -> bool:
-    """Return whether a signature's key is of optimizers or transforms, which match by name."""
+    """Return whether a signature's key belongs to optimizers or transforms, which match by name."""
     return key in RESULT_SLOTS or is_optimizer(key)
 
 
@@ -94,7 +94,7 @@ def without_new(here: RunState, known: Collection[str]) -> RunState:
 
 
 class _Translation(Generic[_Entry]):
-    """Converts the state of a step of a run to that of the program's step."""
+    """Converts the state of a run's step to the state of the program's step."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Translation(Generic[_Entry]):
                 if slash and parameter in renamed:
                     key = f"{head}/{renamed[parameter]}"
                 elif slash and f"{model}{parameter}" in self._run.entries:
-                    # The entry is of a parameter that the program does not have.
+                    # The entry belongs to a parameter that the program does not have.
                     continue
                 self._found.entries[f"{prefix}{where}/{key}"] = entry
         for where in (each for each in own if each not in pairs.values()):

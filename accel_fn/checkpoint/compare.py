@@ -1,4 +1,4 @@
-"""Differences between a checkpoint and the program, found before any value is overwritten."""
+"""Find differences between a checkpoint and the program before any value is overwritten."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ def listed(lines: list[str]) -> str:
 
 
 def is_model(name: str) -> bool:
-    """Return whether an entry is the model's: its tensor must exist before it is loaded."""
+    """Return whether an entry belongs to the model: its tensor must exist before it is loaded."""
     return name.startswith(_MODEL)
 
 
 def is_frozen(name: str) -> bool:
-    """Return whether an entry is a frozen model's, of which a checkpoint holds only hashes."""
+    """Return whether an entry belongs to a frozen model; a checkpoint holds only its hash."""
     return name.startswith(_FROZEN)
 
 
@@ -291,14 +291,14 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
 
 
 def _mark(tensor: Tensor) -> tuple[int, str]:
-    """Return a tensor's version and a hash of some elements: `.data` writes keep the version."""
+    """Return a tensor's version, and a hash of some elements: `.data` writes keep the version."""
     held = local(tensor).detach()
     few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
     return held._version, hash_of_tensor(few)
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """Join the first names to text, followed by the number of further names."""
+    """Join the first names, and append the number of the remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

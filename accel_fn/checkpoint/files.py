@@ -1,4 +1,4 @@
-"""Files that are written and read together with their hash, and plain data in them."""
+"""Write and read files together with their hash, and the plain data in them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def write_all(file: FileIO, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on disk, or a folder's names, if the file system supports that."""
+    """Wait until a file, or a folder's list of names, is on the disk, if the file system can."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -100,7 +100,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def opened(path: Path, function: str = "load") -> Iterator[int]:
-    """Open a file of a checkpoint to read it; refuse one that is not regular, without a wait."""
+    """Open a file of a checkpoint to read it; refuse one that is not regular, without waiting."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -136,7 +136,8 @@ def check_file(
 class _Buffers(threading.local):
     """A buffer of whole pages for each thread that hashes.
 
-    Some processors take five times as long to copy to a few bytes past the start of a page.
+    Some processors take five times as long to copy to an address a few bytes after the start of a
+    page.
     """
 
     def __init__(self) -> None:

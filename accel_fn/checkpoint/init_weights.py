@@ -1,4 +1,4 @@
-"""Fill parameters that no file holds: by a function of the user's, one module at a time."""
+"""Fill parameters that no file holds, by a user's function, one module at a time."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from accel_fn.errors import ArgumentError
 
 InitFn = Callable[[nn.Module], object]
 _Slot = tuple[dict[str, Any], str, Tensor]
-"""The parameters or buffers of a module, a name in them, and the tensor there."""
+"""The parameters or buffers of a module, a name in them, and the tensor under that name."""
 
 
 def fill_missing(model: nn.Module, names: Collection[str], fn: InitFn) -> Callable[[], None]:
-    """Call `fn` for each module that holds parameters of these names; keep what it writes to those.
+    """Call `fn` for each module that holds parameters of these names; keep only its writes to them.
 
-    Its module has whole parameters during the call. Modules inside it have none with values: `fn` is
-    called for each of them.
+    During the call, the module has whole parameters. The parameters of inner modules have no
+    values: `fn` is called for each inner module too.
 
     Args:
         model: every rank calls this for the same names.
         names: tensors of the model, each by one of its names.
-        fn: fills the parameters of the module that it is given, such as by `reset_parameters`.
+        fn: fills the parameters of the module that it gets, for example by `reset_parameters`.
 
     Returns:
-        A function that raises the first error of `fn` on this rank: no rank leaves the others in a gather.
+        A function that raises the first error of `fn` on this rank. It is not raised at once: other
+        ranks may wait in a gather.
 
-    Cost: the memory of one module's parameters, and a gather of those that are in shards and filled.
+    Cost: the memory of one module's parameters, and a gather of its sharded parameters that have
+    values.
     """
     tensors = named_tensors(model)
     missing = {id(tensors[name]): tensors[name] for name in names}
@@ -96,7 +98,7 @@ def _fill_one(
                 f"load_model: init must fill {place or 'the model'}, a {type(module).__name__}, got "
                 f"{type(error).__name__}: {error}"
             ) from error
-        # `fn` may have put other tensors in place.
+        # `fn` may have replaced tensors of the module.
         found = [getattr(module, name) for _, name, _ in _slots_of(module)]
     slots = [*_slots_of(module)]
     for (_, name, tensor), value in zip(slots, found, strict=True):
@@ -119,9 +121,9 @@ def _check_value(name: str, tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def _standing_in(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
-    """Give a module these tensors in place of its own, and the modules inside it tensors without values.
+    """Replace a module's tensors by these, and the tensors of inner modules by ones without values.
 
-    What `fn` writes to modules inside is lost, so that it cannot overwrite what files have filled.
+    Writes of `fn` to inner modules are lost, so that it cannot overwrite values from files.
     """
     slots = [slot for each in module.modules() for slot in _slots_of(each)]
     try:

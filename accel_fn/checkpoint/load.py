@@ -95,8 +95,8 @@ def load(
             with all other differences. A dict is filled in place: saved keys overwrite, and other
             keys stay.
         at: "latest", the number of a step, or a checkpoint's name.
-        strict: False: if the program differs, load what matches, leave the rest
-            as it is, and log the differences as a warning.
+        strict: False: if the program differs, load the matching parts, keep the rest unchanged, and
+            log the differences as a warning.
         schedule: the learning rates with which the run continues, if it was given another length.
             "saved": those of the checkpoint, with the lengths of its schedules. "program": `lr`,
             `initial_lr` and momentum (betas) of the program's optimizers, whose schedules are stepped to
@@ -124,11 +124,11 @@ def load(
             "program": a scheduler that follows a metric, ends before the saved update or is beyond it.
         ValueError: on every rank: an argument breaks its rule or differs between ranks.
 
-    Cost: reads the checkpoint, each rank what it needs, and together once more to check
-        hashes; no memory for tensors that lie on the host as they were saved, else that of the
-        largest for each thread that reads; a few small collectives. What a checkpoint leaves out is read
-        once, each parameter on one rank, to hash it. With schedule="program", two passes over all steps
-        of the schedules on the host.
+    Cost: each rank reads the data that it needs, and all ranks together read the checkpoint once
+        more to check hashes. No memory for tensors that are on the host in their saved layout, else
+        memory for the largest tensor for each thread that reads. A few small collectives.
+        Parameters that a checkpoint leaves out are read once, each on one rank, to hash them. With
+        schedule="program", two passes over all steps of the schedules on the host.
 
     >>> import tempfile, accel_fn as af
     >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
@@ -256,7 +256,8 @@ class _Loading:
         self._schedules = ResumedSchedules(
             steps, self._rests, self._extras, saved, schedule, moved, by_names=is_by_names
         )
-        # Transforms that strict=False leaves unchanged: prefix of their entries -> name, reason.
+        # Transforms that strict=False leaves unchanged: a map from the prefix of their entries to
+        # name and reason.
         self._fresh: dict[str, tuple[str, str]] = {}
         if not self._strict:
             for place, name in compare.misfits(self.manifest, self._compared).items():

@@ -76,7 +76,7 @@ class Manifest:
     """The signature of each step, by its name; a program that loads the checkpoint must have the
     same."""
     tied: Mapping[str, str]
-    """Another name of a tied parameter -> the first name of that parameter."""
+    """A map from another name of a tied parameter to the parameter's first name."""
     explained: Mapping[str, str]
     """The description of each step by `explain`."""
     entries: Mapping[str, Entry]
@@ -90,7 +90,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         # A model may have many small tensors. So the JSON has no indents, which Python's encoder in
-        # C cannot write, and a tensor in a single chunk takes a line of numbers.
+        # C cannot write, and a tensor in a single chunk takes one line of numbers.
         whole: dict[str, dict[str, dict[str, list[int]]]] = {}
         rest: dict[str, Entry] = {}
         places: list[int] = []

@@ -43,7 +43,7 @@ def file_of(kind: str, rank: int, ending: str) -> str:
 def steps_in(folder: Path) -> list[int]:
     """List the steps of the checkpoints in a folder, in order; an empty list without the folder.
 
-    A checkpoint that a killed run has set aside is renamed back first.
+    First, rename a checkpoint back that a killed run has renamed.
     """
     _rename_back(folder)
     try:
@@ -90,11 +90,11 @@ def rename(path: Path, target: Path) -> None:
 
 
 def rename_finished(unfinished: Path, final: Path) -> None:
-    """Give a finished checkpoint its name, in one step if the name is free.
+    """Rename an unfinished checkpoint to its final name, in one step if that name is free.
 
-    Otherwise the checkpoint that has the name is set aside first. If the run is killed between
-    the two steps, `steps_in` and `recover` rename it back. If a reader renames it back in
-    between, it is set aside again.
+    Otherwise the existing checkpoint with that name is renamed first. If the run is killed between
+    the two steps, `steps_in` and `recover` rename it back. If a reader renames it back in between,
+    it is renamed again.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -108,7 +108,7 @@ def rename_finished(unfinished: Path, final: Path) -> None:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Rename a checkpoint back that a killed run has set aside; return the folders to remove."""
+    """Rename a checkpoint back that a killed run has renamed; return the folders to remove."""
     _rename_back(folder)
     return [path for start in (_NEW, _OLD) for path in folder.glob(f"{start}*")]
 

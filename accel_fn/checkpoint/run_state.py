@@ -34,7 +34,7 @@ RESULT_SLOTS = (
     "gradients",
     "after_update",
 )
-"""The slots that decide what is computed. The other slots decide where, and in how many
+"""The slots that decide what is computed. The other slots decide on the device and the number of
 micro-batches."""
 _STATE_SLOTS = (*RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
@@ -54,7 +54,7 @@ def notes_of(steps: Steps) -> dict[str, Any]:
 
 @contextmanager
 def in_whole(steps: Steps, *, writes: bool) -> Iterator[None]:
-    """Let strategies hold models and optimizers whole, or as DTensors."""
+    """Enter a context in which strategies hold models and optimizers whole, or as DTensors."""
     with ExitStack() as stack:
         for step in steps.values():
             stack.enter_context(step.strategy.whole(writes=writes))
@@ -63,17 +63,17 @@ def in_whole(steps: Steps, *, writes: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of the steps of a run that is the same on all ranks."""
+    """The state of a run's steps that is equal on all ranks."""
 
     tensors: dict[str, Tensor]
     """Tensors by name: `model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; for a step
     with a name, `model@STEP/NAME` and so on."""
     rest: dict[str, dict[str, Any]]
-    """For each step by name, the non-tensor state of model, optimizers and transforms."""
+    """A map from a step's name to the non-tensor state of its model, optimizers and transforms."""
     tied: dict[str, str]
     plans: dict[str, dict[str, Any]]
     stateful: dict[str, str]
-    """Prefix of the entries of a plan's function -> the name of the function in messages."""
+    """A map from the prefix of a plan function's entries to the function's name in messages."""
     frozen: dict[str, Tensor]
     """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
@@ -83,7 +83,7 @@ class RunState:
 
 
 def run_state_of(steps: Steps) -> RunState:
-    """Collect the state to save, or to compare with a saved one. Tensors are not copied."""
+    """Collect the state to save, or to compare with a saved one, without copying tensors."""
     found = RunState({}, {}, {}, {}, {}, {}, [])
     for name, step in steps.items():
         plan = step.plan
@@ -128,7 +128,7 @@ def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def signature(step: Step) -> dict[str, Any]:
-    """Describe the facts that a resumed run must share; not world size, micro-batches or device."""
+    """Describe the facts that a resumed run must share. World size and device may differ."""
     plan = step.plan
     named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
@@ -256,8 +256,8 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Buffers are listed separately: DDP copies rank 0's buffers to its peers when a forward starts,
-    # so running statistics differ in between. The buffers of rank 0 are saved, and those of another
+    # Buffers are listed separately. DDP copies rank 0's buffers to its peers when a forward starts,
+    # so running statistics differ in between. A save holds rank 0's buffers, and those of another
     # rank if they differ.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
@@ -293,8 +293,8 @@ def _address(tensor: Tensor) -> tuple[torch.device, int]:
 def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's `state_dict`, except `IMPLEMENTATION_OPTIONS`.
 
-    Tensors keep the dtypes that were saved: for a float64 parameter, torch would turn even float32
-    counters into float64.
+    Tensors keep their saved dtypes: for a float64 parameter, torch would turn even float32 counters
+    into float64.
     """
     groups = [
         {**theirs, **{key: ours[key] for key in IMPLEMENTATION_OPTIONS if key in ours}}
@@ -339,9 +339,9 @@ def _put_back_optimizer(
 
 
 def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a torch optimizer's state consists of these very tensors, so is up to date.
+    """Return whether a torch optimizer's state consists of these same tensors, so it is current.
 
-    Then torch need not load the state a second time, which takes as long as reading it.
+    If so, torch need not load the state a second time, which takes as long as reading it.
     """
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     if not is_of_torch or has_loading_hooks(optimizer):
@@ -358,7 +358,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _order(plan: Plan, optimizer: Optimizer) -> list[str]:
-    """Name the optimizer's parameters, in the order of the numbers in its `state_dict`."""
+    """Return the names of the optimizer's parameters, in the order of its `state_dict`."""
     names = {id(parameter): name for name, parameter in unwrapped(plan.model).named_parameters()}
     return [names[id(each)] for each in _parameters(optimizer)]
 

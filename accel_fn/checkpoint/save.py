@@ -1,4 +1,4 @@
-"""save: a checkpoint of the whole world, which exists once it is whole."""
+"""save: write a checkpoint of the whole world, which appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def save(
             tensors, or a `torch.Generator`.
         keep: how many whole checkpoints stay, >= 1; None: all. The one from which this run
             was resumed stays.
-        keep_every: checkpoints at multiples of this number of steps stay, too.
+        keep_every: checkpoints at multiples of this number of steps also stay.
         score: the score of this checkpoint, higher is better: an accuracy, or a loss with a minus.
             NaN is never the best. `list_checkpoints` returns it.
-        keep_best: this many checkpoints with the highest scores stay, too, beside the newest
-            `keep`.
-        beside: `path -> None`, called on the main rank: writes files of your own into the checkpoint's
-            folder before it gets its name, such as adapters or a configuration. `load` does not read
-            them.
+        keep_best: this many checkpoints with the highest scores also stay, in addition to the
+            newest `keep`.
+        beside: `path -> None`, called on the main rank: writes your own files into the checkpoint's
+            folder before it gets its name, such as adapters or a configuration. `load` does not
+            read them.
         only: "trained": leave out parameters that require no gradient, and required none in `build`. A
             checkpoint of adapters then holds the adapters and their optimizer state. `load` leaves
             the parameters of the program that were left out as they are, and refuses, by a hash, a
@@ -113,7 +113,7 @@ def save(
             `save` or `load` of the step waits for it, and so does the end of the process.
 
     Returns:
-        The checkpoint's folder, as an absolute path; with `wait=False`, where it will be.
+        The checkpoint's folder, as an absolute path; with `wait=False`, its future path.
 
     Raises:
         ValueError: on every rank: an argument breaks its rule or differs between ranks, `keep_best`

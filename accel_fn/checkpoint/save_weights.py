@@ -57,7 +57,7 @@ _UNITS = {
 
 _MOST_SHOWN = 10
 _writings: WeakKeyDictionary[nn.Module, Writing] = WeakKeyDictionary()
-"""By model, its last save in the background."""
+"""The last save in the background, by model."""
 
 
 def save_model(
@@ -101,11 +101,12 @@ def save_model(
             model does not change. Default: the dtype of each tensor.
         only: "trained": leave out parameters that require no gradient, such as the base of adapters. The
             files list them, each with a hash. Default: write all.
-        wait: False: return once this rank's files are gathered in host memory, and write them in a
-            thread. No gather can run beside the collectives of training, so a rank holds its shards
-            and all its files: about the model divided by the number of ranks. The next `save_model`
-            of the model waits for the thread, and so does the end of the process. If a rank is lost,
-            that takes ten minutes at most; with `state`, ten seconds once a collective has failed.
+        wait: False: return when this rank's files are gathered in host memory, and write them in a
+            thread. No gather can run at the same time as the collectives of training, so a rank
+            holds its shards and all its files: about the model divided by the number of ranks. The
+            next `save_model` of the model waits for the thread, and so does the end of the process.
+            If a rank is lost, that takes ten minutes at most; with `state`, ten seconds after a
+            collective has failed.
         state: this rank's state. All its ranks then compare the names, dtypes and shapes that they
             hold; without it, the ranks of the model's mesh do.
 
@@ -123,10 +124,10 @@ def save_model(
     Warns:
         UserWarning: on the main rank: not all ranks see the folder, so the main rank writes all files.
 
-    Cost: one write of the model, each rank its files, and a wait for the disk; on the host, a copy of
-    one tensor. Of a model in shards, one gather of each sharded tensor along each axis that cuts it,
-    a broadcast of each other tensor, and about ten small collectives. With `only`, one read of what is
-    left out.
+    Cost: one write of the model, each rank its files, and a wait for the disk; on the host, a copy
+    of one tensor. For a sharded model, one gather of each sharded tensor along each axis that cuts
+    it, a broadcast of each other tensor, and about ten small collectives. With `only`, one read of
+    the omitted parameters.
 
     >>> import os, tempfile, torch, accel_fn as af
     >>> folder = tempfile.mkdtemp()
@@ -155,7 +156,7 @@ def save_model(
             check_equal([each[name] for each in every], rule, error=ArgumentError)
         (contents,) = found
         _check_same(contents.tensors, world)
-        # Of replicas, those with the state's main rank write.
+        # Among replicas, only the ones with the state's main rank write.
         is_writing = state is None or 0 in ranks.agreed(lambda: state.rank)
         jobs: list[_Job] = []
         world.agreed(lambda: jobs.append(_job_of(contents, ranks)) if is_writing else None)
@@ -272,7 +273,7 @@ class _Job:
     new: NewSet
     ranks: Ranks
     num_writers: int
-    """The files go round the first ranks: this many."""
+    """The number of ranks that write. They take the files in turn."""
 
     @property
     def is_main(self) -> bool:
@@ -285,13 +286,13 @@ class _Job:
         return [at for at in range(self.new.num_files) if at % count == self.ranks.rank]
 
     def values(self) -> Iterator[Tensor]:
-        """Gather each tensor to the rank that writes it; yield this rank's, in the files' order."""
+        """Gather each tensor on the rank that writes it; yield this rank's, in the files' order."""
         with bytes_bar("write", self.new.num_bytes(), is_main=self.is_main) as count:
             for place, key in self.new.order():
                 found = self.ranks.gather_to(self.new.prepared(key), place % self.num_writers)
                 if found is not None:
                     yield found
-                # Only then is there memory for the next one.
+                # The memory is needed for the next tensor.
                 del found
                 count(self.new.entries.num_bytes(key))
 
@@ -300,14 +301,14 @@ class _Job:
         try:
             self.new.write(self.own, values)
         finally:
-            # After an error too, since other ranks wait in the next gather.
+            # Gather after an error too, since other ranks wait in the next gather.
             deque(values, maxlen=0)
-        # No rank waits for another one's disk in a gather.
+        # No rank waits in a gather for another rank's disk.
         self.new.sync(self.own)
 
 
 def _job_of(contents: _Contents, ranks: Ranks) -> _Job:
-    """Make the folder, hash what is left out, and choose the ranks that write."""
+    """Make the folder, hash the omitted parameters, and choose the ranks that write."""
     folder, is_main = contents.folder, ranks.rank == 0
 
     def begin() -> str:
@@ -374,7 +375,7 @@ def write_set(folder: Path, entries: Entries, limit: int) -> None:
 
 
 def _write(jobs: Sequence[_Job], world: Ranks) -> None:
-    """Write the files; the main rank gives them their names once all ranks have written."""
+    """Write the files; the main rank renames them after all ranks have written."""
 
     def write() -> None:
         for job in jobs:
@@ -429,7 +430,7 @@ def _write_later(
 
 
 def _finish_writing(model: nn.Module) -> None:
-    """Wait until the files of the model's last save are written; raise an error of that."""
+    """Wait until the files of the model's last save are written; raise its error, if any."""
     writing = _writings.pop(unwrapped(model), None) if isinstance(model, nn.Module) else None
     failure = writing.finish() if writing is not None else None
     if writing is not None and failure is not None:

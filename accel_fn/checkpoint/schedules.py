@@ -28,7 +28,7 @@ MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
 
 
 def check_choices(function: str, schedule: object, match: object) -> None:
-    """Refuse unknown values, and saved schedules beside `match="names"`."""
+    """Refuse unknown values, and saved schedules together with `match="names"`."""
     if schedule not in (None, "saved", "program"):
         rule = 'be "saved" or "program", or left out'
         raise ArgumentError(message(function, "schedule", rule, schedule))
@@ -87,7 +87,7 @@ def of_other_optimizers(
 
 
 def moved_functions(steps: Steps, extras: Mapping[str, Any]) -> list[str]:
-    """Name schedules whose functions give other rates now than the rates in use.
+    """Return the names of schedules whose functions now give other rates than those in use.
 
     Such a function reads a value that the program has changed since, such as a count of tokens in
     `extras`. `load` does not call it, since `load` cannot know that value.
@@ -128,7 +128,7 @@ class ResumedSchedules:
         self._found = [
             _Saved(each.name, each.schedule.scheduler, each.saved["scheduler"], each.schedule)
             for each in _of_plans(steps, rests)
-            # Otherwise the schedule was saved for several optimizers and is for one here, or the
+            # Otherwise the schedule was saved for several optimizers, but has one here, or the
             # reverse.
             if each.saved and "scheduler" in each.saved
         ]
@@ -158,7 +158,7 @@ class ResumedSchedules:
                     yield from _obstacles(each, here)
 
     def follow(self, loaded: DistState, *, calls: bool = True) -> None:
-        """Set the rates of the chosen schedules at the saved update, once all is loaded.
+        """Set the rates of the chosen schedules at the saved update, after everything is loaded.
 
         Without `calls`, functions are not called: they may read extras, which are not loaded yet.
         """
@@ -199,7 +199,7 @@ class ResumedSchedules:
                 each.scheduler.load_state_dict(copy.deepcopy(state))
 
     def _step_to_saved(self) -> None:
-        """Step the program's schedulers in turn, as in a run."""
+        """Step the program's schedulers to their saved counts, in the order of a run."""
         left = [
             0 if takes_metric(each.scheduler) else _count(each.state) - _count(state)
             for each, state in zip(self._found, self._states, strict=True)
@@ -210,7 +210,7 @@ class ResumedSchedules:
                     _step(each.scheduler)
 
     def _call_functions(self) -> None:
-        """Compute the rates that functions of the program give, which no checkpoint holds."""
+        """Compute the rates of the program's functions, which no checkpoint holds."""
         over = Counter(id(each.scheduler.optimizer) for each in self._found)
         for each in self._found:
             # With several schedules, a later one may have changed the rate that a function gave.
@@ -282,7 +282,7 @@ def can_restart(scheduler: Any) -> bool:
 
 
 def restart(scheduler: Any) -> None:
-    """Let a scheduler that was made during a run begin from the rates at the start of the run."""
+    """Restart a scheduler that was made during a run, from the rates at the start of the run."""
     if not can_restart(scheduler):
         return
     if isinstance(scheduler, ChainedScheduler):

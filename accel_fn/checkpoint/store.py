@@ -186,9 +186,9 @@ class NewCheckpoint:
         return self.path.glob(file_of("*", rank, "*"))
 
     def commit(self, written: Sequence[Written]) -> None:
-        """Give the checkpoint its final name, and remove older ones.
+        """Rename the checkpoint to its final name, and remove older ones.
 
-        Rank 0 calls this once all ranks have written.
+        Rank 0 calls this after all ranks have written.
         """
         files = {name: mark for each in written for name, mark in each.files.items()}
         entries = {}
@@ -226,7 +226,7 @@ class NewCheckpoint:
             ) from error
 
     def _retain(self, keep: int) -> None:
-        """Remove all but the newest `keep` whole checkpoints.
+        """Remove all whole checkpoints except the newest `keep`.
 
         The `keep_best` checkpoints of highest score, multiples of `keep_every`, damaged
         checkpoints, and the checkpoint from which this run was resumed stay.
@@ -237,7 +237,7 @@ class NewCheckpoint:
         whole.sort(key=lambda each: self.run.age(each.step))
         scored = [(each.score, each.step) for each in whole if each.score is not None]
         scored = sorted((pair for pair in scored if not math.isnan(pair[0])), reverse=True)
-        # Of checkpoints with equal scores, the newer one counts as better.
+        # Among checkpoints with equal scores, the newer one counts as better.
         best = {step for _, step in scored[: self.keep_best]}
         for each in whole[:-keep]:
             stays = each.step == self.run.resumed_from or each.step in best
@@ -249,6 +249,6 @@ class NewCheckpoint:
 
 
 def tidy(folder: Path) -> None:
-    """Remove unfinished checkpoints of killed runs; rename back those that the runs set aside."""
+    """Remove unfinished checkpoints of killed runs; rename back those that the runs renamed."""
     for path in recover(folder):
         shutil.rmtree(path, ignore_errors=True)

@@ -38,8 +38,7 @@ INDEX = "model.safetensors.index.json"
 TIED = "accel_fn.tied"
 """The key of a file's metadata that lists the other names of its tensors."""
 FROZEN = "accel_fn.frozen"
-"""The key of a file's metadata that lists the parameters which the set leaves out, with their
-hashes."""
+"""The key of a file's metadata that lists the omitted parameters with their hashes."""
 _WRITTEN_HERE = re.compile(
     r"model(\.new-[0-9a-f]{8})?\.safetensors"
     r"|model-\d{5,}-of-\d{5,}(\.new-[0-9a-f]{8})?\.safetensors"
@@ -54,11 +53,11 @@ class Entries:
 
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]
-    """Another name of a tied tensor -> the first name of that tensor."""
+    """A map from another name of a tied tensor to the tensor's first name."""
     dtype: torch.dtype | None = None
-    """The dtype in which floating-point tensors are written; None: the dtype of each tensor."""
+    """The dtype in which floating-point tensors are written. None: the dtype of each tensor."""
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Name of a parameter that is left out -> the hash of its bytes."""
+    """A map from the name of an omitted parameter to the hash of its bytes."""
 
     def written_dtype(self, name: str) -> torch.dtype:
         own = self.tensors[name].dtype
@@ -80,7 +79,7 @@ def folder_of_set(function: str, folder: str | os.PathLike[str]) -> Path:
 
 
 def read_entries(function: str, model: nn.Module) -> Entries:
-    """Collect the persistent tensors of a module as it was before it was wrapped or compiled."""
+    """Collect the persistent tensors of a module in its form before wrapping and compiling."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(message(function, "model", "be a torch.nn.Module", model))
     plain = unwrapped(model)
@@ -95,7 +94,7 @@ def read_entries(function: str, model: nn.Module) -> Entries:
 def check_dense(function: str, name: str, value: object) -> None:
     """Refuse an entry of a `state_dict` that safetensors files cannot hold."""
     if name == "__metadata__":
-        # A safetensors file keeps its own notes under this name.
+        # A safetensors file stores its metadata under this name.
         raise _model_refusal(function, "not use that name", name, "a tensor")
     if not isinstance(value, Tensor):
         kind = f"a {type(value).__name__}"
@@ -137,7 +136,7 @@ def _model_refusal(function: str, rule: str, name: str, found: object) -> Argume
 
 @cache
 def _code_of(dtype: torch.dtype, *, is_number: bool) -> tuple[str, list[int]] | None:
-    """Return the name of a dtype in safetensors, and the shape there of a tensor of one element."""
+    """Return a dtype's name in safetensors, and the shape there of a tensor of one element."""
     try:
         data = save({"": torch.empty(() if is_number else 1, dtype=dtype)})
     except Exception:
@@ -151,7 +150,7 @@ def _code_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list
     found = _code_of(dtype, is_number=not shape)
     assert found is not None
     code, one = found
-    # Two elements of float4 are one of torch's.
+    # Two elements of float4 are one element in torch.
     return code, [*shape[:-1], shape[-1] * one[0]] if shape else []
 
 
@@ -168,7 +167,7 @@ def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first element, and that of the end of the last one."""
+    """Return the addresses of the first element and of the end of the last one."""
     steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + sum(steps)) * tensor.itemsize
 
@@ -202,14 +201,14 @@ class NewSet:
                 yield place, key
 
     def prepared(self, key: str) -> Tensor:
-        """Return a tensor in its dtype in the files."""
+        """Return a tensor in the dtype that the files use for it."""
         tensor = self.entries.tensors[key]
         if not is_sharded(tensor):
             tensor = tensor.as_subclass(Tensor).resolve_conj().resolve_neg()
         return tensor.to(self.entries.written_dtype(key))
 
     def write(self, places: Iterable[int], values: Iterator[Tensor]) -> None:
-        """Write these files, whose tensors `values` yields in this order."""
+        """Write these files; `values` yields their tensors in order."""
         for place in places:
             path = self.folder / self._spares[place]
             keys = self._in_file(self._shards[place])
@@ -237,7 +236,7 @@ class NewSet:
             (self.folder / self._spares[place]).unlink(missing_ok=True)
 
     def commit(self) -> None:
-        """Give the files their names once all are on the disk, and remove those of earlier sets.
+        """Rename the files when all are on the disk; remove the files of earlier sets.
 
         At no time does an index list the shards of another set.
         """
@@ -259,7 +258,7 @@ class NewSet:
         _remove_others(folder, {INDEX, *self._names})
 
     def _in_file(self, keys: Iterable[str]) -> list[str]:
-        """Sort keys by size of their elements, so that each tensor is aligned, and by name."""
+        """Sort keys by the size of their elements, so that each tensor is aligned, and by name."""
         return sorted(keys, key=lambda key: (-self.entries.written_dtype(key).itemsize, key))
 
     def _header(self, keys: Sequence[str]) -> bytes:
@@ -296,7 +295,7 @@ def new_token() -> str:
 
 
 def probe_of(token: str) -> str:
-    """Return the name of an empty file by which ranks find out whether they see one folder."""
+    """Return the name of an empty file, by which ranks find out whether they see one folder."""
     return _spare(SINGLE, token)
 
 
@@ -331,7 +330,7 @@ def _put_copy(new: Path, path: Path) -> None:
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove the files of earlier sets. A reader takes the single file as long as it exists."""
+    """Remove the files of earlier sets. Readers use the single file as long as it exists."""
     for path in list(folder.iterdir()):
         if _WRITTEN_HERE.fullmatch(path.name) and path.name not in kept:
             path.unlink()
@@ -346,23 +345,23 @@ class Stored:
     """An opened set of files whose lists are checked; no tensor is read yet."""
 
     handles: Mapping[str, Any]
-    """A tensor's key -> the open file that holds the tensor."""
+    """A map from a tensor's key to the open file that holds the tensor."""
     keys: Mapping[str, str]
-    """A tensor's key -> its name in that file, which differs if keys were renamed."""
+    """A map from a tensor's key to its name in that file, which differs if keys were renamed."""
     tied: Mapping[str, str]
-    """Another name of a tied tensor -> the key that holds its value."""
+    """A map from another name of a tied tensor to the key that holds its value."""
     frozen: Mapping[str, str]
-    """A parameter that the set leaves out -> the hash of its bytes."""
+    """A map from an omitted parameter to the hash of its bytes."""
 
     def key_of(self, name: str) -> str | None:
         return name if name in self.handles else self.tied.get(name)
 
     def tensor(self, key: str) -> Tensor:
-        """Map a tensor [...] from its file onto the host; bytes are read when they are used."""
+        """Map a tensor [...] from its file into memory; bytes are read when they are used."""
         return cast("Tensor", self.handles[key].get_tensor(self.keys[key]))
 
     def renamed(self, rename: Callable[[str], str | None]) -> Stored:
-        """Return the same set with renamed tensors, without those that are named None."""
+        """Return the same set with renamed tensors, without tensors whose new name is None."""
         names: dict[str, str] = {}
         olds: dict[str, str] = {}
         for name in [*self.handles, *self.tied, *self.frozen]:
@@ -398,7 +397,7 @@ def open_set(folder: Path, stack: ExitStack) -> Stored:
     index = _read_index(folder)
     files = {name: _open(folder, name, stack) for name in sorted(set(index.values()))}
     if _identity(folder / INDEX) != before:
-        # `save_model` puts a new index in place before it changes old shards.
+        # `save_model` replaces the index before it changes old shards.
         raise _refusal(folder, "stay as it is while it is read", "a new set; load again")
     stored = _stored(folder, files)
     for key, name in index.items():

@@ -1,4 +1,4 @@
-"""The weights of a model from files or a checkpoint, without a run: load_model, export_model."""
+"""Load or export a model's weights from files or a checkpoint, without a run."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _check_choices(
 
 
 def check_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that `load_model` would refuse, on this rank; the model does not change."""
+    """Refuse a folder that `load_model` would refuse on this rank; do not change the model."""
     with matching_set(model, folder):
         pass
 
@@ -175,7 +175,8 @@ def matching_set(
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:
     """Open the files of a model if they match it; list tensors of only the files or the model.
 
-    With `inits`, the model may have tensors that the files do not hold. Without a folder, there are none.
+    With `inits`, the model may have tensors that the files do not hold. Without a folder, no files
+    are opened.
     """
     path = None if folder is None else folder_of_set("load_model", folder)
     entries = read_entries("load_model", model)
@@ -291,7 +292,7 @@ def export_model(
 ) -> int:
     """Write a checkpoint step's model as `save_model` would; return the number of tensors.
 
-    Cost: reads the checkpoint to check it, then the model, which is held on the host.
+    Cost: one read of the checkpoint to check it, then one of the model, which is held on the host.
     """
     path, prefix = Path(checkpoint), prefix_of("model", step)
     with _named_export():

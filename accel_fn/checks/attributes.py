@@ -1,4 +1,4 @@
-"""Check of optimizers: a checkpoint loses a number that one keeps outside of its `state_dict`."""
+"""Check optimizers: a checkpoint loses a number that is kept outside of their `state_dict`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OptimizerAttributes:
         self._has_warned = False
 
     def warn(self) -> None:
-        """Warn once of attributes that have changed since `build`."""
+        """Warn once about attributes that have changed since `build`."""
         if self._has_warned:
             return
         for optimizer, before in self._found:

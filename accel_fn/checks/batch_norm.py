@@ -18,7 +18,7 @@ from accel_fn.parallel.synced_batch_norm import SyncedStrategy
 
 
 class BatchNormCheck:
-    """Warns once of BatchNorm layers that use the statistics of a part of the batch."""
+    """Warns once about BatchNorm layers that use the statistics of a part of the batch."""
 
     def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
         # Ranks of local_sgd train separately, and reproducible uses statistics of slices on
@@ -31,7 +31,7 @@ class BatchNormCheck:
         self._layers = batch_norms(plan.model) if is_on else {}
         self._before: dict[str, int | None] = {}
         """For each layer that uses statistics of its rows, the number of batches that it has
-        seen."""
+        processed."""
         self.is_due = False
         """Whether the current step is watched."""
 
@@ -41,7 +41,7 @@ class BatchNormCheck:
         self.is_due = bool(self._before)
 
     def end(self) -> None:
-        """Warn of the layers that the step has called."""
+        """Warn about the layers that the step has called."""
         self.is_due = False
         names = [
             name
@@ -71,7 +71,7 @@ class BatchNormCheck:
 class OneRowCheck:
     """Refuses a micro-batch of one row, for which a BatchNorm in training has no variance.
 
-    torch would raise in the forward, on one rank alone, and the other ranks would wait for it.
+    torch would raise in the forward, on one rank only, and the other ranks would wait for it.
     """
 
     def __init__(self, state: DistState, plan: Plan) -> None:
@@ -87,7 +87,7 @@ class OneRowCheck:
         self._rank = state.rank
 
     def check(self, batch: Any) -> None:
-        """Refuse the batch of this rank if one of its micro-batches has a single row."""
+        """Refuse this rank's batch if one of its micro-batches has a single row."""
         parts, _ = cut(self._plan, batch)
         if all({shape[0] for shape in shapes_of(part)} != {1} for part in parts):
             return
@@ -109,6 +109,6 @@ def _trains(layer: Any) -> bool:
 
 
 def _num_seen(layer: Any) -> int | None:
-    """Return how many batches the layer has used statistics of; None if it does not count them."""
+    """Return the layer's count of batches in training mode; None if it does not count them."""
     counter = layer.num_batches_tracked if layer.training else None
     return None if counter is None else int(counter)

@@ -1,4 +1,4 @@
-"""Batches that a collate_fn makes again from a few samples, since each rank's sees only some."""
+"""Collate a few samples of a batch again, by the user's collate_fn."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from accel_fn.core.state import DistState
 class Recollated:
     """Collates some of the samples of a batch, by their places.
 
-    A collate_fn that draws random numbers gives other ones each time: tensors that it draws are
-    taken from the batch of all samples instead, so that a part has the same rows.
+    A collate_fn may draw random numbers, which differ in each call. So the tensors that it draws
+    are taken from the batch of all samples, so that a part has the same rows.
     """
 
     def __init__(self, origin: Origin, state: DistState) -> None:

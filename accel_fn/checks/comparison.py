@@ -1,7 +1,7 @@
-"""A program is compared with itself, cut otherwise: a few rows of a batch, whole and in parts.
+"""Compare a few rows of a batch with their parts: losses, gradients, metrics and writes.
 
-`parts` has what is compared and how it is cut, `look` and `deals` what ranks find, `verdicts` who judges
-and what is printed.
+`parts` cuts the rows, `look` and `deals` run them on each rank, and `verdicts` judges the findings
+and words the messages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_LOOKS = (
     ("in turn", "thirds"),
     ("unequal", "halves"),
 )
-"""The cuts of each look, in the order of looks."""
+"""The cuts of each comparison, in the order of the comparisons."""
 
 
 class Comparison:
@@ -60,7 +60,7 @@ class Comparison:
         self.is_due = False
         """Whether the next batch is compared, because the current one could not be."""
         self.has_one_value_a_row = False
-        """Whether a BatchNorm in training has no variance for one row; the same on all ranks."""
+        """Whether a BatchNorm in training has no variance for one row; equal on all ranks."""
         self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
 
     @property
@@ -69,10 +69,10 @@ class Comparison:
         return self.verdicts.text
 
     def look(self, state: DistState, batch: Any, number: int, *, leaves_out: bool = False) -> None:
-        """Compare a batch with its parts, with one result on all ranks: refuse, or warn once.
+        """Compare a batch with its parts, with the same result on all ranks: refuse, or warn once.
 
-        With `leaves_out`, this rank has already found that rows of the batch are not samples, which
-        any cut would show.
+        With `leaves_out`, this rank has already found that rows of the batch are not samples. Any
+        cut would show this.
         """
         self.is_due = False
         if self._is_on and self.verdicts.sums:
@@ -116,7 +116,7 @@ class Comparison:
         return _TOO_FEW if rows is None else self._compared(state, rows)
 
     def _check_sums(self, state: DistState) -> None:
-        """Warn of buffers that forwards sum over rows and the loop does not sum over ranks."""
+        """Warn about buffers with sums over rows that the loop does not add up over ranks."""
         names, self.verdicts.sums = self.verdicts.sums, []
         buffers = dict(self._plan.model.named_buffers())
         found = [buffers[name].detach().contiguous() for name in names if name in buffers]
@@ -135,7 +135,7 @@ class Comparison:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}, where a few rows are cut or collated"
         # Agree on the failure first: otherwise a rank without parts would leave the others in a
-        # forward. Simulated ranks are threads with shared generators: a rank that collates seeds
+        # forward. Simulated ranks are threads with shared generators. A rank that collates seeds
         # them, and a forward on another rank would seem to draw.
         if couples(plan, strategy) or rows.collate is not None:
             failure = next(filter(None, primitives.exchange(failure, state, "step")), "")
@@ -175,7 +175,7 @@ def _on_all_ranks(
     except CannotReplayError as reason:
         mine = str(reason)
     except StateError as error:
-        # The writes of the forward could not be put back.
+        # The writes of the forward could not be undone.
         mine, lost = str(error), error
     except Exception as error:
         # If training raises this error too, the step itself reports it.

@@ -55,8 +55,8 @@ class Deals:
         batch = joined(self._rows.batch, state)
         num, size = count_samples(batch), self._ranks.world_size
         sizes = part_sizes(num, size)
-        # A step with micro-batches refuses collectives that pass gradients on, so there is nothing
-        # to compare.
+        # A step with micro-batches refuses collectives with gradients, so there is nothing to
+        # compare.
         if size == 1 or sizes[-1] < 2 or plan.having("local_gradients") or in_microbatches(plan):
             return Found(calls_collectives=True)
         in_turn = interleaved_parts(batch, size)
@@ -80,7 +80,7 @@ class Deals:
         trial.forget()
         size = float(self._ranks.world_size)
         # The backward of FSDP divides by the number of ranks. Otherwise gradients are added up
-        # after each run; every rank then holds the first deal's sum, so the second sum is divided
+        # after each run: every rank then holds the first deal's sum, so the second sum is divided
         # by the number of ranks.
         first = self._run(trial, one, size if self._averages else 1.0)
         self._sum_gradients()
@@ -93,7 +93,7 @@ class Deals:
         return cuts, Gradients(whole, whole, trial.norms()) if leaves else None
 
     def _run(self, trial: Trial, parts: Sequence[Any], factor: float) -> list[float]:
-        """Run one distribution of the rows over the ranks, and return the loss of all ranks together."""
+        """Run one deal of the rows, and return the loss of all ranks together."""
         plan, ranks = self._plan, self._ranks
         mine = parts[ranks.rank]
         (weight,) = weigh(plan.weight_fn, [mine])
@@ -115,7 +115,7 @@ class Deals:
         return bool(self._plan.having("shards"))
 
     def _sum_gradients(self, mean_over: int = 1) -> None:
-        """Add up the gradients that a backward has left on each rank."""
+        """Add up, over the ranks, the gradients that a backward has left on each rank."""
         if self._averages:
             return
         for each in self._strategy.reachable:

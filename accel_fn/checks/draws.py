@@ -1,4 +1,4 @@
-"""Random draws that are the same for every row, so that a batch and its parts can be compared."""
+"""Random draws that are equal for every row, so that a batch can be compared with its parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ layers."""
 
 
 class CannotReplayError(Exception):
-    """A draw that cannot be made equal in a batch and its parts; the error's text is the reason."""
+    """A draw that cannot be repeated in a batch and its parts; the error's text is the reason."""
 
 
 @dataclass
@@ -74,12 +74,12 @@ class Request:
 
 
 class Draws:
-    """Replaces the random functions of a run by its own numbers; it does not advance any generator.
+    """Replaces the random functions of a run by its own numbers, without advancing any generator.
 
-    The first two runs, of a batch and of a part, record the requests: dimensions in which the two
-    differ are row dimensions. Later runs draw one slice and expand it along these, so that every
-    row has the same numbers at any place. With `rows`, each row of the batch has its own numbers,
-    and a part gets those of its rows.
+    The first two runs, of a batch and of a part, record the requests. A dimension whose size
+    differs between the two is a row dimension. Later runs draw one slice and expand it along the
+    row dimensions, so that every row has the same numbers at any place. With `rows`, each row of
+    the batch has different numbers, and a part gets the numbers of its rows.
     """
 
     def __init__(self, seed: int) -> None:
@@ -104,7 +104,7 @@ class Draws:
         self._next.clear()
 
     def begin(self, rows: Sequence[int] | None = None, num_rows: int = 0) -> None:
-        """Begin a run. With `rows`, it runs these rows out of `num_rows`, each with its own numbers."""
+        """Begin a run of all rows, or of `rows` out of `num_rows`, each with its own numbers."""
         self._calls, self._rows, self._num_rows = Calls(), rows, num_rows
         self._record, self._next = self._next, None
 
@@ -118,7 +118,7 @@ class Draws:
             raise CannotReplayError("its parts draw random numbers another number of times")
 
     def are_by_row(self, num_rows: int, num_in_part: int) -> bool:
-        """Return whether dimensions that differ between requests have one entry a row."""
+        """Return whether dimensions that differ between requests have one entry per row."""
         return self._is_alike() and all(
             (whole.shape[dim], part.shape[dim]) == (num_rows, num_in_part)
             for whole, part in zip(self._whole, self._part, strict=True)
@@ -138,7 +138,7 @@ class Draws:
         ]
 
     def answer(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return random numbers in place of an operation of torch."""
+        """Return random numbers for an operation of torch, instead of its result."""
         name = op._schema.name.removeprefix("aten::")
         if name in _IN_PLACE:
             settings = tuple(args[1:])
@@ -182,8 +182,8 @@ class Draws:
 
     def _bernoulli(self, name: str, args: Sequence[Any]) -> Tensor:
         chance = args[-1] if len(args) > 1 else args[0]
-        # Draw in at least float32: in half precision, few numbers would be compared with the
-        # chance.
+        # Draw in at least float32: half precision has few different numbers to compare with the
+        # rate.
         wide = torch.promote_types(args[0].dtype, torch.float32)
         uniform = torch.empty_like(args[0], dtype=wide)
         self._fill(uniform, name, (), lambda t, g: t.uniform_(generator=g))
@@ -263,7 +263,7 @@ def _place_of_rate(op: Any) -> tuple[int, str] | None:
 
 
 def has_rate(op: Any) -> bool:
-    """Return whether an operation takes a rate of dropout."""
+    """Return whether an operation has a dropout rate as an argument."""
     return _place_of_rate(op) is not None
 
 

@@ -1,4 +1,4 @@
-"""Numbers that ranks exchange after each has compared a few rows with their parts."""
+"""Findings about a few rows and their parts, which ranks exchange."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _UNDER_AUTOCAST, _OF_HALVES, _IN_FLOAT8 = (2e-2, 2e-3), (1e-1, 2e-3), (5e-1, 1e-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A batch and its parts: losses, weights, and the weights with the other `shift` of labels."""
+    """A batch and its parts: losses, weights, and the weights for the other `shift` of labels."""
 
     term: str
-    """The name of the term that these losses belong to; "" for a loss that is one number."""
+    """The name of the term that these losses belong to; "" for a loss with one number."""
     whole: float
     losses: Sequence[float]
     weights: Sequence[float]
     shifted: Sequence[float] | None
 
     def slack(self, tolerance: tuple[float, float]) -> float:
-        """Return the difference from the loss that a sum in a different order may have."""
+        """Return how far a sum in a different order may differ from the loss."""
         relative, least = tolerance
         return relative * max(map(abs, (self.whole, *self.losses))) + least
 
@@ -54,18 +54,18 @@ class Gradients:
     rest: Sequence[float]
 
     def beside(self, norms: Sequence[float]) -> Gradients:
-        """Return a copy in which each `scale` is at least as large as the norm given."""
+        """Return a copy in which each `scale` is at least as large as the given norm."""
         return replace(self, scale=[*map(max, self.scale, norms)])
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Whether a forward reads what an earlier forward has written."""
+    """Whether a forward reads values that an earlier forward has written."""
 
     parts: bool
-    """Whether a part gives different results after another part and alone."""
+    """Whether the results of a part change if another part runs before it."""
     rows: bool
-    """Whether a part gives different results after a part and after the batch."""
+    """Whether a part's results depend on the rows that ran before it: a part or the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Write:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether this is a sum over rows that no forward reads, so it adds up."""
+        """Return whether this is a sum over rows that no forward reads, so sums of parts add up."""
         return self.kind == "buffer" and not (self.of_parts or self.reads.rows)
 
 
@@ -95,7 +95,7 @@ class Found:
 
     cuts: Sequence[Cut] = ()
     twice: Sequence[Cut] = ()
-    """The loss of the same rows, run again at the end, as if it were a part."""
+    """The loss of the same rows, run again at the end, stored like the loss of a part."""
     tolerance: tuple[float, float] = _LOSS_IN_HALF
     gradients: Gradients | None = None
     by_row: tuple[Sequence[Cut], Gradients | None] | None = None
@@ -103,7 +103,7 @@ class Found:
     precisions: Sequence[torch.dtype] = ()
     """The dtype in which the gradient of each trained parameter is computed."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Metrics by name, of the batch and of its parts together, where the two differ."""
+    """Metrics, by name, that differ between the batch and its parts together: both values."""
     writes: Mapping[str, Write] = field(default_factory=dict)
     calls_collectives: bool = False
     in_turn: tuple[Sequence[Cut], Gradients | None] | None = None
@@ -149,7 +149,7 @@ def wrong_gradient(
     parameters: Sequence[torch.dtype],
     precisions: Sequence[torch.dtype],
 ) -> tuple[int, float] | None:
-    """Find the parameter whose gradient is furthest off beyond rounding, relative to its norm."""
+    """Find the parameter whose gradient is furthest off, beyond rounding, relative to its norm."""
     whole, scale, rest = (
         [sum(norm**2 for norm in norms) ** 0.5 for norms in zip(*of_ranks, strict=True)]
         for of_ranks in (

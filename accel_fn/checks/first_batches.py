@@ -34,18 +34,15 @@ from accel_fn.parallel.same_on_all_ranks import check_same_gradients, fingerprin
 from accel_fn.parallel.synced_batch_norm import SyncedStrategy
 
 _LOOKS = (1, 2, 10, 100)
-"""The batches to check in full.
-
-Some faults appear only after the first batch: a leaf that the second graph shares with the first
-one, or a loss whose halves agree at first.
-"""
+"""The batches to check in full. Some faults appear only after the first batch: a leaf that the
+second graph shares with the first one, or a loss whose halves agree at first."""
 
 _MOST_NONE = 10
 """The number of first batches that may be None, because their samples could not be read."""
 
 
 class FirstBatches(Observer):
-    """Checks batches 1, 2, 10 and 100 of a step in full. At all others it checks the model's mode."""
+    """Checks batches 1, 2, 10 and 100 of a step in full, and otherwise only the model's mode."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, state: DistState, *, check_loss: bool = True
@@ -65,16 +62,16 @@ class FirstBatches(Observer):
         self._looks = False
         """Whether the current batch is checked in full."""
         self._has_warned = False
-        """Whether this check has warned of a model in evaluation mode."""
+        """Whether this check has warned about a model in evaluation mode."""
         self._compares = state.world_size > 1
-        """Whether the next update compares gradients over the ranks; the first one does."""
+        """Whether the next update compares gradients over the ranks, as the first one does."""
         self._repeated = RepeatedState()
         self._is_loaded = False
         """Whether a checkpoint was loaded since the last step."""
         self._rows, self._has_warned_of_rows = RowsJudge(), False
 
     def wants(self, state: DistState) -> bool:
-        """Count this step, and return whether it is to be checked."""
+        """Count this step, and return whether to check it."""
         self._num_batches = number = self._num_batches + 1
         self._looks = looks = number in _LOOKS or self.comparison.is_due
         is_repeated = self._repeated.is_due(state)
@@ -89,7 +86,7 @@ class FirstBatches(Observer):
         )
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Check the model's mode; at batches that are checked in full, everything else too."""
+        """Check the model's mode; if the batch is checked in full, run all other checks too."""
         self._is_none = batch is None
         if self._is_loaded:
             self._is_loaded = False
@@ -113,7 +110,7 @@ class FirstBatches(Observer):
             self._compares = False
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Warn of BatchNorm trained on parts of a batch, of None batches, and of an old state."""
+        """Warn about BatchNorm on parts of a batch, about None batches, and about a repeated state."""
         if self._batch_norm.is_due:
             self._batch_norm.end()
         self._repeated.end(state)
@@ -123,16 +120,16 @@ class FirstBatches(Observer):
                 _warn_of_nothing(report)
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """Forget the state of a step that failed: a loop that retries keeps it."""
+        """Forget the state of a step that failed: a loop that retries passes it again."""
         self._repeated.forget()
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Warn of attributes of optimizers that checkpoints do not hold."""
+        """Warn about attributes of optimizers that checkpoints do not hold."""
         if self._attributes is not None:
             self._attributes.warn()
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Note that the next batch must be checked: it should continue the loader's pass."""
+        """Record that the next batch must be checked: it should continue the loader's pass."""
         self._is_loaded = True
 
     def _warn_of_evaluation_mode(self, state: DistState) -> None:
@@ -146,7 +143,7 @@ class FirstBatches(Observer):
 
     def _look(self, state: DistState, batch: Any) -> None:
         # Check hooks each time. A library that watches gradients often adds its hooks on the main
-        # rank alone, so that rank must not raise alone.
+        # rank only, so that rank must not raise alone.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
         text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])
@@ -169,14 +166,14 @@ class FirstBatches(Observer):
         self._batch_norm.begin()
 
     def _check_rows_and_hooks(self, state: DistState, batch: Any) -> RowsFound | None:
-        """Refuse hooks of parameters; return the findings in the rows."""
+        """Refuse hooks of parameters; return the findings about the rows."""
         if shares_gradients(state, self._plan) and self._strategy.leaves_gradients:
             check_hooks("step", self._plan)
         return check_rows(state, self._plan, batch)
 
 
 class RepeatedState:
-    """Warns once of a state that is given to the step for the third time in a row."""
+    """Warns once about a state that is passed to the step for the third time in a row."""
 
     def __init__(self) -> None:
         self._newest: DistState | None = None
@@ -185,7 +182,7 @@ class RepeatedState:
         self._num_repeats = 0
 
     def is_due(self, state: DistState) -> bool:
-        """Note the state of a step; return whether the step before began with the same one."""
+        """Record the state of a step; return whether the previous step began with the same one."""
         self._is_repeated = state is self._newest and not self._has_warned
         if not self._is_repeated:
             self._newest, self._num_repeats = state, 0
@@ -200,8 +197,7 @@ class RepeatedState:
         before = self._newest
         if not self._is_repeated or before is None:
             return
-        # With `advance=False`, `step` does not grow: the next step is meant to be on the same
-        # batch.
+        # With `advance=False`, `step` does not grow: the next step is meant to use the same batch.
         self._num_repeats += state.step > before.step
         if self._num_repeats == 2:
             self._has_warned = True
@@ -241,8 +237,7 @@ class Looks(NamedTuple):
     checksums: list[int]
     """The checksums of the batch's tensors; empty if one has a layout that cannot be summed."""
     is_known: bool = True
-    """Whether the batch holds tensors or is None. Another batch may be one that cannot be
-    counted."""
+    """Whether the batch holds tensors or is None. A batch of another kind may not be countable."""
 
 
 def looks_of(batch: Any) -> Looks:
@@ -256,7 +251,7 @@ def looks_of(batch: Any) -> Looks:
 
 
 def warn_of_equal_batches(function: str, state: DistState, every: Sequence[Looks]) -> None:
-    """Warn if all ranks have the same rows: each then does all the work."""
+    """Warn if all ranks have the same rows: each rank then does all the work."""
     is_whole = state.data.world_size > 1 and all(each == every[0] for each in every)
     if every[0].checksums and is_whole and state.is_main:
         warn_user(

@@ -1,4 +1,4 @@
-"""The check that frozen models stay as `build` left them: in values and in mode."""
+"""Check that frozen models keep the values and the mode that `build` gave them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SAMPLE = 64
 
 
 class FrozenCheck:
-    """Looks at the frozen models of a plan on the main rank, and warns once of each fault."""
+    """Checks the frozen models of a plan on the main rank, and warns once about each fault."""
 
     def __init__(self, plan: Plan) -> None:
         self._frozen = plan.frozen
         self._before: dict[str, Tensor] = {}
-        """For each model by name, samples of its tensors at the last look."""
+        """For each model by name, samples of its tensors at the last check."""
         self._has_warned_of_mode = False
         self._has_warned_of_change = False
 
     def look(self) -> None:
-        """Compare the models with their values at the last look.
+        """Compare the models with their values at the last check.
 
         Cost: a read of 64 elements of each tensor.
         """

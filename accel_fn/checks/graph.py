@@ -1,4 +1,4 @@
-"""A check of the graph of a loss: what its backward would miss without an error."""
+"""Check the graph of a loss for tensors that its backward would silently miss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUILT: WeakSet[GraphCheck] = WeakSet()
 
 
 class GraphCheck:
-    """Looks at the graphs of the losses of a step."""
+    """Checks the graphs of a step's losses."""
 
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
         self._plan = plan
@@ -46,7 +46,7 @@ class GraphCheck:
         self._is_first = True
 
     def look(self, loss: Tensor, part: Any) -> None:
-        """Check the graph of a micro-batch's loss; skip a `part` of None, without items."""
+        """Check the graph of a micro-batch's loss; skip a `part` of None, which has no items."""
         if part is not None:
             self._check_graph(loss, part)
             self._is_first = False
@@ -79,7 +79,7 @@ class GraphCheck:
                 self._warn_of_outside(unknown, part)
 
     def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
-        """Warn once of leaves that get no gradient from this step or from another plan's."""
+        """Warn once about leaves that get no gradient from this step or from another plan's."""
         # Compare the ids of live objects only, since a new object may reuse a dead object's id.
         known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
         known += [each for each in (warned() for warned in self._warned) if each is not None]
@@ -87,7 +87,7 @@ class GraphCheck:
         outside = [each for each in leaves if id(each) not in ids]
         before = {id(each) for each in (leaf() for leaf in self._outside) if each is not None}
         # A tensor that the loss makes for each batch, such as the points of a gradient penalty, is
-        # not trained. Only a parameter, or a tensor that exists at the next look too, may be
+        # not trained. Only a parameter, or a tensor that still exists at the next check, may be
         # trained.
         wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]
         self._outside += map(ref, outside)
@@ -124,6 +124,6 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 
 def _leaf(node: Node) -> Tensor | None:
-    """Return the leaf whose gradient a node accumulates, or None."""
+    """Return the leaf whose gradient a node accumulates; None for other nodes."""
     variable: Tensor | None = getattr(node, "variable", None)
     return variable

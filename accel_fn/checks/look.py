@@ -1,4 +1,4 @@
-"""The findings of one rank in a few rows and their parts."""
+"""Run a few rows and their parts on one rank, and compare the results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Measure:
         """The largest norm so far per parameter: gradients of rows may cancel each other."""
 
     def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
-        """Run all rows. With `adds`, add their gradient."""
+        """Run all rows; with `adds`, add their gradient."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
         weight = weight or ones_of(self._plan)
         # A forward without a backward may leave parameters unsharded, so run a backward too, with a
@@ -114,7 +114,7 @@ class _Measure:
         return shares(weight, total, -1)
 
     def gradients(self, run: Callable[[], None]) -> Gradients | None:
-        """Return the gradient norms before `run`, the largest ones, and those after it."""
+        """Return the gradient norms before `run`, the largest norms, and the norms after it."""
         if not self._has_gradients:
             run()
             return None
@@ -147,14 +147,14 @@ class _Looks:
     def _agreed(self, flag: bool) -> bool:
         """Return the flag; if forwards have collectives, True if it is set on any rank.
 
-        In that case all ranks must run the same number of forwards.
+        With such forwards, all ranks must run the same number of them.
         """
         if not self._measure.couples:
             return flag
         return any(primitives.exchange(flag, self._state, "step"))
 
     def found(self) -> Found:
-        """Run all comparisons."""
+        """Run all comparisons, and return their findings."""
         measure, trial = self._measure, self._trial
         trial.draws.record(whole=True)
         first = measure.whole(self._rows)
@@ -213,7 +213,7 @@ class _Looks:
         part, weight = (self._weighing() or [(self._cuts[0].parts[0], ones_of(self._plan))])[0]
         whole = _numbers_in(self._rows.batch)
         own = _numbers_in(part)
-        # If forwards have collectives, all ranks must run the same number of them: then try every
+        # If forwards have collectives, all ranks must run the same number of them. So try every
         # number of the batch.
         names = [
             name
@@ -264,7 +264,7 @@ class _Looks:
         return _finite(found), metrics, gradients, of_parts, last
 
     def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
-        """Run the first cut with separate random numbers for each row; or return why it cannot."""
+        """Run the first cut with separate random numbers per row; or return why it cannot."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
         if not self._agreed(trial.draws.has_any):
@@ -333,7 +333,7 @@ class _Looks:
         self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
 
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
-        """Compare a part after another part with the part alone, and after the batch."""
+        """Run a part first, after another part, and after the batch; compare the results."""
         first, *_, last = self._weighing()
         ones = ones_of(self._plan)
         return Reads(
@@ -348,7 +348,7 @@ class _Looks:
         other: tuple[Any, Weight] | None,
         tolerance: tuple[float, float],
     ) -> bool:
-        """Return whether rows give different results after one forward and after another."""
+        """Return whether rows give other results after one forward than after another."""
         trial, measure = self._trial, self._measure
         taken = measure.taken(rows[1], rows[1])
         trial.forget()
@@ -389,7 +389,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _numbers_in(batch: Any) -> dict[str, Any]:
-    """Return the numbers of a batch, 0-dim tensors among them, by name."""
+    """Return the numbers of a batch by name, including 0-dim tensors."""
     leaves, _ = pytree.tree_flatten_with_path(opened(batch))
     return {f"batch{pytree.keystr(path)}": leaf for path, leaf in leaves if _is_number(leaf)}
 
@@ -402,7 +402,7 @@ def _with_number(batch: Any, name: str, number: Any) -> Any:
 
 
 def _finite(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts of finite loss of which at least two parts have items."""
+    """Return the cuts that have a finite loss and at least two parts with items."""
     return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
 
 
@@ -456,7 +456,7 @@ def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
     try:
         return weigh(partial(labels_at, **{**weight_fn.keywords, "shift": other}), parts)
     except BatchError:
-        # There is one label a sample, so shift does not apply.
+        # There is one label per sample, so shift does not apply.
         return None
 
 

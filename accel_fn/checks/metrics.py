@@ -1,4 +1,4 @@
-"""A check that the metrics of a loader are means, not functions of means."""
+"""Check that the metrics of a loader are means, and not functions of means."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_fn.core.warn import warn_user
 
 
 class MetricsLook:
-    """Checks one batch of a pass on the main rank; warns once a step of metrics that are no means.
+    """Checks one batch of a pass on the main rank; warns once about metrics that are not means.
 
     In a world of one, a pass over a single batch is exact, so the second batch is checked.
     """
@@ -38,7 +38,7 @@ class MetricsLook:
         return 0 if group is None else num_collectives(group)
 
     def after(self, batch: Any, *, has_means: bool) -> None:
-        """Check a batch, once its metrics are counted."""
+        """Check a batch, after its metrics were counted."""
         if self._left == 0 or not has_means:
             return
         halves = halves_of(self._plan, self._strategy, batch)
@@ -69,7 +69,7 @@ class MetricsLook:
             ]
             tolerance = loss_tolerance(whole.dtype, trial.dtypes())
         except Exception:
-            # The pass itself raises this error too, or only these parts are refused.
+            # Either the pass itself raises this error too, or only these parts are refused.
             return {}
         finally:
             trial.close()

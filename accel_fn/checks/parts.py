@@ -1,4 +1,4 @@
-"""A few rows of a batch, and the parts into which they are cut for a comparison."""
+"""Select a few rows of a batch, and cut them into parts for a comparison."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def few_rows(
     """Return a few rows; None on all ranks with fewer than two rows, or if the step will raise."""
     whole, part, num = counted(plan, strategy, batch)
     num = -1 if leaves_out else num
-    # All ranks must run the same number of forwards: FSDP unshards in each one, and a loss may call
-    # collectives.
+    # All ranks must run the same number of forwards: FSDP unshards in each forward, and a loss may
+    # call collectives.
     counts = primitives.exchange(num, state, "step")
     if min(counts) < 0:
         return None
@@ -61,8 +61,8 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
     except Exception:
         return None, None, -1
     try:
-        # Do not call the plan's split, which the user may have written to be called once per batch.
-        # A list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
+        # Do not call the plan's split: the user may have written it to be called once per batch. A
+        # list is one batch, as torch's collate makes it of pairs, unless it holds micro-batches.
         is_window = bool(plan.having("takes_windows"))
         whole = batch[0] if is_window and type(batch) is list else batch
         num = 0 if whole is None else count_samples(whole)
@@ -73,14 +73,14 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
         part = split_batch(whole, max(1, num // _NUM_SAMPLES))[0]
         return whole, part, count_samples(part)
     except Exception:
-        # The step refuses the batch, or its rows cannot be cut.
+        # Either the step refuses the batch, or its rows cannot be cut.
         return None, None, 0
 
 
 def halves_of(
     plan: Plan, strategy: Strategy, batch: Any
 ) -> tuple[Any, Sequence[Any], Sequence[Weight]] | None:
-    """Return a few rows, their halves with a weight, and the weights; None without two."""
+    """Return a few rows, their halves with a weight, and the weights; None without two halves."""
     _, rows, num = counted(plan, strategy, batch)
     if num < 2:
         return None
@@ -140,10 +140,10 @@ def _cut(rows: Rows, how: str) -> Parts:
 
 
 def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
-    """Cut the rows in at most `most` of these ways, the same on all ranks."""
+    """Cut the rows in at most `most` of these ways, equal on all ranks."""
     least = {"halves": 2, "in turn": 3, "thirds": 6, "unequal": 4}
     found = [name for name in names if rows.fewest >= least[name]]
-    # With few rows, alternating rows may agree where halves do not, so always add halves.
+    # With few rows, alternating rows may agree while halves do not, so always add halves.
     found = [*dict.fromkeys([*found, "halves"])]
     return [_cut(rows, name) for name in found[:most]]
 

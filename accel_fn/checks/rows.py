@@ -1,4 +1,4 @@
-"""A look at whether the rows of a batch are its samples, where the default weight counts rows."""
+"""Check whether the rows of a batch are its samples, since the default weight counts rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPAIR = "put the samples first in each tensor, or give Plan a weight_fn, such 
 
 
 class RowsFound(NamedTuple):
-    """A warning of a batch whose rows are not its samples; empty if they may be."""
+    """A warning about a batch whose rows are not its samples; empty if they may be samples."""
 
     text: str
     is_sure: bool = False
@@ -27,9 +27,9 @@ class RowsFound(NamedTuple):
 def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
     """Check whether the rows of a batch are its samples; refuse to cut rows that are not.
 
-    Return None unless the batch is known to be made of two samples or more; the loader knows that
-    number. Several rows per sample are right, such as two views of each; so are fewer rows than
-    samples, if some were left out.
+    Return None unless the loader knows that the batch has two samples or more. Several rows per
+    sample are allowed, such as two views of each sample. Fewer rows than samples are allowed too,
+    if some samples were left out.
     """
     count = samples_of(batch)
     if count is None or count < 2 or plan.weight_fn is not count_samples or not is_cut(state, plan):
@@ -56,11 +56,11 @@ class RowsJudge:
 
     def __init__(self) -> None:
         self._has_several = False
-        """Whether a batch on any rank had several rows; then one row means that samples were left
-        out."""
+        """Whether a batch on any rank had several rows. Then one row means that samples were
+        left out."""
 
     def judge(self, every: Sequence[RowsFound | None]) -> str:
-        """Return the warning; of one row, only if all ranks with known samples have one."""
+        """Return the warning; for one row, only if all ranks with known samples have one row."""
         found = [each for each in every if each is not None]
         sure = [each.text for each in found if each.is_sure]
         if sure:

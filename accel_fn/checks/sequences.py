@@ -1,4 +1,4 @@
-"""Compares the start of a few sequences, cut over the ranks of an axis by wrap_cp, with the same whole."""
+"""Compare the start of a few sequences: cut by wrap_cp over an axis, and whole on each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOKS = (1, 2, 10, 100)
 _MOST_TOKENS = 64
 """The number of tokens of each rank that are compared."""
 _MOST_ROWS = 8
-"""The number of rows of a micro-batch in which labels are looked for; two of them are compared."""
+"""The number of rows of a micro-batch that are searched for labels; two of them are compared."""
 _MOST_STEPS = 10
 """The last step that is checked because no earlier one had labels in several blocks."""
 
@@ -38,31 +38,33 @@ _MOST_STEPS = 10
 class SequenceCheck(Observer):
     """In steps 1, 2, 10 and 100, runs the start of two sequences whole on each rank, and cut.
 
-    A model that makes its own positions, shifts its labels or mixes tokens in other ways than by attention
-    trains on something else without an error. All ranks run the rows of one of them, and all refuse what
-    differs.
+    A model may make its own positions, shift its labels, or mix tokens outside of attention. With
+    wrap_cp it would then silently train on something else. All ranks run the rows of one of them,
+    and all refuse a difference.
 
-    Cost: in these steps, a broadcast of the rows, two forwards and backwards of at most 64 tokens a rank
-    along the axis, under wrap_ddp an all-reduce of the gradients over the axis, and three small collectives.
+    Cost: in these steps, a broadcast of the rows, two forwards and backwards of at most 64 tokens
+    per rank along the axis, under wrap_ddp an all-reduce of the gradients over the axis, and three
+    small collectives.
     """
 
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
         self._plan, self._strategy = plan, strategy
         self._num_steps = 0
         self._is_due = False
-        """Whether the next step is checked too, because this one had labels in one block at most."""
+        """Whether the next step is checked too, because this one had labels in at most one
+        block."""
         self.text = "is compared with the whole one in the first step"
         """The result, for `explain`."""
 
     def wants(self, state: DistState) -> bool:
-        """Count this step, and return whether it is checked."""
+        """Count this step, and return whether to check it."""
         self._num_steps += 1
         return isinstance(self._strategy, ContextParallel) and (
             self._num_steps in _LOOKS or self._is_due
         )
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Compare the start of sequences; raise on all ranks if it differs."""
+        """Compare the start of sequences; raise on all ranks if the results differ."""
         strategy = self._strategy
         assert isinstance(strategy, ContextParallel)
         rows = self._rows(state, strategy, batch)
@@ -86,7 +88,7 @@ class SequenceCheck(Observer):
             best, own = self._own_rows(strategy, batch)
         every = primitives.exchange(best, state, "step")
         most = max(every)
-        # Labels in the first block alone would hide what differs in the others.
+        # With labels only in the first block, errors in the other blocks would stay hidden.
         self._is_due = most < 2 and self._num_steps < _MOST_STEPS
         if not most:
             self.text = "could not be compared with the whole one: no row has labels at its start"
@@ -94,7 +96,7 @@ class SequenceCheck(Observer):
         return broadcast(own, state, source=every.index(most))
 
     def _own_rows(self, strategy: ContextParallel, batch: Any) -> tuple[int, Any]:
-        """Return the start of two rows, of those with labels in most blocks; and that number of blocks."""
+        """Return the start of the two rows with labels in most blocks, and that number."""
         found: list[tuple[int, int, int, Any]] = []
         for number, part in enumerate(cut(self._plan, batch)[0]):
             start = strategy.start_of(part, _MOST_TOKENS)
@@ -111,7 +113,7 @@ class SequenceCheck(Observer):
         return most, map_tensors(itemgetter(rows), start)
 
     def _on_all_ranks(self, state: DistState, look: Callable[[], Any]) -> list[Any] | None:
-        """Return what all ranks have found; None if one could not look."""
+        """Return the results of `look` on all ranks; None if it failed on one."""
         found, failure = None, ""
         try:
             found = look()
@@ -127,7 +129,7 @@ class SequenceCheck(Observer):
         return [each for each, _ in every]
 
     def _compared(self, state: DistState, strategy: ContextParallel, rows: Any) -> str:
-        """Return what differs between whole and cut sequences; "" if nothing does."""
+        """Describe the difference between whole and cut sequences; "" if there is none."""
         plan = self._plan
         (weight,) = weigh(plan.weight_fn, [rows])
         trial = Trial(plan, strategy, state)
@@ -135,7 +137,7 @@ class SequenceCheck(Observer):
             trial.draws.record(whole=True)
             whole = self._whole(strategy, trial, rows, weight)
             if any(primitives.exchange(trial.draws.has_any, state, "step")):
-                # Draw the same for every token, in both.
+                # Draw the same numbers for every token, in both runs.
                 trial.draws.record(whole=False)
                 trial.run(rows, weight, (-1.0,))
                 trial.draws.check_alike()
@@ -213,7 +215,7 @@ def _of_layer(name: str) -> str:
 
 @contextmanager
 def _noting(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -> Iterator[None]:
-    """Note names and outputs of the modules inside a model, in the order in which they return."""
+    """Record names and outputs of a model's inner modules, in the order in which they return."""
 
     def note(name: str, output: Any) -> None:
         tensors = [each.detach().clone() for each in tensors_of(output) if not is_sharded(each)]
@@ -232,7 +234,7 @@ def _noting(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -> Iterat
 
 
 def _differ(whole: Tensor, own: Tensor, blocks: Blocks) -> bool:
-    """Return whether the output of a layer for a block is not the block of its output."""
+    """Return whether a layer's output for a block differs from the block of its whole output."""
     if whole.ndim != own.ndim:
         return False
     dims = [dim for dim in range(own.ndim) if whole.shape[dim] != own.shape[dim]]

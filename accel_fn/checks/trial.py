@@ -54,7 +54,7 @@ class Ran(NamedTuple):
     losses: list[float]
     """The loss of each term."""
     metrics: dict[str, tuple[float, ...]]
-    """Each metric by name: a mean, or a sum and its count."""
+    """The metrics by name. Each is a mean, or a sum and its count."""
     written: Mapping[str, Written]
     dtype: torch.dtype
     """The dtype of the loss."""
@@ -63,7 +63,7 @@ class Ran(NamedTuple):
 class Trial:
     """Runs a few rows; gradients are added up in `.grad` from run to run.
 
-    All writes of a forward are put back after each run, unless the next run is to see them.
+    All writes of a forward are undone after each run, unless the next run must read them.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Trial:
             parameter.grad = None
 
     def close(self) -> None:
-        """Put the model and the generators back."""
+        """Restore the model and the generators."""
         self._snapshot.restore()
 
     @property
@@ -114,7 +114,7 @@ class Trial:
 
     @property
     def least_values(self) -> int | None:
-        """Return the fewest values of a BatchNorm statistic in the first run, or None."""
+        """Return the fewest values of a BatchNorm statistic in the first run; None without one."""
         return self._statistics.least
 
     def dtypes(self) -> list[torch.dtype]:
@@ -149,8 +149,8 @@ class Trial:
     ) -> Ran:
         """Run rows of this weight; with a factor, add the gradients of `factor * loss`.
 
-        `drawn` gives the places of these rows and the number of all rows, if each row has its own
-        random numbers.
+        If each row has its own random numbers, `drawn` gives the places of these rows and the
+        number of all rows.
         """
         strategy, state = self._strategy, self._state
         snapshot, draws = self._snapshot, self.draws
@@ -200,7 +200,7 @@ class Trial:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """Enter the contexts of a run on this rank alone, with the batch's draws."""
+        """Enter the contexts of a run on this rank only, with the batch's draws."""
         contexts: list[AbstractContextManager[Any]] = [
             torch.set_grad_enabled(self._has_gradients),
             uncompiled(),
@@ -220,7 +220,7 @@ class Trial:
 
 
 def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
-    """Return forwards without compiled graphs of the user's and without collectives."""
+    """Return the modules' forwards without the user's compiled graphs and without collectives."""
     forwards: dict[nn.Module, Any] = {}
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
@@ -233,7 +233,7 @@ def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
 
 @contextmanager
 def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
-    """Run modules that were compiled in place uncompiled: a graph could not be watched."""
+    """Run modules without their compiled graphs, in which operations could not be watched."""
     compiled = {
         each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl
     }
@@ -247,7 +247,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
 
 
 class _Joining:
-    """Stands in for the batch under training, and records whether its loss calls a collective."""
+    """Replaces the batch under training, and records whether its loss calls a collective."""
 
     num_microbatches = 1
     is_evenly_split = False
@@ -267,7 +267,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if any(not issubclass(each, nn.Parameter) and each is not Tensor for each in types):
-            # The subclass calls operations on plain tensors, which come here.
+            # The subclass calls operations on plain tensors, which reach this mode.
             return NotImplemented
         self._snapshot.before_write(tensors_written(op, args, kwargs))
         if has_rate(op):

@@ -1,4 +1,4 @@
-"""The verdicts on a program that was compared with itself: errors, warnings and `explain` text."""
+"""Judge the comparison of a batch with its parts: errors, warnings and `explain` text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Verdicts:
         self._is_over_ranks = state.data.world_size > 1
         self._is_in_microbatches = in_microbatches(plan)
         self._cuts_rows = all(map(_cuts_rows, plan.split))
-        """Whether batches are cut along rows. A function of the user's may cut so that its own
-        parts agree."""
+        """Whether batches are cut along rows. A user's function may cut so that its own parts
+        agree."""
         self.has_rows = True
-        """Whether the batch has rows. A micro-batch that is a list may hold graphs, with a tensor
-        each."""
+        """Whether the batch has rows. If a micro-batch is a list, it may hold graphs, with one
+        tensor each."""
         names = {id(each): name for name, each in plan.model.named_parameters()}
         self._names = [names[id(each)] for each in plan.trained()]
         self._batches: list[int] = []
@@ -44,7 +44,7 @@ class Verdicts:
         self._is_counted = False
         """Whether the loss is `(sum, count)`."""
         self.is_open = True
-        """Whether a verdict is still to come."""
+        """Whether a verdict is still pending."""
         self.text = "is not compared with those of its parts"
         """The result of the comparison, for `explain`."""
         if is_on:
@@ -55,14 +55,14 @@ class Verdicts:
             )
 
     def not_compared(self, reason: str) -> None:
-        """Note why a batch was not compared."""
+        """Record why a batch was not compared."""
         if not self._batches:
             self.text = f"could not be compared with those of its parts: {reason}"
 
     def judge(
         self, every: Sequence[Found] | str, of_samples: Sequence[Found] | str, number: int
     ) -> None:
-        """Judge a batch that was cut along its rows, and, if they are known, along its samples."""
+        """Judge a batch that was cut along its rows and, if they are known, along its samples."""
         found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
         self._is_counted |= any(each.is_counted for each in found)
         if isinstance(of_samples, str):
@@ -75,14 +75,14 @@ class Verdicts:
 
     def _judge_both(self, every: Sequence[Found], of_samples: Sequence[Found], number: int) -> None:
         by_rows, by_samples = self._agrees(every), self._agrees(of_samples)
-        # Rows that are cut carry the numbers of all samples, so the losses of parts add up.
+        # Cut rows still have the numbers of all samples, so the losses of parts add up.
         numbers = [*dict.fromkeys(name for each in of_samples for name in each.denominators)]
         adds_up = not by_rows and all("sum" in each.fitting(each.cuts) for each in every)
         if numbers and adds_up and (not by_samples or self._is_in_microbatches):
             self._refuse_numbers(numbers, of_samples, every)
         if by_samples and not by_rows:
-            # For example, chosen rows stand before rejected ones: each rank collates its own, but
-            # micro-batches cut them.
+            # For example, chosen rows come before rejected ones: each rank collates its own
+            # samples, but micro-batches cut the collated rows.
             if self._is_in_microbatches and self._cuts_rows:
                 raise BatchError(
                     "step: batch must have one row a sample where accumulate cuts it, got one whose rows "
@@ -114,7 +114,7 @@ class Verdicts:
     def _refuse_numbers(
         self, numbers: Sequence[str], of_samples: Sequence[Found], every: Sequence[Found]
     ) -> NoReturn:
-        """Refuse a loss that divides by a number of collate_fn's over all samples."""
+        """Refuse a loss that divides by a number that collate_fn computes over all samples."""
         cut = next(cut for found in (*of_samples, *every) for cut in found.cuts)
         raise LossError(
             "step: loss_fn must return the mean over the items that weight_fn counts, got one by "
@@ -133,9 +133,9 @@ class Verdicts:
         return fits and self._wrong(gradients, every[0].precisions) is None
 
     def _judge_cut(self, every: Sequence[Found], number: int) -> None:
-        """Refuse a loss that fits another reduction; warn once if results depend on the cut of a batch."""
+        """Refuse a loss that fits another reduction; warn once if results depend on the cut."""
         declared, precisions = self._declared, every[0].precisions
-        # A loss that differs from run to run keeps state that could not be put back.
+        # A loss that differs from run to run keeps state that could not be restored.
         differing = next(filter(None, [each.differing() for each in every]), None)
         if differing is not None:
             self._warn_of_state(differing)
@@ -148,8 +148,8 @@ class Verdicts:
         self._fitting &= here
         if declared not in here:
             self._refuse_reduction(every)
-            # If a forward reads what it has just written by its rows, that write is the cause to
-            # report.
+            # If a forward reads values that it has just written from its rows, that write is the
+            # cause to report.
             if not self._judge_writes(every):
                 self._warn_of_neither(every, number, [each.cuts for each in every])
             return
@@ -306,7 +306,7 @@ class Verdicts:
         every: Sequence[Found],
         precisions: Sequence[torch.dtype],
     ) -> str:
-        """Describe how two deals of the same rows differ; empty if they agree."""
+        """Describe how two deals of the same rows differ; return "" if they agree."""
         cuts = [cut for of_rank, _ in pairs for cut in of_rank]
         wrong = next((cut for cut in cuts if "sum" not in every[0].fitting([cut])), None)
         if wrong is not None:
@@ -317,7 +317,7 @@ class Verdicts:
         return f"a gradient of {gradient[0]} that differs by {gradient[1]:.2g} of its norm"
 
     def _judge_metrics(self, every: Sequence[Found]) -> None:
-        """Warn of metrics that are functions of a mean."""
+        """Warn about metrics that are functions of a mean."""
         found = {name: pair for each in every for name, pair in each.metrics.items()}
         if not found or "metrics" in self._warned:
             return
@@ -335,7 +335,7 @@ class Verdicts:
         self._warn(wrong_metrics("step", found))
 
     def _judge_writes(self, every: Sequence[Found]) -> bool:
-        """Refuse or warn of writes that depend on the cut; return whether there are any."""
+        """Refuse, or warn about, writes that depend on the cut; return whether there are any."""
         every_write = _of_all_ranks([each.writes for each in every])
         bearing = {name: write for name, write in every_write.items() if self._bears(write)}
         writes = {name: write for name, write in bearing.items() if name not in self._warned}
@@ -362,7 +362,7 @@ class Verdicts:
         return bool(bearing)
 
     def warn_of_writes(self, names: Sequence[str]) -> None:
-        """Warn of values that a forward writes by its rows."""
+        """Warn about values that a forward computes from its rows and writes to the model."""
         self._warned.update(names)
         self._warn(
             "step: model should write the same in its forward however a batch is cut, got "
@@ -429,7 +429,7 @@ def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
 
 
 def _cuts_rows(split: Any) -> bool:
-    """Return whether a `split` function cuts rows, or takes micro-batches with rows to cut."""
+    """Return whether a `split` function cuts rows, or gets micro-batches with rows to cut."""
     is_window = "takes_windows" in getattr(split, "traits", ())
     return is_window or hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
 

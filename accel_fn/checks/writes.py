@@ -1,4 +1,4 @@
-"""Find the values that a forward writes to its model, by name, and put the earlier ones back."""
+"""Find the values that a forward writes to its model, by name, and restore the earlier ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_ENTRIES = 1000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _EXACT = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-4, torch.complex64: 1e-4}
 _ROUNDING = 2e-2
-"""Relative tolerance of values that are summed in a different order, in half precision; `_EXACT`
-has that of other dtypes."""
+"""The relative tolerance, in half precision, of values that are summed in a different order.
+`_EXACT` is the tolerance of other dtypes."""
 
 
 class _Unknown:
@@ -47,7 +47,7 @@ class Snapshot:
     snapshot leaves these out.
 
     Buffers are copied at once. Parameters and tensors among the attributes are copied only before
-    an operation writes to them, which must first call `before_write`.
+    an operation writes to them: call `before_write` first.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Snapshot:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors that were written to, with copies of their earlier values."""
         self._owners: dict[int, list[Tensor]] = {}
-        """Parameters, and tensors among the attributes, by the memory that they use."""
+        """A map from a storage to the parameters and attribute tensors that share it."""
         self._versions: list[tuple[Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}
@@ -90,7 +90,7 @@ class Snapshot:
             self._versions.append((tensor, tensor._version))
 
     def _noted(self, value: Any, left: list[int]) -> Any:
-        """Record a value as it is now: copy containers and arrays, own tensors."""
+        """Record a value: copy containers and arrays, register tensors by their memory."""
         left[0] -= 1
         if left[0] < 0:
             return _Unknown
@@ -162,7 +162,7 @@ class Snapshot:
         return type(before) is type(now) and bool(before == now or before != before)
 
     def restore(self) -> None:
-        """Put everything back; raise an error if that is not possible."""
+        """Restore everything; raise an error if that is not possible."""
         try:
             with torch.no_grad():
                 self._restore()
@@ -188,11 +188,12 @@ class Snapshot:
         for owner, value in self._copies.values():
             _write(local(owner.detach()), value)
         for container, copy in self._containers:
-            if not _has_entries(container, copy):  # one that refuses writes was not written to
+            # a container that refuses writes was not written to
+            if not _has_entries(container, copy):
                 _refill(container, copy)
 
     def check_watched(self) -> None:
-        """Raise if a forward wrote to a tensor that was not copied, or drew numbers that differ by part."""
+        """Raise if a forward wrote to a tensor without a copy, or draws differ by part."""
         if not self._random.ends_alike():
             raise CannotReplayError(
                 "its parts draw other random numbers: those of Python, NumPy or torch depend on the rows"
@@ -207,12 +208,12 @@ class Snapshot:
                 )
 
     def restore_random(self) -> None:
-        """Put the states of the random generators back."""
+        """Restore the states of the random generators."""
         self._random.restore()
 
 
 class _Random:
-    """The states of Python's, NumPy's and torch's generators, in each library's form."""
+    """The states of Python's, NumPy's and torch's generators, in each library's format."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -234,7 +235,7 @@ class _Random:
         return _are_same(now, self._ends)
 
     def restore(self) -> None:
-        """Put the states back."""
+        """Restore the states."""
         if _are_same(self._now(), self._states):
             return
         random.setstate(self._states[0])
@@ -367,7 +368,7 @@ def _written_by(op: Any) -> tuple[tuple[int, str], ...]:
 
 
 def tensors_written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that an operation is about to write."""
+    """Yield the tensors that an operation is about to write to."""
     for place, name in _written_by(op):
         found = args[place] if place < len(args) else kwargs.get(name)
         for each in found if isinstance(found, list | tuple) else (found,):

@@ -23,7 +23,7 @@ def main() -> None:
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)
         _find_temporary_folder()
-    # Import click only now: the import takes time, and without a handler, a Ctrl-C in that time
+    # Import click only now. The import takes time, and without a handler, a Ctrl-C in that time
     # would print a traceback.
     from accel_fn.cli.app import app
 
@@ -44,7 +44,7 @@ def _find_temporary_folder() -> None:
 def _exit_on_ctrl_c(number: int, frame: FrameType | None) -> None:
     """Exit on Ctrl-C, until the command or torch's agent handles it.
 
-    A KeyboardInterrupt would not do, since it may get lost in an import of torch.
+    A KeyboardInterrupt would not work, since it may get lost in an import of torch.
     """
     try:
         os.write(2, f"accel-fn {sys.argv[1]}: stopped by Ctrl-C\n".encode())

@@ -1,6 +1,7 @@
 """The group of commands: a command's module is imported when it is called, torch when it runs.
 
-Some commands are of plug-ins; without one, its command prints which extra to install.
+Some commands belong to plug-ins; if a plug-in is missing, its command prints which extra to
+install.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for an unknown name, fail with the nearest known name."""
+        """Find the command; for an unknown name, fail with the most similar known name."""
         near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
         if near and args[0] not in _COMMANDS and not ctx.resilient_parsing:
             ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]}?")

@@ -1,4 +1,4 @@
-"""The commands `checkpoints` and `export`: list the checkpoints of a folder, and write the weights of one."""
+"""The commands `checkpoints` and `export`: list checkpoints, and write the weights of one."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from accel_fn.launcher.settings import (
 )
 
 Ask = Callable[[Mapping[str, object], str, str, object], object]
-"""Asks a question: (answers so far, setting, question, default) -> answer."""
+"""A function that asks a question: (answers so far, setting, question, default) -> answer."""
 
 _ASKED = """\
 Questions follow on processes, devices, mixed precision, micro-batches, replicas

@@ -51,8 +51,8 @@ _NAME_WIDTH = 28
 def env(*, as_json: bool) -> None:
     """Print the facts for a bug report: versions, machine, devices, variables.
 
-    Torch is imported in another process, so that a broken torch is a line of the report. Of the
-    environment, only variables that launchers and torch read are shown.
+    Torch is imported in another process, so that a broken torch is a line of the report. Only
+    environment variables that launchers and torch read are shown.
     """
     with at_work("collecting"):
         report = collect()
@@ -94,7 +94,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def version(distribution: str) -> str | None:
-    """Return the installed version from its metadata, without an import; None if not installed."""
+    """Read the installed version from its metadata, without an import; None if not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -117,7 +117,7 @@ def _requirements() -> dict[str, dict[str, str | None]]:
 
 
 def probe_torch(python: str = sys.executable) -> dict[str, Any]:
-    """Run torch.utils.collect_env in another Python, since torch may crash; return its report, or `error`."""
+    """Run torch.utils.collect_env in another Python, since torch may crash; return its report."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],

@@ -105,7 +105,7 @@ def launch(
 
 
 def _name_options_of_script(script: str, arguments: Sequence[str]) -> None:
-    """Print which settings stand after the script, and so go to it, not to the launch."""
+    """Print the settings after the script's name: the script gets them, and not the launch."""
     own = {"-n", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
     named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
     after = [each for each in named if each.replace("_", "-") in own]
@@ -132,7 +132,7 @@ def _start(plan: LaunchPlan) -> tuple[int, str]:
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints the launcher's log records on stderr, one a line."""
+    """Prints the launcher's log records on stderr, one record per line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _print(f"accel-fn launch: {record.getMessage()}\n", sys.stderr)
@@ -175,7 +175,7 @@ def _show(plan: LaunchPlan, *, as_json: bool) -> None:
 
 
 def _merge(values: list[str]) -> str:
-    """Join values to text: a single one if all are equal, and the first and last of many."""
+    """Join values to text: only one if all are equal; if there are many, the first and the last."""
     if len(set(values)) == 1:
         return values[0]
     return ", ".join(values) if len(values) <= _FEW else f"{values[0]}, ..., {values[-1]}"

@@ -22,7 +22,7 @@ SHELL_FILE = click.Path(readable=False)
 """The name of a file, which shells can complete; the command checks that it exists."""
 
 Cell = tuple[str, str]
-"""Text, and the style in which a terminal shows it."""
+"""A text, and the style in which a terminal shows it."""
 
 _LENGTHS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
@@ -135,7 +135,7 @@ def at_work(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON, for another program; paths are texts."""
+    """Print a value as JSON, for another program, with paths as texts."""
     print(json.dumps(value, indent=2, default=str))
 
 

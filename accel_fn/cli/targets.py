@@ -1,4 +1,4 @@
-"""Load what a command names, `train.py:make_plan` or `package.module:make_plan`: a plan or a model."""
+"""Load the plan or model that a command names, such as `train.py:make_plan`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _TargetError(Exception):
 def load_target(target: str, function: str, parameter: str = "target") -> Any:
     """Import a file or a module, and return the attribute NAME of `FILE.py:NAME` or `MODULE:NAME`.
 
-    A file is imported under its own name, not as `__main__`, so that code under
-    `if __name__ == "__main__"` does not run. `function` and `parameter` are named in errors.
+    A file is imported under its own name, not as `__main__`, so that code under `if __name__ ==
+    "__main__"` does not run. Errors name `function` and `parameter`.
     """
     place, _, name = target.rpartition(":")
     try:
@@ -54,7 +54,7 @@ def call_target(found: Any, target: str, function: str, parameter: str = "target
 def read_target(target: str, function: str) -> tuple[Plan | nn.Module, Any]:
     """Load and call a target; return its plan or model, and the batch that came with a model.
 
-    A target gives a plan, a plan and a state, a model, or a model and a batch.
+    A target returns a plan, a plan and a state, a model, or a model and a batch.
     """
     from torch import nn
 
@@ -76,7 +76,7 @@ def read_target(target: str, function: str) -> tuple[Plan | nn.Module, Any]:
 
 
 def as_plan(found: Plan | nn.Module) -> Plan:
-    """Return the plan, or the one that a model stands for: the mean of its outputs, by AdamW."""
+    """Return the plan; for a model, return a plan of the mean of its outputs, with AdamW."""
     import torch
 
     from accel_fn.core.plan import Plan
@@ -96,7 +96,7 @@ def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
 def loss_of_outputs(
     model: nn.Module, batch: Any, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the `loss` of the model's outputs for a batch, or the sum of what `reduce` makes of them."""
+    """Return the `loss` of the model's outputs for a batch, or a sum of `reduce` over outputs."""
     import torch
     from torch.utils import _pytree as pytree
 

@@ -51,9 +51,10 @@ def test(
 ) -> None:
     """Check the library's promises on this machine, over real processes, or one plan of yours.
 
-    Trains small models on all ranks and by a plain loop on one, shares out data, runs collectives, and
-    prints for each promise, as soon as it is checked, the largest difference that was found beside
-    what rounding explains. The exit code is 0 if all promises hold. Settings are those of `accel-fn launch`.
+    Trains small models on all ranks and by a plain loop on one, distributes data, runs collectives,
+    and prints for each promise, as soon as it is checked, the largest difference, next to the
+    difference that rounding explains. The exit code is 0 if all promises hold. Settings are those
+    of `accel-fn launch`.
 
     With a TARGET, train that plan in float64 on one simulated rank and on several, on the CPU, and compare
     parameters, losses and norms. TARGET is FILE.py:NAME or MODULE:NAME, and names a function without
@@ -141,7 +142,7 @@ def _check_new_world(
 
 
 def check_this_world(*, as_json: bool) -> bool:
-    """Check the world of this rank; rank 0 prints. Return whether all promises hold."""
+    """Check the world of this rank, print on rank 0, and return whether all promises hold."""
     from accel_fn.core.primitives import default_backend
     from accel_fn.parallel.world import init
     from accel_fn.testing.promises import check_promises

@@ -1,4 +1,4 @@
-"""Trainer: the loop, arguments and callbacks of transformers' Trainer over the step of accel_fn."""
+"""Trainer: the loop and arguments of transformers' Trainer around the step of accel_fn."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ PRIVATE_NAMES = (
 )
 """Undocumented names of transformers' Trainer that this file overrides or reads."""
 _FOLDER = "accel_fn"
-"""The folder in a checkpoint of the Trainer's that holds the state of the step."""
+"""The folder in a checkpoint of the Trainer that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
-"""The key that marks a batch of a rank without a sample: the batch does not count."""
+"""The key that marks a batch of a rank without samples: the batch does not count."""
 _KEPT_OPTIONS = (
     *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor"),
     *("persistent_workers", "pin_memory", "in_order"),
@@ -78,27 +78,29 @@ _KEPT_OPTIONS = (
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """The Trainer of transformers, whose gradients, updates and evaluation are accel_fn's.
 
-    Use it in place of `transformers.Trainer`. Arguments, callbacks, logs, schedules and folders are those of
-    transformers. Batches, loss, gradients, clipping, precision and optimizer go through one step, so W
-    processes with `gradient_accumulation_steps=k` train as one process does with the same number of samples a
-    step; the last batch of an epoch too, which accelerate fills up with samples from its beginning.
-    The logged loss is the mean over the items of the global batch, and `eval_loss` that over the items of
-    the whole data set: over labels that are not -100 where a batch has `labels`, else over samples.
+    Use it instead of `transformers.Trainer`. Arguments, callbacks, logs, schedules and folders are
+    those of transformers. One step does the batches, loss, gradients, clipping, precision and
+    optimizer. So W processes with `gradient_accumulation_steps=k` train as one process does with
+    the same number of samples per step. This includes the last batch of an epoch, which accelerate
+    fills up with samples from the beginning of the epoch. The logged loss is the mean over the
+    items of the global batch, and `eval_loss` is the mean over the items of the whole data set.
+    Items are labels that are not -100 if a batch has `labels`, else samples.
 
-    A checkpoint holds the weights as transformers writes them, and in its folder `accel_fn` what `save`
-    writes: the optimizer, shards, averages and loss scale, for any number of processes. A checkpoint of
-    the plain Trainer is resumed from as well.
+    A checkpoint holds the weights as transformers writes them, and, in its folder `accel_fn`, the
+    files of `save`: the optimizer, shards, averages and loss scale, for any number of processes. It
+    also resumes from a checkpoint of the plain Trainer.
 
     Args:
         *args: as for `transformers.Trainer`.
-        recipe: more transforms for the step, such as `ema(0.999)` or `wrap_fsdp()`; a strategy in it
-            takes the place of `wrap_ddp()`.
+        recipe: more transforms for the step, such as `ema(0.999)` or `wrap_fsdp()`; a strategy in
+            it replaces `wrap_ddp()`.
         **options: as for `transformers.Trainer`.
 
     Raises:
         ValueError: an argument that it does not support is set; the message has the reason.
 
-    Cost: that of the step; in an evaluation that collects predictions, three small collectives a batch.
+    Cost: the cost of the step; in an evaluation that collects predictions, three small collectives
+    per batch.
 
     >>> from accel_fn.contrib.transformers import Trainer
     >>> Trainer.__mro__[1].__module__
@@ -213,7 +215,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Keep a micro-batch; with the last of an update, run the step and return the mean loss."""
+        """Keep a micro-batch; at the last one of an update, run the step; return the mean loss."""
         assert self._step is not None
         model.train()
         if inputs.pop(_IS_STAND_IN, False):
@@ -327,7 +329,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return this rank's sums of losses, items and samples of a batch, and its rows by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
-        # A `prediction_step` of the user's must compute in the precision of the step too.
+        # A `prediction_step` that the user overrides must also compute in the step's precision.
         with self.autocast_smart_context_manager():
             loss, logits, labels = self.prediction_step(
                 model, batch, loss_only, ignore_keys=ignore_keys
@@ -409,9 +411,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 class RankBatches:
     """A batch sampler that yields the numbers of this rank's samples in each batch of all ranks.
 
-    A batch of all ranks is `world_size` times the batch size of the loader, in the order in which the plain
-    Trainer reads samples on one process. In a last batch with fewer samples than ranks, a rank
-    without one reads the first sample of the batch, marked as a stand-in.
+    A batch of all ranks is `world_size` times the batch size of the loader, in the order in which
+    the plain Trainer reads samples on one process. If a last batch has fewer samples than ranks, a
+    rank without a sample reads the first sample of the batch, marked as a stand-in.
     """
 
     def __init__(self, loader: DataLoader[Any], state: DistState, seed: int | None) -> None:
@@ -448,11 +450,11 @@ class RankBatches:
 
 
 class _StandIn(int):
-    """The number of a sample that another rank counts."""
+    """The number of a stand-in: a sample that another rank counts."""
 
 
 class _Marked(list[Any]):
-    """The samples of a stand-in."""
+    """A list of the samples of a stand-in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +477,7 @@ class _Samples(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """The user's collate function, which marks the batch of a stand-in."""
+    """The user's collate function; it also marks the batch of a stand-in."""
 
     fn: Callable[[list[Any]], Any]
 
@@ -498,12 +500,12 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last update was skipped: the Trainer then leaves its schedule as it is."""
+        """Return whether the last update was skipped: then the Trainer keeps its schedule."""
         return self.was_skipped
 
 
 def _repeatable(sampler: Any, seed: int | None) -> Any:
-    """Replace a random sampler by one with the plain Trainer's order, the same on all ranks."""
+    """Replace a random sampler by one with the plain Trainer's order, equal on all ranks."""
     if not isinstance(sampler, RandomSampler):
         return sampler
     return SeedableRandomSampler(

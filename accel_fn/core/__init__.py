@@ -1,6 +1,6 @@
 """The core of a training step: a loop over micro-batches around one exact mean.
 
-`build(plan, state, observers=())` makes a step that these observers and those of the plan watch;
+`build(plan, state, observers=())` makes a step with these observers and those of the plan.
 `accel_fn.build` adds the checks.
 """
 

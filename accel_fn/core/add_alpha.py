@@ -1,4 +1,4 @@
-"""A pass of torch's compiler that keeps the factor of an addition."""
+"""A pass for torch's compiler that keeps the `alpha` of an addition."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ATEN = torch.ops.aten
 
 
 class Addends(CustomGraphPass):
-    """Writes `add(a, b, alpha=number)` as `a + number * b`.
+    """A compiler pass that rewrites `add(a, b, alpha=number)` as `a + number * b`.
 
-    torch 2.13 fuses a matrix product and an addition and loses the number: weight decay of a
-    gradient that is a product, for example, would be added as if it were 1.
+    torch 2.13 fuses a matrix product with an addition and loses `alpha`. For example, weight decay
+    of a gradient that is a product would be added with the factor 1.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -30,7 +30,7 @@ class Addends(CustomGraphPass):
             node.args, node.kwargs = (first, product), {}
 
     def uuid(self) -> Any:
-        """Return the key of cached graphs: another pass makes another graph."""
+        """Return the key of cached graphs: another version of this file makes other graphs."""
         return get_hash_for_files((__file__,))
 
 

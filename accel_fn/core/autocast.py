@@ -1,4 +1,4 @@
-"""autocast: run code outside of a step in the contexts of the step's forward."""
+"""autocast: run code outside of a step in the forward contexts of the step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from accel_fn.errors import ArgumentTypeError, message
 
 @contextmanager
 def autocast(step: Step, state: DistState) -> Iterator[None]:
-    """Run the body of a `with` under the precision that the step computes its loss in.
+    """Run the body of a `with` under the precision in which the step computes its loss.
 
-    For samples, validation images and other forwards of your own. It enters the forward contexts of
-    the plan, such as that of `with_amp`; without any, the body runs as it is. Gradients are neither
-    computed nor left out: add `torch.no_grad()` where there are none to compute.
+    Use it for sampling, validation images and other forwards outside of the step. It enters the
+    forward contexts of the plan, such as the one of `with_amp`. It does not disable gradients: add
+    `torch.no_grad()` if you need none.
 
     Args:
         step: from `build`.
-        state: of this rank.
+        state: this rank's state.
 
     Yields:
         Nothing.
 
     Raises:
-        TypeError: `step` is no `Step`.
+        TypeError: `step` is not a `Step`.
 
-    Cost: that of the contexts. No collective, so one rank may call it alone, except with
-    `wrap_fsdp`, whose forwards gather.
+    Cost: the cost of the contexts, without a collective, so one rank may call it alone. With
+    `wrap_fsdp`, all ranks must call it: forwards gather parameters.
 
     >>> import torch, accel_fn as af
     >>> state, step = af.build(af.with_amp("bf16")(af.Plan(loss_fn, model, optimizer)), af.DistState())

@@ -22,7 +22,8 @@ _device = attrgetter("device")
 class Samples(list[T]):
     """A list whose items are samples, one each. `samples` makes it.
 
-    Its slices, and its copies by torch's pytree, pinning and pickling, are of this class too.
+    Slices of the list have this class too, and so do the copies that torch makes in pytree, pinning
+    and pickling.
     """
 
     @overload
@@ -42,15 +43,16 @@ pytree.register_pytree_node(
 
 
 def samples(items: Iterable[T | None]) -> Samples[T]:
-    """Mark a list as one item a sample, for a batch of images of several sizes, boxes or graphs.
+    """Mark a list as one item per sample, such as images of several sizes, boxes or graphs.
 
-    A `collate_fn` returns it, alone or anywhere in its batch. Everything then counts, cuts and
-    joins its items, whatever their tensors look like: `count_samples`, `accumulate`, `shard_batch`,
-    `gather`, `evaluate`. A plain list is structure, as in a batch `[inputs, targets]`.
+    A `collate_fn` returns it, as the batch or anywhere in it. All functions then count, cut and
+    join the list's items, whatever tensors these hold: `count_samples`, `accumulate`,
+    `shard_batch`, `gather`, `evaluate`. A plain list is structure, as in a batch `[inputs,
+    targets]`.
 
     Args:
-        items: one a sample, of any kind and size. Those that are None are left out, so a data set
-            can give None for a sample that it cannot read.
+        items: one item per sample, of any kind and size. Items that are None are dropped, so a data
+            set can return None for a sample that it cannot read.
 
     Returns:
         A list, for models that take one.
@@ -74,7 +76,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
 
 
 class _Form:
-    """A mapping whose class torch's pytree does not know, with its keys: `_restored` copies it."""
+    """A mapping whose class torch's pytree does not know, with its keys. `_restored` copies it."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self.mapping = mapping
@@ -146,7 +148,7 @@ pytree.register_pytree_node(
 
 
 class _FormOfFields(_Form):
-    """A dataclass unknown to torch's pytree, with its field names, from which copies are made."""
+    """A dataclass that torch's pytree does not know, with its field names. `restored` copies it."""
 
     def __init__(self, instance: Any) -> None:
         self.mapping = instance
@@ -192,10 +194,9 @@ def _is_samples(leaf: Any) -> bool:
 
 
 def opened(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return a tree in which pytree finds the tensors of any `Mapping`, as of a `BatchEncoding`.
+    """Wrap mappings and dataclasses of a tree, so that pytree finds their tensors.
 
-    pytree finds the tensors of dataclasses too. Trees that pytree makes from the result have the
-    original classes.
+    Trees that pytree makes from the result have the original classes, such as `BatchEncoding`.
     """
 
     def open_node(leaf: Any) -> Any:
@@ -214,8 +215,8 @@ _WEIGHT_FN = "give Plan a weight_fn and accumulate a split for such data"
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply `fn` to every tensor of `tree`; keep everything else.
 
-    Tuples, lists and dicts are walked here, several times faster than by torch's pytree,
-    which walks all other registered classes. A `Mapping` of any other class is walked too.
+    This function walks tuples, lists and dicts itself, several times faster than torch's pytree,
+    which walks all other registered classes. It walks a `Mapping` of any other class too.
     """
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -245,7 +246,7 @@ def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
 
 
 def _leaves(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return the parts of a tree that are of these kinds, in pytree order."""
+    """Return the leaves of a tree that have one of these types, in pytree order."""
     kind = type(tree)
     if kind is tuple or kind is list or kind is dict:
         found: list[Any] = []
@@ -265,14 +266,14 @@ def to_device(tree: T, state: DistState) -> T:
 
     Args:
         tree: tensors in tuples, lists, dicts, any `Mapping`, and classes that torch's pytree knows;
-            everything else is kept.
-        state: of this rank.
+            all other values are kept.
+        state: this rank's state.
 
     Returns:
         The same tree; `tree` itself if its tensors are on the device already.
 
-    Cost: a copy for each tensor that is elsewhere. A copy to an accelerator from pinned memory
-    overlaps with its work.
+    Cost: a copy of each tensor that is on another device. A copy to an accelerator from pinned
+    memory overlaps with its work.
 
     >>> import torch, accel_fn as af
     >>> af.extend.to_device({"image": torch.zeros(2), "name": "a"}, af.DistState())
@@ -298,9 +299,9 @@ def moved(tree: T, device: torch.device) -> T:
 def count_samples(batch: Any) -> int:
     """Count the samples of a batch: the leading dimension that all its tensors share.
 
-    Of `samples` the items count, and no tensor inside of them. 0-dim tensors and non-tensors
-    do not count, and None is a batch without samples. This is the default `weight_fn` of a plan:
-    every sample weighs the same.
+    For `samples`, it counts the items, not the tensors inside them. It ignores 0-dim tensors and
+    non-tensors, and counts no samples in None. This is the default `weight_fn` of a plan: every
+    sample weighs the same.
 
     Args:
         batch: a tree of tensors, each [num_samples, ...], and of `samples`.
@@ -309,7 +310,7 @@ def count_samples(batch: Any) -> int:
         The number of samples, >= 0.
 
     Raises:
-        ValueError: no tensor has a leading dimension, or two disagree in it.
+        ValueError: no tensor has a leading dimension, or two tensors have different ones.
 
     Cost: reads shapes only.
 
@@ -355,14 +356,15 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Count the rows of a batch by its first tensor with a dimension, or its first `Samples`.
+    """Return the length of a batch's first tensor with a dimension, or of its first `Samples`.
 
     Return None if the batch is None, or if it holds `Samples` and no column has a row.
     """
     if batch is None:
         return None
     kind = type(batch)
-    if (kind is tuple or kind is dict) and batch:  # without a list of all tensors, for most batches
+    # faster: most batches need no list of all tensors
+    if (kind is tuple or kind is dict) and batch:
         first = batch[0] if kind is tuple else next(iter(batch.values()))
         if type(first) is Tensor and first.ndim and first.size(0):
             return first.size(0)

@@ -1,4 +1,4 @@
-"""Collectives on trees of values: broadcast, barrier, any_rank; errors of one rank raise on all."""
+"""Collectives on trees: broadcast, barrier, any_rank. An error on one rank raises on all."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ _NO_FLAG = -1
 def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
     """Send the tree of rank `source` to every rank.
 
-    A gradient goes through its tensors: in the backward it is summed over the ranks, for the source.
-    In a loss, every rank must then give a tensor with a graph.
+    Gradients flow through the tree's tensors: the backward sums them over the ranks and gives the
+    sum to the source. In a loss, every rank must then pass a tensor with a graph.
 
     Args:
-        tree: a tree of tensors and picklable values; only the source's counts.
-        state: of this rank.
+        tree: a tree of tensors and picklable values; the source's tree is sent, the others are
+            ignored.
+        state: this rank's state.
         source: the rank that sends.
 
     Returns:
@@ -57,12 +58,12 @@ def broadcast(tree: T, state: DistState, *, source: int = 0) -> T:
         one, `tree` itself.
 
     Raises:
-        ValueError: `source` is no rank of this world, or not the same on every rank; or, on the
-            source, its tree holds a leaf that cannot be sent, or, in a loss under training, a
-            tensor with a graph beside `accumulate`, `reproducible` or `local_sgd`.
-        RuntimeError: another rank was given such an argument.
+        ValueError: `source` is not a rank of this world, or differs between ranks; or the source's
+            tree holds a leaf that cannot be sent; or, in a loss under training, the tree holds a
+            tensor with a graph and the plan uses `accumulate`, `reproducible` or `local_sgd`.
+        RuntimeError: another rank got such an argument.
 
-    Cost: two small collectives, then one broadcast a tensor.
+    Cost: two small collectives, then one broadcast per tensor.
 
     >>> import accel_fn as af
     >>> af.broadcast({"run": "blue-7"}, af.DistState())
@@ -131,7 +132,7 @@ class _Hole(TensorPlace):
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_graph: bool = False
-    """Whether a gradient goes through the tensor."""
+    """Whether gradients flow through the tensor."""
 
     @property
     def ndim(self) -> int:
@@ -145,7 +146,7 @@ class _Hole(TensorPlace):
         return cls(tensor.dtype, tuple(tensor.shape), in_graph(tensor))
 
     def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
-        """Return a new tensor for this place: a copy of `given`, or an empty one."""
+        """Return a copy of `given`, or an empty tensor of this dtype and shape if there is none."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=device)
         return empty if given is None else empty.copy_(given)
 
@@ -166,23 +167,23 @@ def barrier(state: DistState) -> None:
 
 @eager
 def any_rank(flag: bool | np.bool_ | Tensor, state: DistState) -> bool:
-    """Is the flag set on any rank? Every rank returns the same.
+    """Return whether the flag is set on any rank. Every rank returns the same value.
 
-    For what one rank notices and all must act on: a time limit, a file that requests a stop, a loss
-    that one rank finds too high.
+    Use it when one rank notices something that all ranks must act on: a time limit, a file that
+    requests a stop, a loss that is too high.
 
     Args:
-        flag: of this rank: True or False, NumPy's or a tensor's too.
-        state: of this rank.
+        flag: this rank's flag: True or False, as a Python, NumPy or tensor value.
+        state: this rank's state.
 
     Returns:
         True on all ranks if the flag is set on one of them.
 
     Raises:
         TypeError: the flag is neither True nor False.
-        RuntimeError: the flag of another rank is neither.
+        RuntimeError: the flag of another rank is neither True nor False.
 
-    Cost: one small collective on the host; a flag on a device is waited for.
+    Cost: one small collective on the host. If the flag is on a device, the host waits for it.
 
     >>> import accel_fn as af
     >>> af.any_rank(False, af.DistState())
@@ -193,8 +194,8 @@ def any_rank(flag: bool | np.bool_ | Tensor, state: DistState) -> bool:
     if isinstance(flag, Tensor | np.bool_) and math.prod(flag.shape) == 1:
         value = flag.item()
     is_flag = isinstance(value, bool)
-    # A rank with a wrong flag sends a third value instead of raising, so that no other rank waits
-    # for it.
+    # A rank with an invalid flag sends a third value instead of raising, so that no other rank
+    # waits for it.
     every = [value]
     if state.world_size > 1:
         every = primitives.exchange_number(int(value) if is_flag else _NO_FLAG, state, "any_rank")
@@ -219,16 +220,16 @@ def agreed(
 
     Args:
         make: returns a picklable value, or raises.
-        state: of this rank.
-        function: the public one, the same on every rank.
-        leaves: their shapes are shown in hang reports.
+        state: this rank's state.
+        function: the name of the public function, the same on every rank.
+        leaves: tensors whose shapes hang reports show.
 
     Returns:
-        The values.
+        The results, in rank order.
 
     Raises:
         Exception: raised by `make` on this rank.
-        PeerError: `make` raised on another rank alone.
+        PeerError: `make` raised on another rank only.
 
     Cost: two small collectives on the host.
     """
@@ -243,7 +244,7 @@ def agreed(
         try:
             raise failure
         finally:
-            # Delete the local reference: the error and this frame would keep each other alive.
+            # Delete the local reference: otherwise the error and this frame keep each other alive.
             del failure
     for rank, (_, verdict) in enumerate(every):
         if verdict is not None:
@@ -252,7 +253,7 @@ def agreed(
 
 
 def send_failure(error: BaseException, state: DistState, function: str) -> None:
-    """Send this rank's error to the ranks that are in `agreed`, where it raises a PeerError.
+    """Send this rank's error to the ranks that are in `agreed`, which raises a PeerError there.
 
     Cost: two small collectives on the host.
     """
@@ -262,7 +263,7 @@ def send_failure(error: BaseException, state: DistState, function: str) -> None:
 def exchange_failures(state: DistState, failure: str) -> list[str]:
     """Exchange the failures of all ranks: strings in rank order, empty for ranks without one.
 
-    Cost: one small collective, and two more if something failed.
+    Cost: one small collective, and two more if a rank failed.
     """
     if state.world_size == 1:
         return [failure]

@@ -20,11 +20,11 @@ from accel_fn.core.weights import Weight
 class CountedLoss:
     """Computes the seed of each backward for a loss that returns `(sum, count)`.
 
-    With one sum, the gradient of the sum is computed, and divided by the count at the end of the
-    step (an open factor of `Grads`). Several sums have several counts, and in float16 a sum may
-    overflow: then the counts must be known before the first backward. So the other micro-batches
-    run once more after the first forward, without gradients, and the counts are summed over the
-    ranks.
+    A loss with one sum: the backward computes the gradient of the sum, and the end of the step
+    divides it by the count (an open factor of `Grads`). A loss with several sums has several
+    counts, and in float16 a sum may overflow. In both cases the counts must be known before the
+    first backward. So, after the first forward, the other micro-batches run once more without
+    gradients, and the ranks add up their counts.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class CountedLoss:
         self._every = every
         """The micro-batches of this rank and their weights."""
         self._outputs = outputs
-        """A function of a micro-batch and its weight that returns the loss and metrics."""
+        """A function that maps a micro-batch and its weight to the loss and metrics."""
         self._retries = retries
         self._counts_first = counts_first or state.scaler is not None
         self._is_first = True
         """Whether the next micro-batch is the first one of the step."""
         self._seeds: Tensor | None = None
-        """The factor of each sum, [terms], once counts are known."""
+        """The factor of each sum, [terms], once the counts are known."""
 
     def __call__(self, outcome: Outcome, weight: Weight) -> tuple[Tensor, Metrics, Tensor | None]:
         """Return loss, metrics and backward seed; the seed is None if the loss is a mean."""
@@ -60,8 +60,8 @@ class CountedLoss:
             return loss, metrics, None
         first = self._counts_first or len(layout.counts) > 1
         if first and self._retries:
-            # Mark the loss as wrong metrics are marked, so that all ranks raise: a rank that raised
-            # here would raise alone.
+            # Mark the loss as invalid, as for metrics: `Layout.settle` then raises on all ranks. A
+            # rank that raised here would raise alone.
             rule = (
                 'return means, by weight_fn, where accumulate("auto") may compute several terms, or '
                 "gradients in float16, again, got (sum, count); give accumulate a number"
@@ -74,15 +74,15 @@ class CountedLoss:
         if self._seeds is None:
             self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
         if not weight or not pairs:
-            # Without pairs, the loss has changed its form since the first batch. That is an error, which
-            # is raised when the losses are added up.
+            # Without pairs, the loss has changed its form since the first batch. Adding up the
+            # losses raises that error.
             return loss, metrics, torch.zeros_like(loss)
         scaler = self._state.scaler
         seed = self._seeds if scaler is None else self._seeds * scaler.scale
         return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
 
     def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """In the first batch, let all ranks agree on whether the loss is `(sum, count)`."""
+        """In the first batch, exchange between all ranks whether the loss is `(sum, count)`."""
         self._is_first = False
         layout, pairs = self._layout, counted_in(metrics)
         names = tuple([name.removeprefix(COUNTED) for name in pairs])
@@ -116,7 +116,7 @@ class CountedLoss:
 
 
 def counts_refused(state: DistState, plan: Plan) -> str:
-    """Return the reason why a loss may not return `(sum, count)` in this plan; "" if it may."""
+    """Return the reason why this plan refuses a `(sum, count)` loss; "" if it accepts one."""
     what = "return the mean over the items that weight_fn counts, got (sum, count)"
     if plan.weight_fn is not count_samples:
         return f"{what} beside a weight_fn; leave weight_fn out"

@@ -1,4 +1,4 @@
-"""Read values of a device, and count updates, one step late, so that the host does not wait."""
+"""Read device values and count updates one step late, so that the host does not wait."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _POLL_S = 0.01
 
 
 class DelayedRead:
-    """Returns a value on the host: at once from a CPU, else at the next call.
+    """Copies a value to the host: returns a CPU value at once, any other value at the next call.
 
-    By then the device has the next step's work queued, so the host waits only if the device is more
-    than a step behind.
+    At the next call, the device has another step queued. So the host waits only if the device is
+    more than a step behind.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[Tensor, torch.Event] | None = None
 
     def __call__(self, value: Tensor) -> Tensor | None:
-        """Return the newest known value, or None; later writes to `value` are not seen."""
+        """Return the newest known value, or None; later writes to `value` do not change it."""
         if value.is_cpu:
             return value
         known = self.last()
         held = torch.empty_like(value, device="cpu", pin_memory=True)
         held.copy_(value, non_blocking=True)
         event = torch.Event(value.device)
-        # Name the stream: by default, `record` uses the current device, which may not be the
-        # value's.
+        # Pass the stream: by default, `record` uses the current device, which may not be the
+        # value's device.
         event.record(torch.accelerator.current_stream(value.device))
         self._pending = held, event
         return known
@@ -54,7 +54,7 @@ class DelayedRead:
 
 
 class DelayedFloats:
-    """Returns values by name as floats: at once from a CPU, else at the next call."""
+    """Copies named values to the host as floats: CPU values at once, others at the next call."""
 
     def __init__(self) -> None:
         self._delayed = DelayedRead()
@@ -88,14 +88,14 @@ class DelayedFloats:
 
 
 class UpdateCount:
-    """Counts the updates that were made; if only the device knows, one step late."""
+    """Counts the updates that were applied; if only the device knows, one step late."""
 
     def __init__(self, *, always: bool) -> None:
         self._always = always
         """Whether every update is applied."""
         self._delayed = DelayedRead()
         self.value = 0
-        """Number of updates made, as far as the host has read it."""
+        """Number of applied updates, as far as the host has read it."""
 
     def add(self, applied: Tensor) -> bool | None:
         """Count an update; return whether it was applied, or None if that is not known yet."""
@@ -108,7 +108,7 @@ class UpdateCount:
         return made
 
     def read(self) -> int:
-        """Wait for the newest update; return the number of updates made."""
+        """Wait for the newest update; return the number of applied updates."""
         known = self._delayed.last()
         self.value += 0 if known is None else int(known)
         return self.value

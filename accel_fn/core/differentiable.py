@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through, and a check that a loss with them is exact."""
+"""Collectives with gradients, and a check that a loss which calls them is exact."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def in_graph(tensor: object) -> bool:
 
 @contextmanager
 def loss_of(running: Running) -> Iterator[None]:
-    """Note, inside the context, that this thread computes the loss of this batch."""
+    """Record, inside the context, that this thread computes the loss of this batch."""
     TRAINING.batch = lambda: running
     try:
         yield
@@ -90,9 +90,9 @@ def inexact(
 ) -> str:
     """Return why a loss that calls this collective would differ from the loss on one process.
 
-    Return "" if it would not differ. If the reason holds on all ranks, raise it at once. Only a
-    loss under training is judged. With `joins_rows`, the collective is `gather`, whose rows matter
-    without a gradient too.
+    Return "" if it would not differ, or if this is not a loss under training. If the reason holds
+    on all ranks, raise it at once. `joins_rows` is True for `gather`, whose rows matter even
+    without a gradient.
     """
     running = _running()
     if running is None:
@@ -116,9 +116,9 @@ def inexact(
             "hold no tensor with a graph where ranks train separately, got one in a loss under local_sgd; "
             "use wrap_ddp or wrap_fsdp, or detach it"
         )
-    # The usual recipe gathers under no_grad() and puts the rank's own rows back. A tensor that was
-    # detached earlier is not refused: it looks like one that never had a graph, such as the keys of
-    # a momentum encoder.
+    # The usual recipe gathers under no_grad() and then inserts the rank's own rows. A tensor that
+    # was detached earlier passes: it looks like a tensor that never had a graph, such as the keys
+    # of a momentum encoder.
     if joins_rows and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return (
             "hold tensors with their graph where a loss is computed, got one under no_grad(), for "
@@ -129,7 +129,7 @@ def inexact(
 
 
 def detached_in_no_grad(tree: Any) -> Any:
-    """Return a tree unchanged; under no_grad, detach its tensors, as a collective would."""
+    """Return a tree unchanged; under no_grad, detach its tensors, as a collective does."""
     return tree if torch.is_grad_enabled() else map_tensors(_without_graph, tree)
 
 
@@ -150,28 +150,29 @@ def with_gradients(
     state: DistState,
     function: str,
 ) -> list[Tensor]:
-    """Put the outputs of a collective into the graph of its inputs.
+    """Connect the outputs of a collective to the autograd graph of its inputs.
 
-    Every rank's outputs depend on every rank's inputs, so the gradient of an output is summed over
-    the ranks, then `own_part(place, gradient)` is that of this rank's input. All ranks must run the
-    backward; a rank that runs another collective instead is an error on all.
+    Every rank's outputs depend on every rank's inputs. So the backward sums the gradient of each
+    output over the ranks, then `own_part(place, gradient)` selects the gradient of this rank's
+    input. All ranks must run the backward; if one rank runs another collective instead, all raise.
 
     Args:
-        outputs: equal on all ranks, out of every graph.
-        inputs: this rank's, one an output; on a rank that gives none, any that have a graph: torch
-            runs a backward only where it leads to the parameters that are trained.
-        own_part: from place and summed gradient of an output to the gradient of its input, or None.
-        state: of this rank.
-        function: the public one.
+        outputs: equal on all ranks, without a graph.
+        inputs: one of this rank's inputs per output. A rank without inputs passes any tensors with
+            a graph, since torch runs a backward only if it leads to trained parameters.
+        own_part: maps the place and the summed gradient of an output to the gradient of its input,
+            or None.
+        state: this rank's state.
+        function: the name of the public function.
 
     Returns:
         The outputs, which require a gradient on every rank.
 
-    Cost: in the backward one small collective, and one all-reduce an output.
+    Cost: in the backward, one small collective, and one all-reduce per output.
     """
     if not outputs:
         return []
-    # The anchor requires a gradient. So a rank whose inputs have no graph runs the backward too.
+    # The anchor requires a gradient, so a rank whose inputs have no graph runs the backward too.
     anchor = torch.zeros((), requires_grad=True)
     call = _Call(list(outputs), own_part, state, f"{function} grad")
     return list(_SummedBackward.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
@@ -190,9 +191,9 @@ class _Call:
         self.outputs, self.own_part, self.state, self.function = outputs, own_part, state, function
 
     def gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Sum the gradients of the outputs over the ranks; return this rank's part of each."""
+        """Sum the gradients of the outputs over the ranks; return this rank's part of each sum."""
         # If a rank is in the backward of another call, the function names differ and all ranks
-        # raise. The sums below would be matched by their order alone.
+        # raise. Without this check, the sums below would pair up by their order alone.
         primitives.exchange_number(len(gradients), self.state, self.function)
         found = []
         for place, gradient in enumerate(gradients):

@@ -1,4 +1,4 @@
-"""DTensors: shards and their places, and errors that name them."""
+"""DTensors: shards, their places, and error messages about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WHOLE = (Tensor, nn.Parameter)
-"""The types of most tensors, which are never sharded: comparing a type is faster than `hasattr`."""
+"""The types of most tensors, which are never sharded: comparing them is faster than `hasattr`."""
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -43,21 +43,21 @@ def local(tensor: Tensor) -> Tensor:
 def leaves_of(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a tree that a collective sends, and its structure."""
+    """Return the leaves of a tree, ready for a collective to send, and the tree's structure."""
     leaves, structure = pytree.tree_flatten(opened(tree, is_leaf), is_leaf=is_leaf)
     return [*map(filled, leaves)], structure
 
 
 def filled(leaf: T) -> T:
-    """Wait for a tensor that torch's collective still fills, such as a split model's output."""
+    """Wait for a tensor that a collective of torch still fills, such as a split model's output."""
     is_pending = isinstance(leaf, Tensor) and hasattr(leaf, "trigger_wait")
     return cast("T", leaf.clone()) if is_pending else leaf  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; if it is sharded, every rank must call this.
+    """Return the whole tensor; if the tensor is sharded, every rank must call this.
 
-    Cost: for shards, one gather.
+    Cost: one gather if the tensor is sharded.
     """
     if not is_sharded(tensor) or tensor.device_mesh.size() == 1:
         return local(tensor).detach()
@@ -65,9 +65,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[DTensor]]:
-    """Sort sharded tensors by the groups of ranks that hold their shards.
+    """Group sharded tensors by the process groups that hold their shards.
 
-    Cost: for gradients that are still to be summed over an axis, as of `SequenceParallel`, that sum.
+    Cost: for gradients that are partial sums over an axis, such as those of `SequenceParallel`, one
+    collective to add them up.
     """
     by_placements: dict[Any, list[DTensor]] = {}
     for each in tensors:
@@ -81,9 +82,9 @@ def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[D
 
 
 def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Redistribute gradients, so that each rank has the part for its part of the parameter.
+    """Redistribute gradients, so that each is sharded in the same way as its parameter.
 
-    torch may leave another part, or a partial sum over an axis.
+    torch may leave another shard, or a partial sum over an axis.
 
     Cost: at most one collective for each such gradient.
     """
@@ -107,9 +108,9 @@ def _groups_of(tensor: DTensor) -> tuple[ProcessGroup, ...]:
 
 
 def norm_over_shards(norm: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    """Return the norm of whole tensors from that of this rank's shards.
+    """Compute the norm of whole tensors from the norm of this rank's shards.
 
-    Cost: one collective of a number for each group.
+    Cost: one collective of one number per group.
     """
     for group in groups:
         norm = torch.linalg.vector_norm(gather_numbers(norm, group))
@@ -117,11 +118,12 @@ def norm_over_shards(norm: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into `tensor`; if that is sharded, copy this rank's part."""
+    """Copy a whole tensor into `tensor`; if `tensor` is sharded, copy this rank's shard."""
     if is_sharded(tensor):
         from torch.distributed.tensor import distribute_tensor
 
-        # Without a source rank, each rank cuts its own copy of the tensor, and nothing is sent.
+        # Without a source rank, each rank cuts its own copy of the tensor, and no rank sends
+        # anything.
         mesh, placements = tensor.device_mesh, tensor.placements
         cut = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         local(tensor).copy_(local(cut))
@@ -130,23 +132,23 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, cut like another one."""
+    """Return this rank's shard of a whole tensor, cut in the same way as `like`."""
     cut = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
     fill(cut, value.detach())
     return cut
 
 
 def place_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the index of this rank's shard along each axis that cuts a tensor; () if whole."""
+    """Return the index of this rank's shard along each sharded axis; () for a whole tensor."""
     return tuple(each.rank() for each in _groups_of(tensor)) if is_sharded(tensor) else ()
 
 
 def axes_of(tensors: Iterable[Tensor], *, through_pp: bool = False) -> list[DistState]:
-    """Return the mesh axes that tensors are on, innermost first; an empty list for whole tensors.
+    """Return the mesh axes of sharded tensors, innermost first; an empty list for whole tensors.
 
-    If a mesh is part of a larger one, the axes of the larger mesh count too: ranks along `dp` hold
-    the same shards. Ranks along `pp` hold other layers, so `pp` counts only for tensors that are on
-    it, or with `through_pp`.
+    If a mesh is part of a larger one, the result includes the axes of the larger mesh: ranks along
+    `dp` hold the same shards. Ranks along `pp` hold other layers, so the result includes `pp` only
+    if the tensors are on it, or with `through_pp`.
     """
     groups: dict[ProcessGroup, None] = {}
     for mesh in dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)):
@@ -162,7 +164,7 @@ _FOLDERS = ("/torch/distributed/tensor/", "/torch/distributed/_functional_collec
 
 
 def is_of_shards(error: BaseException) -> bool:
-    """Return whether torch raised this error for an operation on shards."""
+    """Return whether torch raised this error because an operation got shards."""
     if any(word in str(error) for word in _WORDS):
         return True
     frames = traceback.extract_tb(error.__traceback__)[-12:]
@@ -171,7 +173,7 @@ def is_of_shards(error: BaseException) -> bool:
 
 
 def note_shards(error: Exception, name: str, repair: str) -> None:
-    """Add a note to torch's error about shards: which function was given shards, and the repair."""
+    """Add a note to torch's error: which function got shards, and the repair."""
     if is_of_shards(error) and not isinstance(error, AccelError):
         error.add_note(
             f"step: {name} was given shards (DTensors), of which each rank holds a part, which torch cannot "
@@ -180,7 +182,7 @@ def note_shards(error: Exception, name: str, repair: str) -> None:
 
 
 def place_of_error(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost module whose forward an error left, as `<name>, a <class>`."""
+    """Return the innermost module whose forward raised an error, as `<name>, a <class>`."""
     names = {each: name for name, each in model.named_modules()}
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -193,7 +195,8 @@ def place_of_error(error: BaseException, model: nn.Module) -> str:
 class WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that refuses to read a number computed from shards, such as a norm.
 
-    torch would return each rank's own part: `float(parameter.norm())` differs between ranks.
+    torch would return the value of each rank's own shard: `float(parameter.norm())` differs between
+    ranks.
     """
 
     def __torch_dispatch__(

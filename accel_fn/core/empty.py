@@ -1,4 +1,4 @@
-"""Models without values: made on the meta device, given memory by `build`, filled before a step."""
+"""Models without values: on the meta device until `build` allocates memory for them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, StateEr
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 _UNFILLED = "accel_fn_unfilled"
-"""The attribute of a tensor whose memory `build` has given, until all values are known to be set."""
+"""The attribute that marks a tensor whose memory `build` has allocated, until all values are
+set."""
 _MOST_NAMED = 3
 
 
 class _Making(threading.local):
-    """Whether this thread makes a model in `empty`: simulated ranks are threads."""
+    """Whether this thread makes a model in `empty`. Simulated ranks are threads."""
 
     on = False
 
@@ -36,21 +37,21 @@ _making = _Making()
 
 
 def empty(fn: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
-    """Make a model whose parameters take no memory: on the meta device, with shapes alone.
+    """Make a model whose parameters take no memory: on the meta device, with shapes only.
 
-    `build` of a plan with `wrap_fsdp` or `wrap_tp` then gives each rank memory for its part of the
-    parameters, so no rank ever holds the whole model. `load_model` fills it from files. The
-    same program runs on one process. Buffers, such as tables of positions, are made as always: they are
-    computed, and often in no file. Ties stay. Each parameter is made, and dropped when its module
-    registers it, so the largest one must fit on the host. Parameters of other classes than
-    `nn.Parameter` stay as they are made.
+    `build` of a plan with `wrap_fsdp` or `wrap_tp` then allocates memory on each rank for its part
+    of the parameters, so no rank ever holds the whole model. `load_model` fills it from files. The
+    same program runs on one process. Buffers, such as tables of positions, are made as usual: code
+    computes them, and files often lack them. Tied parameters stay tied. Each parameter is made, and
+    dropped when its module registers it, so the largest one must fit on the host. Parameters of
+    other classes than `nn.Parameter` stay as they are made.
 
-    Law: after `load_model`, training is that of a model that was made and loaded whole.
+    Law: after `load_model`, training is the same as with a model that was made and loaded whole.
 
     Args:
         fn: makes and returns the model: a class of modules, or `AutoModelForCausalLM.from_config`.
         *args: the arguments of `fn`.
-        **kwargs: those by name.
+        **kwargs: the keyword arguments of `fn`.
 
     Returns:
         What `fn` returns.
@@ -96,22 +97,22 @@ def _watch_registrations() -> None:
 
 
 def _without_memory(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-    """Replace a parameter by one on the meta device; one that is there keeps its ties."""
-    # Parameters of subclasses, such as quantized or lazy ones, would lose what makes them special.
+    """Replace a new parameter by one on the meta device; keep an existing one and its ties."""
+    # Subclasses of Parameter, such as quantized or lazy ones, would lose their special behaviour.
     if not _making.on or type(parameter) is not nn.Parameter or parameter.is_meta:
         return None
     return _like(parameter, parameter.detach().to("meta"))
 
 
 def _like(old: Tensor, value: Tensor) -> Tensor:
-    """Make a parameter, or a buffer, of a value in place of another, with its attributes."""
+    """Make a parameter or buffer with this value and the attributes of the old one."""
     new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     vars(new).update(vars(old))
     return new
 
 
 def named_tensors(model: nn.Module, *, remove_duplicate: bool = False) -> dict[str, Tensor]:
-    """Return parameters and buffers by all their names before the model was wrapped."""
+    """Return parameters and buffers by their names in the unwrapped model."""
     plain = unwrapped(model)
     return {
         **dict(plain.named_parameters(remove_duplicate=remove_duplicate)),
@@ -120,12 +121,12 @@ def named_tensors(model: nn.Module, *, remove_duplicate: bool = False) -> dict[s
 
 
 def tensors_in(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Return parameters and buffers, each once, by name."""
+    """Return each parameter and buffer once, with its name."""
     return named_tensors(model, remove_duplicate=True).items()
 
 
 def check_memory(state: DistState, plan: Plan) -> None:
-    """Refuse tensors on the meta device where no transform shares the model's memory among ranks."""
+    """Refuse tensors on the meta device if no transform divides the model's memory among ranks."""
     if state.device.type == "meta" or plan.having("takes_empty"):
         return
     found = [name for name, each in tensors_in(plan.model) if each.is_meta]
@@ -138,7 +139,7 @@ def check_memory(state: DistState, plan: Plan) -> None:
 
 
 def move_values(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place, but for what has no values yet."""
+    """Move a model to a device, in place, without its tensors on the meta device."""
     if any(each.is_meta for _, each in tensors_in(model)) and device.type != "meta":
         model._apply(lambda each: each if each.is_meta else each.to(device))  # type: ignore[no-untyped-call]
     else:
@@ -148,7 +149,7 @@ def move_values(model: nn.Module, device: torch.device) -> None:
 def give_memory(
     model: nn.Module, device: torch.device, *, shards_on: torch.device | None = None
 ) -> None:
-    """Give tensors on the meta device memory of NaN, or of zeros where there is no NaN; keep ties."""
+    """Allocate tensors that are on the meta device; fill them with NaN or else zeros; keep ties."""
     of_shards, made = shards_on or device, dict[Tensor, Tensor]()
     for module in model.modules() if device.type != "meta" else ():
         homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -177,7 +178,7 @@ def has_gaps(tensor: Tensor) -> bool:
 
 
 def give_memory_to_plan(plan: Plan, device: torch.device) -> None:
-    """Give the plan's model memory; its optimizers follow."""
+    """Allocate memory for the plan's model, and update its optimizers."""
     before = dict(plan.model.named_parameters())
     give_memory(plan.model, device)
     for optimizer in plan.optimizers.values():
@@ -185,17 +186,17 @@ def give_memory_to_plan(plan: Plan, device: torch.device) -> None:
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Return whether `build` gave this tensor its memory, and nothing has filled it for sure."""
+    """Return whether `build` allocated this tensor and no load has filled it yet."""
     return _UNFILLED in vars(tensor)
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Return whether a part of the model waits for values."""
+    """Return whether a part of the model has no values yet."""
     return any(is_unfilled(each) for _, each in tensors_in(model))
 
 
 def note_filled(model: nn.Module, names: Iterable[str]) -> None:
-    """Note that the tensors of these names have values; names of no tensor are left out."""
+    """Record that the tensors of these names have values; ignore unknown names."""
     tensors = named_tensors(model)
     for name in names:
         if name in tensors:
@@ -203,15 +204,16 @@ def note_filled(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_filled(plan: Plan, state: DistState, function: str) -> None:
-    """Refuse, on all ranks, a model of which a part has memory and no values yet; begin averages.
+    """Refuse, on all ranks, a model with unfilled tensors; start the averages once it is filled.
 
-    A floating-point tensor is also filled if the program has written it, so that it holds no NaN.
+    A floating-point tensor counts as filled if it holds no NaN, since the program may have written
+    it.
 
-    Cost: nothing once a model is filled; before, one read of what no load has filled, and two small
+    Cost: nothing once a model is filled; before, one read of the unfilled tensors, and two small
     collectives.
     """
     open_ = {name: each for name, each in tensors_in(plan.model) if is_unfilled(each)}
-    # Loads fill the same tensors on all ranks, so all ranks come here, or none.
+    # Loads fill the same tensors on all ranks, so either all ranks get here, or none.
     if open_:
         gaps = [name for name, each in open_.items() if not _has_nan(each) or has_gaps(each)]
         every = {name for names in primitives.exchange(gaps, state, function) for name in names}
@@ -234,13 +236,13 @@ def _some(names: list[str]) -> str:
 
 
 class FilledCheck(Observer):
-    """Refuses a first step of a model that is not filled; then it leaves the step."""
+    """Refuses the first step of a model that is not filled, then removes itself from the step."""
 
     def __init__(self, plan: Plan, strategy: Any, _state: DistState) -> None:
         self._plan, self._strategy = plan, strategy
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Check the model; in the next steps, this observer is gone."""
+        """Check the model, then remove this observer from the step."""
         check_filled(self._plan, state, "step")
         observers = self._strategy.observers
         observers.every = tuple([each for each in observers.every if each is not self])

@@ -1,4 +1,4 @@
-"""The step of a fused optimizer of torch by one call of its kernel for each group."""
+"""Run the step of torch's fused optimizers by one kernel call per group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTINGS = {
     AdamW: ("weight_decay", "eps", "amsgrad", "maximize"),
     SGD: ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
 }
-"""For each optimizer whose kernel is known, the settings of a group that the kernel takes
+"""For each optimizer with a known kernel: the settings of a group that the kernel takes
 unchanged."""
 _kind = attrgetter("dtype", "device", "layout")
 _device = attrgetter("device")
@@ -40,20 +40,19 @@ def run_fused(
     factor: Tensor | None,
     ok: Tensor | None,
 ) -> bool:
-    """Do what `optimizer.step()` does with `factor * gradients`, by torch's kernels alone.
+    """Do the work of `optimizer.step()` on `factor * gradients`, by kernel calls alone.
 
-    It does nothing where torch would run other code than the kernel: for an optimizer of another
-    class, with hooks or under a profiler, in the first step, which makes the state, or with tensors
-    of several kinds.
+    It does nothing if torch would run more than the kernel: an optimizer of another class, with
+    hooks or under a profiler, the first step, which makes the state, or tensors of several kinds.
 
     Args:
-        optimizer: its groups, their settings and its state are read anew in each step.
-        gradients: one for each parameter of its groups, or None.
-        factor: [], float32; None is one.
-        ok: [], bool: the kernel leaves everything as it is where this is False. None: it runs.
+        optimizer: each step reads its groups, their settings and its state anew.
+        gradients: one gradient or None for each parameter of its groups.
+        factor: [], float32; None means 1.
+        ok: [], bool: if False, the kernel changes nothing. None: it runs.
 
     Returns:
-        Whether it has done it.
+        Whether it has run the step.
     """
     calls = _calls(optimizer, gradients)
     if calls is None:
@@ -105,7 +104,7 @@ def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Ca
 
 
 def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is torch's own, without hooks or profiler; a scheduler may wrap it."""
+    """Return whether `step` is torch's, without hooks or profiler. A scheduler may wrap it."""
     own: Any = vars(optimizer).get("step")
     is_torchs = own is None or (
         hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is kind.step

@@ -15,20 +15,20 @@ from accel_fn.errors import BatchError
 Place = tuple[int, int]
 """The number of a pass over the loader, and the number of the batch in that pass."""
 
-# A dictionary beside the tensors: an attribute would be pickled and copied with its tensor.
+# Use a dictionary: an attribute would be pickled and copied with its tensor.
 PLACES = WeakTensorKeyDictionary()
 _NUM_BATCHES = 1 << 20
 _NUM_PASSES = 1 << 10
 
 
 def note_place(batch: Any, place: Place) -> None:
-    """Record the place of a batch that is the first one of a pass."""
+    """Record the place of a batch, if the batch is the first one of a pass."""
     for tensor in tensors_of(batch)[:1]:
         PLACES[tensor] = place
 
 
 def place_of(batch: Any) -> Place | None:
-    """Return the place of a pass's first batch, if it still has the loader's tensors."""
+    """Return the place of a pass's first batch; None if the loop replaced its tensors."""
     # Most batches have no place; skip the look-up.
     if not PLACES.data:
         return None
@@ -47,7 +47,7 @@ def number_of(place: Place | None) -> int:
 
 
 def check_same_place(numbers: Sequence[int]) -> None:
-    """Raise on all ranks if two begin different passes; 0 stands for a rank that begins none."""
+    """Raise on all ranks if two ranks begin different passes; 0 means that a rank begins none."""
     if len({*numbers} - {0}) > 1:
         pairs = [divmod(each - 1, _NUM_BATCHES) for each in numbers]
         got = ", ".join(
@@ -71,13 +71,13 @@ class Made:
     num_samples: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle as None: a batch that is copied or pickled must not take its data set along.
+        # Pickle as None: a copied or pickled batch must not take its data set along.
         return type(None), ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin(Made):
-    """A mark with functions that read a few of the batch's samples again, and collate them."""
+    """A mark with functions that read and collate a few of the batch's samples again."""
 
     read: Callable[[], list[Any]]
     collate: Callable[[list[Any]], Any]
@@ -103,7 +103,7 @@ def origin_of(batch: Any) -> Origin | None:
 
 
 def samples_of(batch: Any) -> int | None:
-    """Return how many samples a loader put in a batch; None if the loop made a tensor of it."""
+    """Return how many samples a loader put in a batch; None if the loop made one of its tensors."""
     found = _made(batch)
     return None if found is None else found.num_samples
 

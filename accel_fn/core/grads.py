@@ -21,20 +21,20 @@ _PART = 2**18
 class Grads:
     """Gradients as `(tensors, factor)`; their value is `factor * tensors`.
 
-    Unscaling, averaging and clipping change the factor alone, so they never
-    read or write the gradients again. The step applies the factor once: inside
-    a fused optimizer, else by one multiply in place.
+    Unscaling, averaging and clipping change the factor only, so they neither read nor write the
+    gradients again. The step applies the factor once: inside a fused optimizer, else by one
+    multiply in place.
 
     Attributes:
-        tensors: one per parameter of the optimizer that requires a gradient,
-            in the order of its groups, shaped as the parameter; None where the
-            loss does not reach it.
-        factor: [], the dtype of the gradients but at least float32, on their
-            device; None is exactly one and costs nothing.
-        norm_read: the norm as it was first read, before what was done with it; None if it never was.
-        norm_fn: how the norm of the tensors is computed: the strategy's, which knows what other
-            ranks hold of them; default: of these tensors alone, and of all shards of a DTensor.
-        owners: name and parameter of each tensor; None for gradients that no step has made.
+        tensors: one per parameter of the optimizer that requires a gradient, in the order of its
+            groups, shaped as the parameter; None if the loss does not reach the parameter.
+        factor: [], the dtype of the gradients but at least float32, on their device; None means
+            exactly 1 and costs nothing.
+        norm_read: the norm as it was first read, before later changes to the gradients; None if it
+            was never read.
+        norm_fn: computes the norm of the tensors. The strategy gives it, since it knows what other
+            ranks hold. Default: the norm of these tensors, including all shards of a DTensor.
+        owners: name and parameter of each tensor; None if no step has made the gradients.
 
     >>> import torch, accel_fn as af
     >>> grads = af.Grads((torch.tensor([3.0, 4.0]), None))
@@ -56,11 +56,11 @@ class Grads:
     def norm(self) -> Tensor:
         """Return the global L2 norm of the value, over all parameters.
 
-        It is read once: a later call, also after `scaled`, costs one multiply.
+        The tensors are read once: a later call, also after `scaled`, costs one multiply.
 
         Returns:
-            [], float32, or float64 where the gradients are. Not finite where
-            any gradient is not; 0 without gradients.
+            [], float32, or float64 if a gradient is. Not finite if a gradient is not finite; 0
+            without gradients.
 
         Cost: one read of the gradients at the first call; no host synchronisation.
         """
@@ -84,7 +84,7 @@ class Grads:
             New `Grads` over the same tensors.
 
         Raises:
-            ValueError: `factor` is neither (TypeError too where it is of another type).
+            ValueError: `factor` is neither; for a wrong type, the error is a TypeError too.
         """
         if not isinstance(factor, Tensor):
             factor = self._as_tensor(factor)
@@ -95,7 +95,7 @@ class Grads:
         return Grads(self.tensors, total, self._raw_norm, self.norm_read, self.norm_fn, self.owners)
 
     def _as_tensor(self, factor: object) -> Tensor:
-        """Return a number as a tensor beside the gradients, in float64 if one of them is."""
+        """Return a number as a tensor on the gradients' device, in float64 if one of them is."""
         rule = "be a finite number or a 0-dim tensor"
         if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
             raise ArgumentTypeError(message("Grads.scaled", "factor", rule, factor))
@@ -105,23 +105,23 @@ class Grads:
         double = any(tensor.dtype in _DOUBLE for tensor in present)
         dtype = torch.float64 if double else torch.float32
         device = present[0].device if present else None
-        # `torch.full` runs a kernel on the device; the host would wait for the copy of a new host
-        # tensor.
+        # `torch.full` runs a kernel on the device; copying a new host tensor would make the host
+        # wait.
         return torch.full((), float(factor), dtype=dtype, device=device)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Grads:
         """Apply `fn` to the value of each gradient; shapes stay. Pure.
 
-        Cost: one read and write of the gradients where a factor is open, and what `fn` costs.
+        Cost: the cost of `fn`, and one read and write of the gradients if a factor is open.
         """
         values = self.values()
         mapped = tuple([None if value is None else fn(value) for value in values])
         return Grads(mapped, None, None, self.norm_read, self.norm_fn, self.owners)
 
     def named(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, parameter and the value of the gradient, in the order in which `map` goes.
+        """Yield name, parameter and the gradient's value, in the order of `map`.
 
-        Parameters without a gradient are left out: those that are frozen or that the loss does not
+        Parameters without a gradient are left out: frozen ones, and those that the loss does not
         reach. Under `wrap_fsdp`, parameters and gradients are shards.
 
         Yields:
@@ -130,7 +130,7 @@ class Grads:
         Raises:
             ValueError: no step has made these gradients, so their parameters are not known.
 
-        Cost: one read and write of the gradients where a factor is open.
+        Cost: one read and write of the gradients if a factor is open.
         """
         if self.owners is None:
             raise ArgumentError("Grads.named: gradients must be of a step, got Grads made by hand")
@@ -180,8 +180,8 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """Cut a large host tensor into parts, since torch adds up its squares one after another.
 
-    In float32, the norm of 2**25 elements would be off by more than 1e-4, and by less if they are
-    sharded.
+    In float32, the norm of 2**25 elements would be off by more than 1e-4. The norm of the same
+    elements in shards would be off by less.
     """
     if tensor.numel() <= _PART or not tensor.is_cpu or not tensor.is_contiguous():
         return (tensor,)
@@ -193,7 +193,7 @@ Backward = Callable[[Tensor, Tensor | None], None]
 
 
 class WideBackward:
-    """Run the backwards of micro-batches; sum their half-precision gradients in float32.
+    """Runs the backwards of micro-batches, and sums half-precision gradients in float32.
 
     Before the last backward, each parameter gets its sum as its gradient, in its own dtype.
     """

@@ -1,4 +1,4 @@
-"""The loop of a step, and the seam by which strategies share it: `Strategy` itself is one rank."""
+"""The loop of a step, and `Strategy`: how ranks share the loop. The base class is one rank."""
 
 from __future__ import annotations
 
@@ -61,18 +61,17 @@ class Strategy:
     """Whether all ranks run the same number of micro-batches: a rank with fewer runs another
     rank's."""
     leaves_gradients: bool = True
-    """Whether the backward leaves gradients in `.grad`. An engine, such as DeepSpeed's, does
-    not."""
+    """Whether the backward leaves gradients in `.grad`. A DeepSpeed engine does not."""
     counts_first: bool = False
     """Whether the backward of a loss `(sum, count)` needs the count first, because float16 cannot
     hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
-    """The class of a batch's mean: its `share` decides what part of the gradients a micro-batch
-    contributes."""
+    """The class of a batch's mean. Its `share` computes the factor of each micro-batch's
+    gradients."""
 
     def __init__(self, state: DistState, module: nn.Module, plan: Plan) -> None:
         self.module = module
-        """The module that training runs; it maps a batch to `(loss, metrics)`."""
+        """The module that training calls; it maps a batch to `(loss, metrics)`."""
         self.loss_module = module
         """The module to call for a forward without gradients."""
         self.model = loss_module_of(module).model
@@ -83,11 +82,11 @@ class Strategy:
         """Whether a rank may run out of memory, so that all ranks run the batch again."""
         left_out = {*map(id, plan.left_out())}
         self.in_graph = self.trainable()
-        """The parameters that the graph of a loss may have."""
+        """The parameters that the graph of a loss may contain."""
         self.reachable = [each for each in self.in_graph if id(each) not in left_out]
         """The parameters in `in_graph` whose gradients a backward computes."""
         self.halves = half_of(self.reachable)
-        """The parameters in half precision, whose gradients are added up over micro-batches in
+        """The parameters in half precision, whose gradients are summed over micro-batches in
         float32."""
         self._is_split = any(map(is_sharded, self.reachable))
         """Whether this rank computes with shards of parameters."""
@@ -102,7 +101,8 @@ class Strategy:
         self.layout = Layout(
             loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
         )
-        """Dtype of losses and metrics, and the metrics' names after the first batch with items."""
+        """The dtype of losses and metrics, and the metrics' names after the first batch with
+        items."""
         self.layout.finish = plan.finish
         refused = counts_refused(state, plan)
         loss_module_of(module).refuses_counts = refused
@@ -113,15 +113,17 @@ class Strategy:
         self.parameters = TrainedParameters(plan)
         self._settles = type(self).settle is not Strategy.settle
         self.awaits_total = False
-        """Whether a forward waits for the weights of all ranks, and so for their errors."""
+        """Whether a forward first waits for the weights of all ranks, and so learns of their
+        errors."""
         self.reached = Reached(
             plan, self.in_graph, finds_unused=self.finds_unused, is_main=state.is_main
         )
         self.observers = Observers(())
-        """The observers of the step. Those that are due see the outcome of each micro-batch."""
+        """The observers of the step. Observers of the current step see the outcome of each
+        micro-batch."""
 
     def trainable(self) -> Sequence[nn.Parameter]:
-        """Return the parameters that the graph of a loss may have."""
+        """Return the parameters that the graph of a loss may contain."""
         return [each for each in self.module.parameters() if each.requires_grad]
 
     def gradients(
@@ -156,7 +158,7 @@ class Strategy:
         try:
             stop = any(map(call, plan.should_stop))
         except Exception as error:
-            # Raise the error once the other ranks know of it, as for errors of the batch.
+            # Raise the error once the other ranks know of it, like an error in the batch.
             failed = error
         parts, weights, rows, failure = microbatches_or_failure(
             plan, batch, self.parameters.check, retries=self.retries
@@ -187,7 +189,7 @@ class Strategy:
     ) -> None:
         """Run all forwards and backwards; the last backward averages over the ranks."""
         every = [*zip(parts, weights, strict=True)]
-        # If a rank may run out of memory, gradients stay on the ranks until all have voted.
+        # If a rank may run out of memory, gradients stay on the ranks until all ranks have voted.
         num_local = len(every) if self.retries else len(every) - 1
         backward = wide_backward(self.backward, self.halves, len(every))
         counted = self._counted(plan, state, mean, every)
@@ -248,7 +250,7 @@ class Strategy:
             raise PeerOutOfMemoryError(failures)
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Return loss and metrics of a micro-batch. Without gradients, ranks do not wait."""
+        """Return a micro-batch's loss and metrics. Without gradients, ranks do not wait."""
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
         outcome: Outcome
@@ -274,13 +276,13 @@ class Strategy:
         return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
-        """Return a context around a batch's forwards and backwards, with gradients or without."""
+        """Return a context for a batch's forwards and backwards, with gradients or without."""
         return _NOTHING
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
-        """Return the micro-batches to run; some are extra if all ranks must run equally many."""
+        """Return the micro-batches to run, with extra ones if all ranks must run equally many."""
         return parts, weights
 
     def settle(self, state: DistState) -> None:
@@ -300,13 +302,13 @@ class Strategy:
             self._is_alone = False
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Add the gradients of `seed * loss` to `.grad`; a seed of None is one."""
-        # Write into these parameters alone: the generator's step of a GAN leaves `.grad` of the
-        # discriminator as it is, so no `zero_grad` is needed anywhere.
+        """Add the gradients of `seed * loss` to `.grad`; a seed of None means 1."""
+        # Write to these parameters only. The generator's step of a GAN then leaves `.grad` of the
+        # discriminator unchanged, so no step needs `zero_grad`.
         run_backward(loss, seed, self.reachable)
 
     def zero_gradients(self) -> None:
-        """Write zeros over gradients of micro-batches of weight 0: their loss may be 0 / 0."""
+        """Zero the gradients of micro-batches of weight 0: their loss may be 0 / 0."""
         for parameter in self.reachable:
             if parameter.grad is not None:
                 grad = parameter.grad
@@ -318,47 +320,47 @@ class Strategy:
             place_gradients(self.reachable)
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the global L2 norm of gradients; count an element on several ranks once."""
+        """Return the global L2 norm of gradients; an element on several ranks counts once."""
         return global_norm(tensors)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Decide on the update, transform gradients; run every collective and check of it."""
+        """Decide on the update and transform gradients, with all collectives and checks."""
         return prepare(plan, state, grads, report)
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
-        """Run the optimizers and adjust the loss scale: local writes alone."""
+        """Run the optimizers and adjust the loss scale, without collectives."""
         weight = prepared.report.weight
-        # Only now: a step that fails changes nothing.
+        # Record the weight only now: a step that fails changes nothing.
         self.layout.last_total = (weight,) if weight and not isinstance(weight, Mapping) else ()
         return apply(plan, state, prepared, self._optimizers, self._always)
 
     def placements(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
-        """Return, by name, the indices of the part of each tensor that this rank holds.
+        """Return, by name, the indices of the shard that this rank holds of each tensor.
 
-        A whole tensor has () or no entry. The tensors are those of the model, or gradients by the
-        names of their parameters.
+        A whole tensor has () or no entry. The tensors are those of the model, or gradients under
+        the names of their parameters.
         """
         return {name: place_of(each) for name, each in tensors.items() if each is not None}
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """Return the ranks whose tensors must equal those of this rank if they hold the same part.
+        """Return the ranks whose tensors must equal this rank's if they hold the same shard.
 
         The ranks include this one. The first update compares gradients over these ranks, and
-        `check_replicas` compares parameters. Either every rank is compared with another one, or
-        none is.
+        `check_replicas` compares parameters. Either every rank has another one to compare with, or
+        none has.
         """
         return range(state.world_size)
 
     def whole(self, *, writes: bool) -> AbstractContextManager[None]:
         """Return a context in which model and optimizers hold whole tensors, or DTensors.
 
-        With `writes`, the strategy takes over the new values at its end. `save` and `load` run in
-        it.
+        With `writes`, the strategy takes over the new values when the context ends. `save` and
+        `load` run in it.
         """
         return _NOTHING
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the settings that fix the exact result; `load` refuses a step with others."""
+        """Return the settings that determine the exact result. `load` refuses other settings."""
         return {}
 
     def reset(self) -> None:
@@ -410,16 +412,16 @@ class PaddingStrategy(Strategy):
         self.ranks = over(state)
         """The ranks that run the same number of micro-batches."""
         self.begin_pass: Callable[[bool, int], None] = _nothing
-        """Called with whether gradients are wanted, and with the number of micro-batches of every
-        rank."""
+        """Called with a flag, whether gradients are computed, and with the number of
+        micro-batches on every rank."""
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
         """Add micro-batches, so that every rank runs the same number.
 
-        A rank with fewer micro-batches, or without a weighted one, runs one of another rank's with
-        weight 0. Its gradient is then zero, if it is finite on that rank.
+        A rank with fewer micro-batches, or with none that has a weight, runs a micro-batch of
+        another rank with weight 0. Its gradient is then zero, if it is finite on that rank.
 
         Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """
@@ -452,10 +454,10 @@ class PaddingStrategy(Strategy):
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Return `most` micro-batches: this rank's, then the spare one repeated, of weight 0."""
+        """Return `most` micro-batches: this rank's, then the spare one repeated, with weight 0."""
         if not any(weights):
             # The loss of a micro-batch of weight 0 may be 0 / 0, and the last backward sends its
-            # gradients. Drop one of these, so that the spare micro-batch comes last.
+            # gradients to other ranks. Drop one of these, so that the spare micro-batch comes last.
             parts, weights = parts[: most - 1], weights[: most - 1]
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[()] * lacking]
@@ -479,7 +481,7 @@ def check_strategy(strategy: object) -> None:
 
 
 def describe_backward(state: DistState, plan: Plan) -> str:
-    """Describe what the backward of a plan averages over, and how, without building it."""
+    """Describe what the backward of a plan averages over, and how, without building the plan."""
     calls = " and ".join(map(describe_with_source, plan.strategy))
     if plan.having("local_gradients") and state.world_size > 1:
         return f"the {plan.reduction} over the rank's own items, by {calls}"

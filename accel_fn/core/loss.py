@@ -22,7 +22,7 @@ from accel_fn.errors import ArgumentTypeError, BatchError, LossError, PlanError,
 
 
 def broken_rule(found: Any, names: Collection[str]) -> str:
-    """Return the rule that terms break, with the value found; "" if they are valid."""
+    """Return the rule that a loss's terms break, with the value found; "" if they are valid."""
     rule = f"return terms {sorted(names)}, as weight_fn names them"
     if not isinstance(found, Mapping):
         return f"{rule}, got {kind_of(found)}; return a dict of these, or give one weight_fn"
@@ -51,7 +51,7 @@ def kind_of(value: object) -> str:
 
 
 COUNTED = "(sum, count) of "
-"""The prefix of the metric that holds a `(sum, count)` term; users do not name metrics so."""
+"""The prefix of metrics that hold a `(sum, count)` term. Users' metrics have no such names."""
 
 
 def is_pair(value: object) -> bool:
@@ -100,12 +100,12 @@ def counted_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_count(count: Tensor, factor: float = 1.0) -> Tensor:
-    """Divide the factor by each count; 0 where a count is 0."""
+    """Divide the factor by each count; return 0 for a count of 0."""
     return torch.where(count > 0, factor / count, torch.zeros_like(count))
 
 
 def divided(pair: Tensor) -> Tensor:
-    """Divide a sum by its count, [2]; 0 if nothing was counted."""
+    """Divide a sum by its count, [2]; return 0 for a count of 0."""
     total, count = pair.unbind()
     return torch.where(count > 0, total / count, torch.zeros_like(total))
 
@@ -124,8 +124,8 @@ def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> No
 
     A factor of 0 is not enough: the backward of 0 / 0 gives nan, and nan times 0 is nan.
 
-    Cost: a walk over the graph. In the backward, a tensor of zeros for each gradient that leaves
-    the part of the graph that only these terms use.
+    Cost: one walk over the graph. In the backward, one tensor of zeros for each gradient that
+    leaves the part of the graph that only these terms use.
     """
     kept = _behind(others, ())
     own = _behind(terms, kept)
@@ -135,7 +135,7 @@ def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> No
 
 
 def _behind(ends: Sequence[Node | None], known: Collection[Node]) -> set[Node]:
-    """Return the nodes behind these ends, without leaves and without the nodes in `known`."""
+    """Return the nodes that these ends lead to, without leaves and without the nodes in `known`."""
     found: set[Node] = set()
     ahead = [*ends]
     while ahead:
@@ -156,7 +156,7 @@ _NAME = "frozen"
 
 
 def takes_frozen(fn: Callable[..., Any]) -> bool:
-    """Return whether a function has a parameter `frozen` that can be given by name."""
+    """Return whether a function has a parameter `frozen` that can be passed by name."""
     called = fn.forward if isinstance(fn, nn.Module) else fn
     try:
         found = inspect.signature(called).parameters.get(_NAME)
@@ -167,12 +167,12 @@ def takes_frozen(fn: Callable[..., Any]) -> bool:
 
 
 def given_frozen(fn: Callable[..., Any], frozen: Mapping[str, nn.Module]) -> Callable[..., Any]:
-    """Bind a plan's frozen models to a function that takes them; return any other unchanged."""
+    """Bind a plan's frozen models to a function that accepts them; return others unchanged."""
     return partial(fn, **{_NAME: frozen}) if frozen and takes_frozen(fn) else fn
 
 
 def tensors_of_frozen(plan: Plan) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers of the frozen models, as NAME.KEY."""
+    """Yield parameters and buffers of the frozen models, with names of the form NAME.KEY."""
     for name, model in plan.frozen.items():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             yield f"{name}.{key}", tensor
@@ -213,7 +213,7 @@ def freeze_models(state: DistState, plan: Plan) -> None:
 
 
 def share_frozen(state: DistState, plan: Plan) -> None:
-    """Give the frozen models of every rank the values of rank 0, as for the trained model."""
+    """Copy rank 0's values of the frozen models to every rank, as for the trained model."""
     if state.world_size > 1:
         for _, tensor in tensors_of_frozen(plan):
             if not is_sharded(tensor):
@@ -221,7 +221,7 @@ def share_frozen(state: DistState, plan: Plan) -> None:
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
-    """Return device and address of a tensor's memory; None if it has none."""
+    """Return device and address of a tensor's memory; None if it has no memory."""
     try:
         held = local(tensor)
         address = held.untyped_storage().data_ptr()
@@ -233,20 +233,18 @@ def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
-"""Each metric by name: a mean, []; a pair (sum, count); or, as a str, the rule that it breaks."""
+"""Metrics by name. Each is a mean, [], a pair (sum, count), or, if it breaks a rule, that rule."""
 Outcome = tuple[Tensor, Metrics]
-"""The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics.
-
-For a loss that is `(sum, count)`: the sums, [] or [terms]; `counted_in` finds sums and counts in
-the metrics.
-"""
+"""The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics. For a
+loss that is `(sum, count)`: the sums, [] or [terms]; `counted_in` finds the sums and counts in
+the metrics."""
 
 
 class LossModule(nn.Module):
-    """The user's loss as a module. A strategy wraps it in place of the user's model.
+    """The user's loss as a module, which a strategy wraps instead of the user's model.
 
     So the model keeps its type, hooks and `state_dict` keys, and the loss may call any method of
-    it. The price: gradients must come from the one backward that the step runs.
+    the model. In return, gradients must come from the one backward that the step runs.
     """
 
     def __init__(
@@ -261,24 +259,24 @@ class LossModule(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.loss_of: Callable[..., Any]
-        # Kept in `__dict__`: this must not become a child module, even if loss_fn is a module.
+        # Store it in `__dict__`: it must not become a child module, even if loss_fn is a module.
         self.__dict__["loss_of"] = given_frozen(loss_fn, frozen or {})
-        # If set, the only parameter beside sparse tables that a rank without items reaches: DDP
+        # If this is set, a rank without items reaches only this parameter and sparse tables: DDP
         # with find_unused_parameters must find the model's other parameters unused there.
         self.idle: nn.Parameter | None = None
         self.shards: Collection[Tensor] = ()
-        """The shards whose gradients `wrap_fsdp` adds up. A zero skips them, but reaches the
-        unsharded parameters that replace them in a forward."""
+        """The shards whose gradients `wrap_fsdp` adds up. The zero of a rank without items skips
+        them, but reaches the unsharded parameters that replace them in a forward."""
         self.refuses_counts = ""
-        """Why this plan refuses a `(sum, count)` loss; empty if it accepts one."""
+        """The reason why this plan refuses a `(sum, count)` loss; empty if it accepts one."""
         self.joining: Sequence[Node | None] = ()
-        """Graph nodes at which the gradients of all ranks are reduced; a left-out term ends before
-        them."""
+        """Graph nodes at which the gradients of all ranks are reduced. The gradients of a
+        left-out term end before them."""
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
         """Return the mean loss of a batch; for None, a zero that reaches every parameter.
 
-        The gradients of terms that are left out are zeros.
+        The gradients of left-out terms are zeros.
         """
         if batch is None:
             return self._zero(), {}
@@ -311,7 +309,7 @@ class LossModule(nn.Module):
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
         broken = broken_rule(found, self.terms)
         if broken:
-            # Return the broken rule as a mark, as for metrics, with a loss whose backward reaches
+            # Return the broken rule as a mark, like a metric's, with a loss whose backward reaches
             # the same parameters as on other ranks.
             terms = [*filter(is_mean, found.values() if isinstance(found, Mapping) else [found])]
             loss = sum(terms, self._zero())
@@ -330,13 +328,13 @@ class LossModule(nn.Module):
 
 
 def parted(found: Any) -> tuple[Any, Any]:
-    """Split the result of a loss function into the loss and its metrics, or None."""
+    """Split the result of a loss function into the loss and its metrics (None if it has none)."""
     is_two = type(found) is tuple and len(found) == 2 and not is_pair(found)
     return found if is_two else (found, None)
 
 
 def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
-    """Return the outcome of a loss of `(sum, count)` terms; counts carry no gradient."""
+    """Return the outcome of a loss with `(sum, count)` terms; counts have no gradient."""
     totals = [total for total, _ in pairs.values()]
     sums = stacked(totals) if len(totals) > 1 else totals[0]
     found: dict[str, Any] = {}
@@ -344,8 +342,8 @@ def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
         value, number = _number(total, sums), _number(count, sums)
         assert value is not None
         assert number is not None
-        # A part may have a sum and no count, such as a loss of all anchors, over the number of
-        # positive ones.
+        # A micro-batch may have a sum but no count, such as a loss of all anchors divided by the
+        # number of positive ones.
         found[COUNTED + name] = value, number
     return sums, found if metrics is None else {**found, **checked_metrics(metrics, sums, [*pairs])}
 
@@ -358,7 +356,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """Return a zero that depends on a parameter, as an empty sum; its gradient may be sparse."""
+    """Return a zero that depends on a parameter: an empty sum. Its gradient may be sparse."""
     if any(each is parameter for each in sparse):
         no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return F.embedding(no_rows, parameter, sparse=True).sum()
@@ -368,9 +366,9 @@ def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
 
 
 def checked_metrics(metrics: Any, loss: Tensor, terms: Sequence[str] = ()) -> Metrics:
-    """Detach the metrics: DDP would look for parameters in their graphs.
+    """Detach the metrics, so that DDP does not search their graphs for parameters.
 
-    A refused metric is only marked, by a str: a rank that raised here would raise alone.
+    A str marks a metric that breaks a rule: a rank that raised here would raise alone.
     """
     if not isinstance(metrics, Mapping):
         rule = "return metrics as a mapping of names to values beside the loss"
@@ -384,7 +382,7 @@ def _metric(
     if not isinstance(name, str) or name in ("loss", *terms):
         others = " and the terms" if terms else ""
         return f'name metrics by strings other than "loss"{others}, got {name!r}'
-    if type(value) is Tensor and not terms and is_mean(value):  # most metrics
+    if type(value) is Tensor and not terms and is_mean(value):  # true for most metrics
         return value.detach()
     if terms and not isinstance(value, tuple):
         return (
@@ -401,7 +399,7 @@ def _metric(
 
 
 def _number(value: Any, loss: Tensor) -> Tensor | None:
-    """Return a real number as a detached tensor []; None for any other value."""
+    """Return a real number as a detached tensor []; return None for any other value."""
     if isinstance(value, int | float):
         # Use at least float32: half precision cannot hold a count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
@@ -465,7 +463,7 @@ def run_placed(state: DistState, plan: Plan, call: Callable[[Any], T], part: Any
 
 
 def placed(state: DistState, plan: Plan, part: Any) -> Any:
-    """Place a micro-batch by the plan's functions."""
+    """Place a micro-batch with the functions in the plan's `place_batch`."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
         # None would stand for a rank without items, and loss_fn would not be called.
@@ -478,7 +476,7 @@ def placed(state: DistState, plan: Plan, part: Any) -> Any:
 def in_contexts(
     state: DistState, contexts: Sequence[ContextFn], call: Callable[[Any], T], part: Any
 ) -> T:
-    """Run `call` in contexts of a plan, the first one outermost."""
+    """Run `call` inside the contexts of a plan, the first one outermost."""
     if not contexts:
         return call(part)
     with contexts[0](state):

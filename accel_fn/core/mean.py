@@ -26,7 +26,7 @@ _REPAIR = "return all metrics for every batch"
 
 
 class Layout:
-    """Layout of the losses and metrics of a step, the same in every step and on every rank.
+    """Layout of the losses and metrics of a step, equal in every step and on every rank.
 
     The metrics are those of the first batch that has items.
     """
@@ -41,26 +41,28 @@ class Layout:
     ) -> None:
         self.dtype = dtype
         self.is_sum = is_sum
-        """Whether a loss is a sum over its items. Losses are then added without weights."""
+        """Whether a loss is a sum over its items. The step then adds losses without weights."""
         self.terms = terms
-        """The names of the loss's terms, whose means are one tensor, [terms]. Empty: one mean,
-        []."""
+        """The names of the loss's terms, whose means are one tensor, [terms]. Empty if the loss
+        is one mean, []."""
         self.sizes = sizes
-        """Numbers per metric: 1 for a mean, 2 for (sum, count). None: no batch had items yet."""
+        """Numbers per metric: 1 for a mean, 2 for (sum, count). None until a batch has had
+        items."""
         self.counts: tuple[str, ...] | None = None
-        """The names of the `(sum, count)` terms; () for a loss of means. None: not known yet."""
+        """The names of the `(sum, count)` terms; () for a loss of means. None if this is not
+        known yet."""
         self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
-        """Functions of the means of a step, whose values are metrics too."""
+        """Functions of the means of a step, by name. Their values are metrics too."""
         self.predicts = True
         """Whether a backward may start from a weight that is corrected later."""
         self.last_total: Weight = ()
-        """The weight of the last global batch that a step has trained on; `PredictedMean` expects
-        it again."""
+        """The weight of the last global batch that a step has trained on. `PredictedMean`
+        expects the same weight again."""
         self.pending_error: LossError | None = None
-        """Error that all ranks raise in the next step."""
+        """An error that all ranks raise in the next step."""
 
     def without_metrics(self) -> Layout:
-        """Return the layout of a forward, whose metrics are only the loss's own sums and counts."""
+        """Return the layout of a forward, whose only metrics are the loss's own sums and counts."""
         sizes = None if self.counts is None else {COUNTED + name: 2 for name in self.counts}
         return Layout(self.dtype, sizes=sizes, is_sum=self.is_sum, terms=self.terms)
 
@@ -102,7 +104,7 @@ class Layout:
     def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
         """Fix the metric names in the first batch with items; return an error if metrics differ.
 
-        With one rank, raise the error. While the names are being fixed, all ranks raise it.
+        With one rank, this raises the error. In the first batch with items, all ranks raise it.
         """
         wrong = next((each.wrong for each in sums if each.wrong), "")
         found = [each.sizes for each in sums if each.sizes is not None]
@@ -132,7 +134,7 @@ class Layout:
         return expected
 
     def means(self, values: Mapping[str, Tensor], total: Weight, like: Tensor) -> dict[str, Tensor]:
-        """Compute the means from the sums over all ranks; nan where nothing was counted."""
+        """Compute the means from the sums over all ranks; nan if the count is 0."""
         nothing = like.new_full((), torch.nan)
         means = {
             name: _mean(values[name]) if total and name in values else nothing
@@ -200,15 +202,15 @@ def finish_means(
 
 
 def _mean(value: Tensor) -> Tensor:
-    """Return the mean, [], from its one number, or from a sum and its count."""
+    """Compute the mean, [], of a metric from its one number, or from its sum and count."""
     return value[0] if len(value) == 1 else value[0] / value[1]
 
 
 class MetricSums:
-    """Sums of micro-batches' metrics: of a mean times its factor, or of a sum and its count."""
+    """Sums of micro-batches' metrics; a mean is first multiplied by its factor."""
 
     wrong: str = ""
-    """Why these metrics cannot be added up; empty if they can."""
+    """The reason why these metrics cannot be added up; empty if they can."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self.sizes = sizes
@@ -220,7 +222,7 @@ class MetricSums:
 
     @property
     def found(self) -> dict[str, Tensor] | None:
-        """The sums by name, [1] or [2]; None before the first micro-batch that counts."""
+        """Return the sums by name, [1] or [2]; None before the first micro-batch that counts."""
         if self.sizes is None:
             return None
         means = iter(() if self._means is None else torch.split(self._means, 1))
@@ -228,11 +230,12 @@ class MetricSums:
         return {name: next(means if size == 1 else pairs) for name, size in self.sizes.items()}
 
     def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
-        """Count a micro-batch, in the dtype and on the device of `like`.
+        """Add the metrics of a micro-batch, in the dtype and on the device of `like`.
 
-        The factor is that of means, of which there are none beside several terms: `LossModule` marks them.
+        Means are multiplied by the factor. A loss with several terms has no metrics that are means:
+        `LossModule` marks them.
 
-        Cost: a few operations, however many metrics there are.
+        Cost: a few operations, for any number of metrics.
         """
         sizes: dict[str, int] = {}
         means: list[Tensor] = []
@@ -266,7 +269,7 @@ class MetricSums:
 
 
 def sizes_of(values: Mapping[str, Tensor]) -> dict[str, int]:
-    """Count the numbers of each sum."""
+    """Return, for each metric, how many numbers its sum has."""
     return {name: len(value) for name, value in values.items()}
 
 
@@ -282,7 +285,7 @@ def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 
 def differing_elsewhere(layout: Layout) -> LossError:
-    """Return the error for a rank whose own metrics are right."""
+    """Return the error for a rank whose own metrics are valid."""
     kinds, every = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
     return LossError(
         f"step: loss_fn must return the same {kinds} in every step and on every rank, got others on "
@@ -291,37 +294,37 @@ def differing_elsewhere(layout: Layout) -> LossError:
 
 
 NUM_FACTS = 4
-"""The count of numbers in a step's message between those of the terms and those of the metrics."""
+"""How many numbers a step's message has between the terms and the metrics."""
 _PACK = 1 << 21
-"""More than twice the number of micro-batches of a rank."""
+"""A number that is more than twice the number of micro-batches of a rank."""
 
 
 def packed(place: int, num_microbatches: int, *, stop: bool) -> float:
-    """Pack three facts of a rank into one number, since a message's head holds five numbers."""
+    """Pack three facts of a rank into one number: a message's head holds only five numbers."""
     return float(_PACK * place + 2 * num_microbatches + stop)
 
 
 def unpacked(counts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
-    """Return places, numbers of micro-batches and `stop` of packed integers, [ranks] each."""
+    """Split packed integers into places, numbers of micro-batches and `stop`, [ranks] each."""
     places, rest = np.divmod(counts, _PACK)
     return places, rest // 2, rest % 2
 
 
 class GlobalMean:
-    """The mean over the items of one global batch, kept by every rank over its micro-batches.
+    """The mean over the items of one global batch, which every rank adds up over its micro-batches.
 
-    Two small sums over the ranks that share the batch: of the weights, started before the first forward
-    and awaited before the first backward, and of losses and metrics, started before the last
-    backward. A share is w * num_ranks / w_total, so that an average over the ranks is the mean over the
-    global batch; where the loss has several terms, each has a weight and a share.
-    Weights travel to all ranks of the world, since failures and requests to stop concern all:
-    if a rank cannot count its batch, NaN travels in its weight, and all ranks raise.
+    The ranks that share the batch compute two small sums. The sum of the weights starts before the
+    first forward, and the ranks wait for it before the first backward. The sum of losses and
+    metrics starts before the last backward. A share is w * num_ranks / w_total, so that an average
+    over the ranks is the mean over the global batch. If the loss has several terms, each term has a
+    weight and a share. Weights go to all ranks of the world, since failures and requests to stop
+    concern all: if a rank cannot count its batch, it sends NaN as its weight, and all ranks raise.
     """
 
     # `differentiable.Running` declares these three; collectives in the loss read them.
     is_exact_over_ranks = True
-    """Whether gradients are averaged over all ranks, so that they may go through a collective in
-    the loss."""
+    """Whether gradients are averaged over all ranks, so that they may flow through a collective
+    in the loss."""
     is_evenly_split = False
     calls_collectives = False
     correction = 1.0
@@ -339,7 +342,7 @@ class GlobalMean:
         layout: Layout,
         is_forward: bool = False,
     ) -> None:
-        # The suffix keeps ranks that train from taking the numbers of ranks that evaluate.
+        # The suffix keeps ranks that train from receiving the numbers of ranks that evaluate.
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.pending_error
         self.own_weight = total_weight(weights)
@@ -352,13 +355,13 @@ class GlobalMean:
         self.layout = layout
         self._num_ranks = 1
         self._factor: tuple[Weight | None, Weight] = (None, ())
-        """On one rank: the last weight, and its share, which is the factor of its loss, too."""
+        """On one rank: the last weight and its share, which is also the factor of its loss."""
         self._failure = failure
         self._metrics = MetricSums()
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: Weight | None = None
         self._divisor: Weight | None = None
-        """The total that shares are parts of; None if it has yet to arrive."""
+        """The total by which weights are divided; None until it has arrived."""
         self.num_microbatches = len(weights)
         self.is_open = False
         """With a `(sum, count)` loss: whether gradients are those of the sum, not divided yet."""
@@ -378,24 +381,24 @@ class GlobalMean:
             self._sums = torch.zeros(
                 len(numbers) + NUM_FACTS, dtype=layout.dtype, device=state.device
             )
-            """Sum of the loss (or of each term), number of ranks whose metrics differ, zeros where
-            other messages have facts, sums of metrics."""
+            """The sum of the loss (or of each term), the number of ranks whose metrics differ,
+            zeros in the places where other messages have facts, and the sums of metrics."""
             self._mean = self._losses()
-            # Weights are summed on the host in float64, exact for integers up to 2**53: an
-            # accelerator is not kept waiting and need not support float64, and the error of a rank
-            # is known without it. The tensor is as long as the sums of losses and metrics, so that
-            # a rank that is a step ahead is noticed.
+            # Weights are summed on the host in float64, which is exact for integers up to 2**53. So
+            # an accelerator does not wait and need not support float64, and the error of a rank is
+            # known without the accelerator. The tensor is as long as the sums of losses and
+            # metrics, so that `start_total` notices a rank that is a step ahead.
             more = [0.0] * (NUM_FACTS - 2 + sum((layout.sizes or {}).values()))
             self._num_ranks = state.data.world_size
             self._data = over(state)
             """The ranks that share the batch."""
             count = packed(number_of(place), len(weights), stop=stop)
             self._facts = (*numbers, count, float(rows))
-            """Weights, packed facts and rows of this rank's batch, which travel to all ranks."""
+            """Weights, packed facts and rows of this rank's batch, which go to all ranks."""
             self._begin([*self._facts, *more])
             if self._num_ranks < state.world_size:
-                # Wait here: ranks along other axes may meet in a collective of the forward, which a
-                # rank that failed never reaches.
+                # Wait here. A rank that failed never reaches a collective of the forward, in which
+                # ranks along other axes would wait for it.
                 self.total()
 
     def _begin(self, message: Sequence[float]) -> None:
@@ -407,7 +410,7 @@ class GlobalMean:
     def _sum(
         self, tensor: Tensor, state: DistState, what: str
     ) -> primitives.Pending | primitives.PendingTotal:
-        # The step's name reveals a rank that caught the error of its loss and went on.
+        # The step's name reveals a rank that caught the error of its loss and continued.
         name = step_name(self._state.step + 1, self._state.call)
         return primitives.start_total(tensor, state, "step", what=f"{what}{self._suffix} {name}")
 
@@ -423,7 +426,7 @@ class GlobalMean:
             every = self._facts_of_ranks()
             own = every[data_places(self._state)]
             weights, counts = every[:, :num], every[:, num].astype(np.int64)
-            # A rank that cannot count its batch concerns all, also along other axes.
+            # A rank that cannot count its batch concerns all ranks, also those along other axes.
             counted = every if np.isnan(weights).any() else own
             numbers = tuple(counted[:, :num].sum(0).tolist())
             self._total = checked_total(numbers, self._failure)
@@ -437,7 +440,7 @@ class GlobalMean:
         return self._total
 
     def _facts_of_ranks(self) -> np.ndarray[Any, Any]:
-        """Return weights, packed facts and rows of each rank, [ranks, ...], once they have come."""
+        """Return weights, packed facts and rows of each rank, [ranks, ...], once they arrived."""
         assert isinstance(self._weights, primitives.PendingTotal)
         return self._weights.ranks
 
@@ -447,7 +450,7 @@ class GlobalMean:
         self._pending.clear()
 
     def share(self, weight: Weight) -> Weight:
-        """Return the factor that the backward of a micro-batch of this weight starts from."""
+        """Return the factor for the backward of a micro-batch of this weight."""
         total = self.total() if self._divisor is None else self._divisor
         if self.layout.is_sum:
             return (float(self._num_ranks),) if weight else ()
@@ -457,7 +460,7 @@ class GlobalMean:
         return share
 
     def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
-        """Count the mean loss and the metrics of a micro-batch."""
+        """Add the mean loss and the metrics of a micro-batch to the sums."""
         total = self.total() if self._divisor is None else self._divisor
         known, factor = self._factor
         self.add_scaled(loss, metrics, factor if known is weight else shares(weight, total))
@@ -467,7 +470,7 @@ class GlobalMean:
         if not factor:
             return
         if metrics and counted_in(metrics):
-            # The loss is a sum that the metrics hold too, beside its count.
+            # The loss is a sum. The metrics hold it too, with its count.
             pass
         elif self.layout.terms:
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
@@ -480,7 +483,7 @@ class GlobalMean:
             self._metrics.sizes = {}
 
     def send(self) -> None:
-        """Start the sum over the ranks, once the last micro-batch is counted."""
+        """Start the sum over the ranks, after the last micro-batch was added."""
         if self._metrics.sizes or self._metrics.wrong or self.layout.sizes != {}:
             self._settle_metrics()
         if self._num_ranks > 1:
@@ -526,7 +529,7 @@ class GlobalMean:
         return self.layout.report(mean, total, metrics=metrics).loss
 
     def agree_on_counts(self, found: tuple[str, ...] | None) -> None:
-        """In the first batch, let ranks without items know whether the loss is sums and counts."""
+        """In the first batch, send ranks without items whether the loss is sums and counts."""
         weighing = [weighs for weighs, _ in self.of_ranks[data_places(self._state)]]
         if all(weighing) or not any(weighing):
             self.layout.counts = found
@@ -537,7 +540,7 @@ class GlobalMean:
     def seed_by_counts(self, every: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return each sum's factor, [terms]: number of ranks / total count; 0 for a count of 0.
 
-        `every` has the sums and counts of each micro-batch of this rank.
+        `every` holds the sums and counts of each micro-batch of this rank.
         """
         names = [COUNTED + name for name in self.layout.counts or ()]
         counts = torch.zeros(len(names), dtype=self._mean.dtype, device=self._mean.device)
@@ -549,7 +552,7 @@ class GlobalMean:
         return by_count(counts, self._num_ranks)
 
     def open_factor(self, metrics: Mapping[str, Tensor]) -> Tensor:
-        """Return the factor that turns averaged gradients of a sum into those of the mean."""
+        """Return the factor that turns averaged gradients of a sum into gradients of the mean."""
         (pair,) = counted_in(metrics).values()
         return by_count(pair[1], self._num_ranks)
 
@@ -559,7 +562,7 @@ class GlobalMean:
 
 
 def checked_total(total: Weight, failure: Exception | None) -> Weight:
-    """Return the total, as ints where exact; raise if a rank could not count its part."""
+    """Return the total, as ints if that is exact; raise if a rank could not count its part."""
     if failure is not None:
         raise failure
     counts = tuple(map(_checked, total))
@@ -578,7 +581,7 @@ def _checked(total: float) -> float:
 
 
 def weighed(loss: Tensor, factor: Weight) -> Tensor:
-    """Multiply the loss, or each term, by its factor; factor 0 gives 0, even for nan."""
+    """Multiply the loss, or each term, by its factor; a factor of 0 gives 0, even for nan."""
     if not loss.ndim:
         return loss * factor[0]
     pairs = zip(loss.unbind(), factor, strict=True)
@@ -586,7 +589,7 @@ def weighed(loss: Tensor, factor: Weight) -> Tensor:
 
 
 def seed_of(loss: Tensor, share: Weight, scaler: LossScale | None) -> Tensor | None:
-    """Return the seed of a backward: the share times the loss scale; None is one."""
+    """Return the seed of a backward: the share times the loss scale. None means 1."""
     if scaler is None and share == (1.0,):
         return None
     if scaler is None and not loss.ndim:

@@ -1,4 +1,4 @@
-"""The axes of a mesh of ranks: how many ranks there are along each, and which."""
+"""The axes of a mesh: how many ranks are along each axis, and which ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 AXES = ("pp", "dp", "cp", "tp")
-"""From the axis whose ranks are furthest apart to that of neighbouring ranks, which exchange
-most."""
+"""In this order, ranks along the first axis are furthest from each other. Ranks along the last
+axis are neighbours, and exchange most."""
 
 
 def mesh_shape(function: str, mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Return the number of ranks along each axis, outermost first; `dp` is always there.
 
-    An axis that is left out has one rank; one of size -1 has all that the others leave.
+    An omitted axis has one rank. An axis of size -1 gets all remaining ranks.
     """
     if not isinstance(mesh, Mapping):
         rule, repair = "map axes to sizes", 'such as {"dp": -1, "tp": 2}'
@@ -41,7 +41,7 @@ def mesh_shape(function: str, mesh: Mapping[str, int], world_size: int) -> dict[
 
 
 def ranks_along(shape: Mapping[str, int], name: str, rank: int) -> range:
-    """Return the ranks that differ from `rank` along one axis alone, in the order of that axis."""
+    """Return the ranks that differ from `rank` along one axis only, in the order of that axis."""
     names = list(shape)
     stride = math.prod(shape[inner] for inner in names[names.index(name) + 1 :])
     first = rank - rank // stride % shape[name] * stride
@@ -49,5 +49,5 @@ def ranks_along(shape: Mapping[str, int], name: str, rank: int) -> range:
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """Format a mesh for messages, as in `dp 2 x tp 2`."""
+    """Format a mesh for messages, such as `dp 2 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items())

@@ -23,10 +23,10 @@ def microbatches(
 ) -> tuple[Parts, Weights, int]:
     """Return the micro-batches of positive weight, their weights, and the batch's number of rows.
 
-    With `with_weightless`, micro-batches of weight 0 that have samples come first.
+    With `with_weightless`, micro-batches that have samples but weight 0 come first.
     """
-    # Split and weigh before placement: weights are counted on the host, without waiting for an
-    # accelerator, and only one micro-batch at a time is on the device.
+    # Split and weigh before placement: the host counts weights without waiting for an accelerator,
+    # and the device holds only one micro-batch at a time.
     split, rows = cut(plan, batch)
     weights = weigh(plan.weight_fn, split)
     if all(weights):
@@ -34,14 +34,14 @@ def microbatches(
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless:
         # Parameters that only weightless micro-batches reach then get a gradient of zeros, as on
-        # one rank, not None.
+        # one rank, and not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
     return [part for part, _ in counted], [weight for _, weight in counted], rows
 
 
 def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
-    """Return the micro-batches of a batch that have rows, and the number of their rows."""
+    """Return the micro-batches of a batch that have rows, and the total number of rows."""
     if batch is None:
         return (), 0
     if type(batch) is FailedBatch:
@@ -56,7 +56,7 @@ def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
 
 
 def splits_of(plan: Plan) -> list[Any]:
-    """Return the plan's `split`, unless it gives the whole batch as one part."""
+    """Return the plan's `split`; an empty list if it returns the whole batch as one part."""
     return [each for each in plan.split if getattr(each, "keywords", {}).get("num_parts") != 1]
 
 
@@ -81,8 +81,7 @@ def microbatches_or_failure(
 ) -> tuple[Parts, Weights, int, Exception | None]:
     """Call `microbatches`; return its error instead of raising: one rank must not raise alone.
 
-    A step passes `check`, which checks its parameters, and then also gets micro-batches of weight
-    0.
+    A step passes `check`, which checks its parameters. It then gets micro-batches of weight 0 too.
     """
     try:
         if check is not None:

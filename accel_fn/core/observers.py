@@ -1,4 +1,4 @@
-"""Observers: they watch the steps and events of a run, and compute nothing of it."""
+"""Observers: they watch the steps and events of a run, and do not change its results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accel_fn.core.state import DistState, Watchdog, step_name
 class Observer:
     """Watches a step and the events around it. Override the methods that you need.
 
-    A function `(plan, strategy, state) -> Observer` makes it: in `Plan.observers`, or among the `checks` of
-    `build`. Checks, logs, profiles and hang detection are observers. `load` does not compare
-    them, so they may be added to a run, or removed.
+    A function `(plan, strategy, state) -> Observer` makes it: in `Plan.observers`, or among the
+    `checks` of `build`. Checks, logs, profiles and hang detection are observers. `load` does not
+    compare observers, so you may add them to a run, or remove them.
 
-    An error that `before` raises on one rank alone travels to the others with the batch, and all raise.
-    Any other method that may raise must raise on all ranks, as after `gather`.
+    An error that `before` raises on one rank reaches the other ranks with the batch, and all raise.
+    Any other method that may raise must raise on all ranks, for example after `gather`.
 
     >>> import accel_fn as af
     >>> class Spikes(af.extend.Observer):
@@ -38,60 +38,60 @@ class Observer:
     """
 
     def wants(self, state: DistState) -> bool:
-        """Return whether to watch the step that begins with this state; called in each step.
+        """Return whether to watch the step that begins with this state. Every step calls it.
 
         It must return the same on all ranks if `before` or `after` calls collectives.
         """
         return True
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Look at this rank's batch before it is run."""
+        """Inspect this rank's batch before the step runs it."""
 
     def on_outcome(self, rows: Any, outcome: Any) -> None:
-        """Look at a micro-batch and its `(loss, metrics)`, before the backward.
+        """Inspect a micro-batch and its `(loss, metrics)`, before the backward.
 
-        A step that `compiled(scope="step")` runs as one graph does not call it.
+        A step that `compiled(scope="step")` runs as one graph does not call this method.
         """
 
     def on_update(self, state: DistState, grads: Any, report: Report) -> None:
-        """Look at the gradients that the optimizer gets, before anything is written.
+        """Inspect the gradients that the optimizer gets, before anything is written.
 
         The report's loss and weight are those of the global batch, so all ranks may raise because
         of them. A step that `compiled(scope="step")` runs as one graph does not call this method.
         """
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Look at the state that the step returns, and at its report. The update is made.
+        """Inspect the state that the step returns, and its report. The update has been made.
 
-        `step.grads` calls it with a report whose `applied` is None, `step.update` without a batch.
+        `step.grads` passes a report whose `applied` is None; `step.update` passes no batch.
         """
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """Note that a step that began with this state raised; called for unwatched steps too."""
+        """Record that a step that began with this state raised; called for unwatched steps too."""
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Note a checkpoint, for which the loop has waited so long."""
+        """Record a checkpoint, and how many seconds the loop has waited for it."""
 
     def loaded(self, state: DistState, seconds: float, folder: Path) -> None:
         """Continue at the position of a checkpoint."""
 
     def evaluated(self, state: DistState, seconds: float) -> None:
-        """Note a pass over a loader by `evaluate` or `predict`."""
+        """Record a pass over a loader by `evaluate` or `predict`."""
 
 
 ObserverFn = Callable[..., Observer]
-"""`(plan, strategy, state) -> Observer`."""
+"""A function `(plan, strategy, state) -> Observer`."""
 
 
 class FailedBatch:
-    """A placeholder for a batch that an observer refused on this rank; `cut` raises its error."""
+    """A placeholder for a batch that an observer refused on this rank. `cut` raises its error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class Observers:
-    """The observers of a step, and which of them watch the current step."""
+    """The observers of a step; it knows which of them watch the current step."""
 
     def __init__(self, every: Sequence[Observer]) -> None:
         self.every = tuple(every)
@@ -133,12 +133,12 @@ class Observers:
             each.on_update(state, grads, report)
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """End a step; the first observer, which began first, ends last."""
+        """End a step, in reverse order: the observer that began first ends last."""
         for each in reversed(self.due):
             each.after(state, batch, report)
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """End a step that has raised."""
+        """Notify all observers that a step has raised."""
         for each in self.every:
             each.failed(state, error)
 
@@ -159,15 +159,15 @@ class WatchedSteps(Observer):
         self._watchdog = watchdog
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Note the step that begins."""
+        """Record the step that begins."""
         self._watchdog.begin_step(step_name(state.step + 1, state.call))
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Note the end of the step."""
+        """Record the end of the step."""
         self._watchdog.end_step()
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """Raise an error that names the ranks if the step failed because one of them is gone."""
+        """If the step failed because a rank is gone, raise an error that names the rank."""
         try:
             if isinstance(error, RuntimeError):
                 self._watchdog.diagnose(error, "step")

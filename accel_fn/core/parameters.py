@@ -1,4 +1,4 @@
-"""The parameters of a step: those of `build` are there, and losses reach them."""
+"""Checks of a step's parameters: they are those of `build`, and losses reach them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainedParameters:
     def check(self) -> None:
         """Refuse parameters that were added since `build`, which would not be trained.
 
-        Cost: a look at each group, and at each parameter that was frozen.
+        Cost: a check of each group, and of each parameter that was frozen.
         """
         if self.known is not None:
             self._check_known(self.known)
@@ -82,7 +82,7 @@ class TrainedParameters:
                 )
 
     def explain(self, error: BaseException) -> None:
-        """Raise a clearer error if a forward or backward failed for a reason that is known here."""
+        """Raise a clearer error if a forward or backward failed for a known reason."""
         is_of_sizes = any(
             word in str(error) for word in ("size", "shape", "reduction dim", "unpack")
         )
@@ -107,7 +107,7 @@ class TrainedParameters:
                 raise replaced(name) from error
 
     def _is_split_by_features(self) -> bool:
-        """Return whether layers return a part of their features on each rank."""
+        """Return whether each rank holds a part of a layer's features."""
         features = {*AXES} - {"dp"}
         meshes = [each.device_mesh for each in self._plan.model.parameters() if is_sharded(each)]
         return any(features & {*(mesh.mesh_dim_names or ())} for mesh in meshes)
@@ -121,7 +121,7 @@ def _frozen(name: str) -> PlanError:
 
 
 def no_graph() -> LossError:
-    """The error for a loss without a graph."""
+    """Return the error for a loss without a graph."""
     return LossError(
         "step: loss_fn must return a loss with a graph, got one that requires no gradient; "
         "leave out detach() and no_grad()"
@@ -129,7 +129,7 @@ def no_graph() -> LossError:
 
 
 def mixed() -> LossError:
-    """The error for a loss that computes with parameters which are DTensors."""
+    """Return the error for a loss that computes with parameters that are DTensors."""
     return LossError(
         "step: loss_fn must use parameters that are DTensors by calling their modules, or whole, got one "
         "that mixes them with plain tensors; call full_tensor() on each"
@@ -137,7 +137,7 @@ def mixed() -> LossError:
 
 
 def replaced(name: str) -> PlanError:
-    """The error for a parameter of the model that another one has replaced since `build`."""
+    """Return the error for a parameter that was replaced since `build`."""
     return PlanError(
         f"step: model must hold the parameters that build found, got another {name}; write to the "
         "old one, or build again with after=step"
@@ -145,7 +145,7 @@ def replaced(name: str) -> PlanError:
 
 
 def shares_gradients(state: DistState, plan: Plan) -> bool:
-    """Return whether a single backward may give another gradient than the global batch has."""
+    """Return whether one backward may give another gradient than the global batch."""
     averages = state.world_size > 1 and not plan.having("local_gradients")
     return averages or bool(plan.split or plan.having("virtual_ranks"))
 
@@ -166,7 +166,7 @@ def check_hooks(function: str, plan: Plan) -> None:
 
 
 class Reached:
-    """Finds missing gradients, in every step."""
+    """Finds missing gradients in every step."""
 
     def __init__(
         self, plan: Plan, reachable: Sequence[nn.Parameter], *, finds_unused: bool, is_main: bool
@@ -179,14 +179,14 @@ class Reached:
         """Whether a loss may leave parameters without a gradient."""
         self._is_main = is_main
         self.unused: list[str] = []
-        """Names of parameters that the loss on one process missed, and that `wrap_ddp` would wait
-        for."""
+        """Names of parameters that the loss on one process misses, and for which `wrap_ddp`
+        would wait."""
         self._looks_for_unused = finds_unused and bool(plan.having("needs_every_parameter"))
         self._seen: set[tuple[bool, ...]] = set()
-        """The patterns of missing gradients that a check has accepted."""
+        """The sets of missing gradients that a check has accepted."""
 
     def check_gradients(self, grads: Sequence[Tensor | None], weighs: bool) -> None:
-        """Check the gradients of a step: the loss may miss some parameters, not all."""
+        """Check the gradients of a step: the loss may miss some parameters, but not all."""
         if not weighs:
             return
         missing = tuple([grad is None for grad in grads])
@@ -207,7 +207,7 @@ class Reached:
             )
 
     def _missed(self) -> dict[str, nn.Parameter]:
-        """The parameters that should have a gradient and have none, by name."""
+        """Return, by name, the parameters that should have a gradient and have none."""
         named = self._plan.model.named_parameters()
         return {
             name: each
@@ -233,7 +233,7 @@ class Reached:
 
 
 def not_reached(names: Sequence[str]) -> LossError:
-    """The error for a loss whose backward leaves these parameters out."""
+    """Return the error for a loss whose backward misses these parameters."""
     some = _some(names)
     return LossError(
         f"step: loss_fn must reach the model's parameters by the model given to it, got no gradient "

@@ -1,4 +1,4 @@
-"""Plan: plain data that lists what a step is made of, and the functions that its slots hold."""
+"""Plan: plain data that lists the parts of a step, and the functions in its slots."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def _optimizer_repair(given: object) -> str:
 
 
 def describe_optimizer(given: Optimizer | Mapping[str, Optimizer]) -> str:
-    """Return the class of an optimizer, or of each optimizer by name."""
+    """Return the class of an optimizer, or a dict of names and classes for several."""
     if isinstance(given, Optimizer):
         return type(given).__name__
     return f"{{{', '.join(f'{name}: {type(each).__name__}' for name, each in given.items())}}}"
 
 
 Batch = TypeVar("Batch", contravariant=True, default=Any)
-"""The type of a batch: that of `loss_fn`'s second parameter; Any if it has no annotation."""
+"""The type of a batch: the annotation of `loss_fn`'s second parameter, or Any without one."""
 Metric = float | Tensor | tuple[float | Tensor, float | Tensor]
 """A mean over the batch's items, or a sum and its count."""
 Pair = tuple[Tensor, float | Tensor]
@@ -82,7 +82,7 @@ Loss = Tensor | Mapping[str, Tensor] | Pair | Mapping[str, Pair]
 
 
 class FrozenLossFn(Protocol[Batch]):
-    """A loss that is given the frozen models of the plan, by name."""
+    """A loss function that gets the frozen models of the plan as an argument `frozen`."""
 
     def __call__(
         self, model: Any, batch: Batch, /, *, frozen: Any
@@ -98,7 +98,7 @@ InitFn = Callable[[DistState], DistState]
 ModuleFn = Callable[[DistState, Any], nn.Module]
 BatchFn = Callable[[DistState, Any], Any]
 StrategyFn = Callable[..., Any]
-"""`(state, loss module, plan) -> Strategy`."""
+"""A function `(state, loss module, plan) -> Strategy`."""
 CompileFn = Callable[[DistState, Any], StepFn]
 ContextFn = Callable[[DistState], AbstractContextManager[Any]]
 SplitFn = Callable[[Any], Sequence[Any]]
@@ -113,43 +113,44 @@ FinishFn = Callable[[Mapping[str, Any]], Any]
 class Plan(Generic[Batch]):
     """Everything that a step is made of: four things of the user's, and slots that transforms fill.
 
-    A slot is a tuple of functions. A transform fills it by `dataclasses.replace`. The user's
-    objects are held, never changed. A plain function is enough for a slot; a `SlotFunction`
-    can also refuse a plan, and a `Stateful` has state of its own in every step.
+    A slot is a tuple of functions. A transform fills it by `dataclasses.replace`. The plan holds
+    the user's objects, and never changes them. A plain function is enough for a slot. A
+    `SlotFunction` can also refuse a plan, and a `Stateful` has separate state in every step.
 
     Attributes:
-        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`: the *mean* loss over the batch's
-            items, [], floating-point, and a dict of what to report beside it: by name, the same
-            names for every batch, a real number or tensor [], which is a mean over the same items,
-            or a pair `(sum, count)`. The report has them over the global batch. In place of the mean it may
-            return a pair `(sum, count)`, or a dict of pairs: the loss is then the sum over the global batch
-            by the count over the global batch, and `weight_fn` is left out. A function with a
-            parameter named `frozen` also gets the frozen models by it.
+        loss_fn: `(model, batch) -> loss` or `(loss, metrics)`. The loss is the *mean* over the
+            batch's items, [], floating-point. The metrics are a dict with the same names for every
+            batch. Each is a real number or tensor [], a mean over the same items, or a pair `(sum,
+            count)`. The report has them over the global batch. Instead of the mean, the loss may be
+            a pair `(sum, count)`, or a dict of such pairs: then it is the sum over the global batch
+            divided by the count over the global batch, and you leave out `weight_fn`. A function
+            with a parameter named `frozen` gets the frozen models.
         model: any `nn.Module`; it keeps its type, its hooks and its `state_dict` keys.
         optimizer: any `torch.optim.Optimizer` over parameters of `model`, or several by name, over
             different ones: `{"matrices": muon, "rest": adamw}`. They make one update: one verdict,
             one loss scale and one norm for all.
-        weight_fn: `batch -> number`: how many items that mean is over: a finite number >= 0, of
-            Python's or NumPy's kinds, or a tensor []. Or a mapping of such functions: `loss_fn` then
-            returns a dict of terms of the same names in place of the loss, each the mean over items of
-            its own, and the loss is the sum of their means over the global batch. Metrics beside
-            them are pairs `(sum, count)`.
-        reduction: "mean", or "sum" for a loss that is a sum over the batch's items: losses and
-            gradients of ranks and micro-batches are then added, and `weight_fn`, which is no mapping,
-            only counts.
+        weight_fn: `batch -> number`: the number of items that the mean is over: a finite number >=
+            0, of Python's or NumPy's types, or a tensor []. Or a mapping of such functions:
+            `loss_fn` then returns a dict of terms of the same names instead of the loss. Each term
+            is the mean over its own items, and the loss is the sum of their means over the global
+            batch. Metrics are then pairs `(sum, count)`.
+        reduction: "mean", or "sum" for a loss that is a sum over the batch's items. With "sum",
+            losses and gradients of ranks and micro-batches are added, and `weight_fn`, which cannot
+            be a mapping, only counts.
         frozen: by name, models that the loss uses and the step does not train, such as a text encoder,
             a teacher or a reference: `{"vae": vae, "text": encoder}`. `build` places them, puts them into
             evaluation mode and calls `requires_grad_(False)`; every rank gets rank 0's values. `place` can
             cast them. A checkpoint holds a hash of each tensor, and no values.
-        finish: by name, functions of the means of a step, `means -> number`, where `means` maps "loss", terms
-            and metrics to tensors []: `{"perplexity": lambda means: means["loss"].exp()}`. Their values are
-            metrics, too, and `evaluate` calls them with the means of its loss.
+        finish: by name, functions of the means of a step, `means -> number`, where `means` maps
+            "loss", terms and metrics to tensors []: `{"perplexity": lambda means:
+            means["loss"].exp()}`. Their values are metrics too, and `evaluate` calls them with the
+            means of its loss.
         init_state: `state -> state`, once, in `build`.
         place_model: `(state, model) -> model`; at most one.
         place_frozen: `(state, model) -> model` for each frozen model, in place; at most one.
         place_batch: `(state, batch) -> batch`, in the order listed.
-        shard_model: `(state, model) -> model`, before the strategy; at most one. The optimizers get the
-            parameters that it puts in place of others, by name.
+        shard_model: `(state, model) -> model`, before the strategy; at most one. The optimizers get
+            the new parameters, matched by name.
         compile_loss: `(state, module) -> module`, a module that maps a batch to its loss; at most one.
         compile_step: `(state, stages) -> function (state, batch) -> (state, report)`, which runs
             all of a step but `after_update`; at most one.
@@ -165,12 +166,13 @@ class Plan(Generic[Batch]):
         after_update: `(state, report) -> state`, in the order listed.
         should_stop: `() -> bool`, called as a step begins: should the run end after it? If one on
             any rank returns True, `report.extras["stop"]` is True on all.
-        observers: `(plan, strategy, state) -> Observer`: what watches the run and computes nothing of it.
+        observers: `(plan, strategy, state) -> Observer`: objects that watch the run and do not
+            change its results.
 
     Raises:
-        TypeError: one of the four, a frozen model or `finish` is not what it must be.
-        ValueError: `weight_fn` is an empty mapping, has a term "loss", or stands beside `reduction="sum"`; a
-            frozen model has an empty name, or one with "/" or "@".
+        TypeError: one of the first four arguments, a frozen model or `finish` has the wrong type.
+        ValueError: `weight_fn` is an empty mapping, has a term "loss", or is combined with
+            `reduction="sum"`; a frozen model has an empty name, or one with "/" or "@".
 
     >>> import accel_fn as af
     >>> af.Plan(loss_fn, model, optimizer)
@@ -228,13 +230,13 @@ class Plan(Generic[Batch]):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """The optimizers by name. Code that reads a plan loops over them, be it one or several."""
+        """Return the optimizers by name, also if there is only one."""
         given = self.optimizer
         return given if isinstance(given, Mapping) else {"optimizer": given}
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the loss's terms; none where it is one mean."""
+        """Return the names of the loss's terms; () if the loss is one mean."""
         return tuple(self.weight_fn) if isinstance(self.weight_fn, dict) else ()
 
     def _weight_fns(self) -> list[WeightFn]:
@@ -268,19 +270,19 @@ class Plan(Generic[Batch]):
                 raise ArgumentError(message("Plan", "frozen", named, name))
 
     def trained(self) -> list[nn.Parameter]:
-        """The optimizers' parameters that require a gradient, in the order of their groups."""
+        """Return the optimizers' parameters that require a gradient, in order of their groups."""
         return [p for each in self.optimizers.values() for p in trained_by(each)]
 
     def entries(self) -> list[Any]:
-        """The functions of all slots, slot by slot."""
+        """Return the functions of all slots, slot by slot."""
         return [each for name in slot_names() for each in getattr(self, name)]
 
     def having(self, trait: str) -> list[Any]:
-        """The slot functions with this trait."""
+        """Return the slot functions with this trait."""
         return [each for each in self.entries() if trait in getattr(each, "traits", ())]
 
     def left_out(self) -> list[nn.Parameter]:
-        """Return the parameters that no update changes, whose gradients are not computed."""
+        """Return the parameters that no update changes; they need no gradient."""
         made = [each for each in self.entries() if isinstance(each, SlotFunction)]
         return [parameter for each in made for parameter in each.left_out(self)]
 
@@ -309,25 +311,25 @@ class Plan(Generic[Batch]):
 class SlotFunction(partial[Any]):
     """A function for a slot, with its settings, that takes part in `build`.
 
-    `SlotFunction(fn, **settings)` is called as `fn(..., **settings)`. Subclass it to override
-    what follows. It prints as the call of the transform that made it.
+    `SlotFunction(fn, **settings)` is called as `fn(..., **settings)`. Subclass it to override the
+    methods below. It prints as the call of the transform that made it.
 
     Attributes:
         traits: names that other transforms find by `plan.having(trait)`. In use are
-            "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all that is
-            trained), "local_gradients" (ranks keep their own gradients: they are not compared, and `build`
-            refuses a mesh and losses `(sum, count)`), "shards" (forwards have collectives, so every rank
-            runs as many), "cuts_sequences" (likewise, along an axis of a mesh), "takes_empty" (the model may
-            be on the meta device; a strategy calls `give_memory`), "acts_alone" (it does something in a
-            world of one, too), "virtual_ranks" (micro-batches stand for ranks), "cuda_graphs" (a backward
-            overwrites the gradients of the last one), "retries" (a batch may be done again),
-            "takes_windows" (a batch is a list of micro-batches),
-            "fixed_microbatches" (their number decides the bits), "compiles_loss" (one graph holds the whole
-            forward), "clips_norm" (it clips by the norm
-            `max_norm` among its settings), "collectives_in_apply" (the update has collectives, so a rank
-            that is lost in it leaves the others waiting) and "may_skip" (an update may not be made, beside
-            what `accept` decides).
-        source: what `explain` adds: where the settings come from, if not from the call.
+            "needs_equal_replicas", "needs_every_parameter" (on several ranks, a loss must reach all
+            trained parameters), "local_gradients" (ranks keep their own gradients: they are not
+            compared, and `build` refuses a mesh and losses `(sum, count)`), "shards" (forwards have
+            collectives, so all ranks run equally many), "cuts_sequences" (forwards have collectives
+            along an axis of a mesh), "takes_empty" (the model may be on the meta device; a strategy
+            calls `give_memory`), "acts_alone" (it has an effect in a world of one too),
+            "virtual_ranks" (micro-batches represent ranks), "cuda_graphs" (a backward overwrites
+            the previous gradients), "retries" (a batch may be repeated), "takes_windows" (a batch
+            is a list of micro-batches), "fixed_microbatches" (their number determines the exact
+            result), "compiles_loss" (one graph holds the whole forward), "clips_norm" (it clips by
+            the norm `max_norm` among its settings), "collectives_in_apply" (the update has
+            collectives, so a rank that is lost in it leaves the others waiting) and "may_skip" (an
+            update may be skipped for other reasons than `accept`).
+        source: text that `explain` adds: where the settings come from, if not from the call.
 
     >>> import accel_fn as af
     >>> class OneRank(af.extend.SlotFunction):
@@ -358,22 +360,24 @@ class SlotFunction(partial[Any]):
         return True
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return in how many parts `size` ranks divide what they hold; nothing for what is whole.
+        """Return into how many parts `size` ranks divide the model's memory, by name.
 
-        By the names "parameters", "gradients" and "optimizer". Estimates of memory read it.
+        The names are "parameters", "gradients" and "optimizer"; a name without an entry is not
+        divided. Estimates of memory call this method.
         """
         return {}
 
     def share(self, plan: Plan, meshes: Mapping[str, Any]) -> nn.Module | None:
-        """Divide the plan's model as `build` does, but for values: its tensors have no data.
+        """Divide the plan's model as `build` does, but without values: its tensors have no data.
 
-        Estimates of memory call it, with a mesh of one axis for each axis of several ranks. Optimizers
-        follow. Returns the module that maps a batch to its loss, if it takes the place of the loss.
+        Estimates of memory call it, with a mesh of one axis for each axis of several ranks. The
+        optimizers get the new parameters. Returns the module that maps a batch to its loss, if it
+        replaces the loss.
         """
         return None
 
     def left_out(self, plan: Plan) -> Sequence[nn.Parameter]:
-        """Return the parameters that require a gradient, and for which no gradient is computed."""
+        """Return the parameters that require a gradient but get none."""
         return ()
 
     def with_source(self, source: str) -> Self:
@@ -389,13 +393,13 @@ class SlotFunction(partial[Any]):
 class Stateful(SlotFunction):
     """A factory for a slot function that has state. `build` calls it once, so each step has its own.
 
-    It is called as `(state, plan) -> function` once parameters are what they will be; slots
-    that precede it in the plan hold functions that are made already. If the function has
-    `state_dict` and `load_state_dict`, checkpoints hold its state, tensors in the shapes
-    that they have in a new step. What `state_dict` returns is not written in place later. If the
-    function has `check_saved` or `check_loaded`, `save` and `load` call it first: it
-    raises, on every rank, if there is nothing that could be saved. If it has `on_filled`, a model that
-    `empty` made has values when it is called, before the first step: copy parameters then.
+    `build` calls it as `(state, plan) -> function` when the parameters have their final form. Slots
+    that precede it in the plan already hold made functions. If the function has `state_dict` and
+    `load_state_dict`, checkpoints hold its state, with tensors in the shapes that they have in a
+    new step. Later code must not write in place to the result of `state_dict`. If the function has
+    `check_saved` or `check_loaded`, `save` and `load` call it first; it raises, on every rank, if
+    its state cannot be saved or loaded now. If it has `on_filled`, that is called before the first
+    step, when a model that `empty` made has values: copy parameters then.
 
     >>> import accel_fn as af
     >>> from dataclasses import replace
@@ -417,7 +421,7 @@ class Stateful(SlotFunction):
     """
 
     def __init__(self, fn: Callable[..., Any], **settings: Any) -> None:
-        """`fn(state, plan, **settings)` makes the function."""
+        """Store `fn`, which makes the function when called as `fn(state, plan, **settings)`."""
 
 
 def check_finish(function: str, finish: object) -> None:
@@ -431,19 +435,19 @@ def check_finish(function: str, finish: object) -> None:
 
 
 def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters of an optimizer that require a gradient, in the order of its groups."""
+    """Return the parameters of an optimizer that require a gradient, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def slot_names() -> list[str]:
-    """Return the slots of a plan, in the order of its fields."""
+    """Return the names of a plan's slots, in the order of its fields."""
     return [each.name for each in fields(Plan)[7:]]
 
 
 def describe(fn: Any) -> str:
-    """A function as a reader would write it: `name`, `name(argument=value)`, or its transform's call.
+    """Format a function as in code: `name`, `name(argument=value)`, or its transform's call.
 
-    A mapping of functions is written as a dict of these.
+    A mapping of functions becomes a dict of such texts.
     """
     if isinstance(fn, Mapping):
         return f"{{{', '.join(f'{name!r}: {describe(each)}' for name, each in fn.items())}}}"
@@ -457,13 +461,13 @@ def describe(fn: Any) -> str:
 
 
 def describe_with_source(fn: Any) -> str:
-    """A function as a reader would write it, and where its settings come from."""
+    """Format a function as in code, and append where its settings come from."""
     source = getattr(fn, "source", "")
     return f"{describe(fn)}, {source}" if source else describe(fn)
 
 
 def describe_call(fn: Any, args: Iterable[Any], keywords: Mapping[str, Any]) -> str:
-    """A call as it is written in a program."""
+    """Format a call as it is written in a program."""
     values = [*map(_describe_value, args)]
     values += [f"{name}={_describe_value(value)}" for name, value in keywords.items()]
     return f"{describe(fn)}({', '.join(values)})"

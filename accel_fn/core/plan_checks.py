@@ -35,7 +35,7 @@ _SINGLE = (
 )
 
 _WITHOUT_MESH = ("local_gradients", "virtual_ranks", "collectives_in_apply")
-"""Traits of transforms that do not support other mesh axes than `dp`."""
+"""Traits of transforms that support no mesh axis except `dp`."""
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
@@ -57,7 +57,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
 
 
 def _check_model(plan: Plan) -> None:
-    """Refuse a model of an earlier step under wrap_deepspeed, or one in shards or stages of others."""
+    """Refuse a model of an earlier step under wrap_deepspeed, and one that is sharded already."""
     if is_born_sharded(plan.model):
         raise PlanError(
             "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
@@ -76,7 +76,7 @@ def _check_model(plan: Plan) -> None:
 
 
 def _validate(each: Any, state: DistState, plan: Plan) -> None:
-    """Let a slot function refuse the plan or the world."""
+    """Call a slot function's `validate`, which may refuse the plan or the world."""
     if isinstance(each, SlotFunction):
         each.validate(state, plan)
         if not each.allows(state.world_size):
@@ -186,7 +186,7 @@ def _check_world(state: DistState, plan: Plan) -> None:
 
 
 def _check_mesh(state: DistState, plan: Plan) -> None:
-    """Refuse transforms that assume rows of its own on every rank, if the mesh has other axes."""
+    """If the mesh has other axes, refuse transforms that assume different rows on every rank."""
     if state.data.world_size == state.world_size:
         return
     for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
@@ -197,7 +197,7 @@ def _check_mesh(state: DistState, plan: Plan) -> None:
 
 
 def _check_device(state: DistState, plan: Plan) -> None:
-    """Refuse an accelerator that nothing would use: the model would be trained on the host."""
+    """Refuse an unused accelerator: the model would be trained on the host."""
     if state.device.type == "cpu" or plan.place_model or plan.shard_model or plan.having("shards"):
         return
     if all(each.is_cpu for each in plan.model.parameters()):
@@ -253,7 +253,7 @@ def check_same_plan(state: DistState, plan: Plan) -> None:
 
 
 def _summary(plan: Plan) -> list[str]:
-    """List what ranks must agree on: slots, settings, parameters. `split` may differ."""
+    """List the facts that ranks must agree on: slots, settings, parameters. `split` may differ."""
     slots = [
         f"{name}={list(map(_identity, getattr(plan, name)))}"
         for name in slot_names()
@@ -264,7 +264,7 @@ def _summary(plan: Plan) -> list[str]:
         for name, optimizer in plan.optimizers.items()
     ]
     parameters = [
-        # Rank 0 sends what has values, tensor by tensor.
+        # Rank 0 sends the tensors that have values, one by one.
         f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}{' empty' * p.is_meta}"
         for name, p in plan.model.named_parameters()
     ]
@@ -278,14 +278,14 @@ def _summary(plan: Plan) -> list[str]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group of parameters that are plain values."""
+    """Return the settings of a parameter group that are plain values."""
     return {
         name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)
     }
 
 
 def _identity(fn: Any) -> str:
-    """Return a function's name; for ours, with its arguments: a user's may differ between ranks."""
+    """Return a function's name, with arguments if it is ours: a user's may differ between ranks."""
     inner = fn.func if isinstance(fn, partial) else fn
     is_ours = str(getattr(inner, "__module__", "")).startswith("accel_fn.")
     return describe(fn) if is_ours else describe(inner)

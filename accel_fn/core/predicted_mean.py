@@ -1,4 +1,4 @@
-"""A global mean for whose weight no backward waits: that of the last batch stands in for it."""
+"""A global mean that predicts its weight from the last batch, so that no backward waits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from accel_fn.core.weights import Weight
 
 
 class PredictedMean(GlobalMean):
-    """A global mean whose backwards start from shares of the last batch's weight.
+    """A global mean whose backwards start from the weight of the last batch.
 
-    Most batches weigh the same. Where the batch turns out to weigh something else, `correction` makes the
-    gradients those of its own mean: a factor, so exact up to rounding. On the CPU, one message beside the
-    last backward carries weights, losses, metrics, failures and stops. On an accelerator, weights travel
-    on the host from the start of the step, and are awaited once the last backward is launched.
+    Most batches have the same weight. If a batch has another one, `correction` is the factor that
+    makes the gradients those of its own mean, exact up to rounding. On the CPU, one message during
+    the last backward carries weights, losses, metrics, failures and stops. On an accelerator, the
+    host sends the weights when the step starts, and waits for them after it has launched the last
+    backward.
 
-    Nothing is predicted in the first step, after a batch that weighed nothing, in a forward alone, and
-    where several numbers or float16 need the total first: terms, `(sum, count)`, a loss scale.
+    It predicts nothing in the first step, after a batch of weight 0, and in a forward without a
+    backward. It predicts nothing either if terms, `(sum, count)` or a loss scale need the total
+    first.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class PredictedMean(GlobalMean):
             super()._begin(message)
 
     def total(self) -> Weight:
-        """Wait for the weight of the global batch, and return it; before `send`, nothing is predicted."""
+        """Wait for the weight of the global batch; before `send`, drop the prediction first."""
         if self._is_joined and not self._pending and self._total is None:
             self._predicted, self._is_joined, self._divisor = (), False, None
             super()._begin(self._message)
         return super().total()
 
     def send(self) -> None:
-        """Start the sum over the ranks, on the CPU with the weights in it."""
+        """Start the sum over the ranks; on the CPU, it includes the weights."""
         if not self._is_joined:
             super().send()
             return
@@ -71,7 +73,7 @@ class PredictedMean(GlobalMean):
         return every[:, 2:5] if self._is_joined else every
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
-        """Return means and weight of the global batch, and metrics; waits for the sums."""
+        """Wait for the sums; return means and weight of the global batch, and metrics."""
         if not self._predicted:
             return super().close()
         total = self.total()

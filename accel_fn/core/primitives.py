@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes, [num_bytes], uint8, in the same memory.
 
-    A tensor of one element is contiguous whatever its strides; `view` would keep these.
+    A tensor of one element is contiguous whatever its strides, which `view` would keep.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -42,9 +42,8 @@ class _Unpickler(pickle.Unpickler):
         self._device = str(device)
 
     def find_class(self, module: str, name: str) -> Any:
-        # A pickled tensor holds its storage as bytes beside the name of a device. torch would
-        # restore it on that device, so every rank would have memory, and a context, on the device
-        # of the sender.
+        # A pickled tensor holds its storage as bytes and the name of a device. torch would restore
+        # it on that device, so every rank would use memory, and a context, on the sender's device.
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return self._storage
         return super().find_class(module, name)
@@ -88,7 +87,7 @@ def has_backend(device: torch.device) -> bool:
 
 
 def device_backend(group: ProcessGroup) -> Any:
-    """Return the backend whose collectives an accelerator queues; None if Gloo runs them all."""
+    """Return the backend for which an accelerator queues collectives; None if Gloo runs all."""
     devices = [each for each in group._device_types if each.type != "cpu"]
     backends = [group._get_backend(each) for each in devices]
     own = next((each for each in backends if each.name() != dist.Backend.GLOO), None)
@@ -97,7 +96,7 @@ def device_backend(group: ProcessGroup) -> Any:
 
 
 def nccl_of(group: ProcessGroup) -> Any:
-    """Return the NCCL backend of a group; None where no device uses it."""
+    """Return the NCCL backend of a group; None if no device uses it."""
     backend = device_backend(group)
     return backend if backend is not None and backend.name() == dist.Backend.NCCL else None
 
@@ -119,8 +118,8 @@ def current_world() -> tuple[int, int] | None:
 Work = dist.Work
 
 _NUMBERS_BYTES, _NAME_BYTES = 40, 24
-"""Bytes in a head for up to five numbers (more, if all ranks have as many), and for the name of
-the collective."""
+"""Bytes in a head for up to five numbers (more, if all ranks have the same number of them), and
+for the name of the collective."""
 _UNWATCHED = nullcontext()
 
 
@@ -137,7 +136,7 @@ def num_calls() -> int:
 
 
 def group_of(state: DistState, function: str) -> ProcessGroup:
-    """Return the process group of a state's ranks: all of them, or those along an axis."""
+    """Return the process group of a state's ranks: all ranks, or the ranks along an axis."""
     group = state.group
     if group is None:
         raise StateError(
@@ -160,7 +159,7 @@ def check_joined(state: DistState, function: str) -> None:
 def waiting(
     state: DistState, function: str, leaves: Sequence[Any] = (), *, counts: bool = True
 ) -> AbstractContextManager[None]:
-    """Record the start of a collective in the watchdog, if any; enter the result to wait."""
+    """Record the start of a collective in the watchdog, if any. The caller waits in the context."""
     _calls.number += counts
     watchdog = state.watchdog
     if watchdog is None:
@@ -178,13 +177,13 @@ class Pending:
         self._waiting = waiting
 
     def wait(self) -> None:
-        """Return when every rank has sent its part."""
+        """Return after every rank has sent its part."""
         with self._waiting:
             self._work.wait()
 
 
 class PendingTotal:
-    """A pending sum of a few numbers of each rank, gathered with the name of the collective."""
+    """A pending sum of a few numbers of each rank, gathered together with the collective's name."""
 
     __slots__ = ("_heads", "_totals", "_waiting", "ranks")
 
@@ -198,7 +197,7 @@ class PendingTotal:
         self._waiting = waiting
 
     def wait(self) -> None:
-        """Return when every rank has sent its part."""
+        """Return after every rank has sent its part."""
         with self._waiting:
             self._heads.wait()
         totals = self._totals.view(-1)
@@ -207,13 +206,13 @@ class PendingTotal:
 
 
 def start_sum(tensor: Tensor, state: DistState, function: str) -> Pending:
-    """Start to sum `tensor`, in place; ranks must have agreed on its shape and dtype."""
+    """Start to sum `tensor`, in place; its shape and dtype must be equal on all ranks."""
     wait = waiting(state, function, [tensor])
     return Pending(group_of(state, function).allreduce([tensor]), wait)
 
 
 def start_sums(tensors: Sequence[Tensor], state: DistState, function: str) -> Pending:
-    """Start to sum tensors of one dtype, in place; ranks must have agreed on their shapes."""
+    """Start to sum tensors of one dtype, in place; their shapes must be equal on all ranks."""
     wait = waiting(state, function, tensors)
     return Pending(group_of(state, function).allreduce_coalesced([*tensors]), wait)
 
@@ -221,20 +220,21 @@ def start_sums(tensors: Sequence[Tensor], state: DistState, function: str) -> Pe
 def start_total(
     numbers: Tensor, state: DistState, function: str, what: str | None = None
 ) -> Pending | PendingTotal:
-    """Start to sum a few numbers, in place, without an agreement before.
+    """Start to sum a few numbers, in place, without comparing shapes first.
 
-    A rank may be in another collective by mistake. Gloo matches collectives of one kind by their
-    order alone, and DDP all-reduces too, so an all-reduce on the host could add a gradient to a
-    loss. Here numbers are gathered, each with a name that all ranks must share.
+    A rank may be in another collective by mistake. Gloo matches collectives of one kind only by
+    their order, and DDP all-reduces too. So an all-reduce on the host could add a gradient to a
+    loss. This function gathers numbers instead, each with a name that must be equal on all ranks.
 
     Args:
-        numbers: up to five, or more where all ranks have as many, of any floating dtype.
-        state: of this rank.
-        function: the public one, for errors and hang reports.
-        what: what is summed and in which step, such as "losses 12"; at most 24 bytes count.
+        numbers: up to five, or more if all ranks have the same number of them, of any floating
+            dtype.
+        state: this rank's state.
+        function: the name of the public function, for errors and hang reports.
+        what: the quantity and its step, such as "losses 12"; only the first 24 bytes are compared.
 
     Returns:
-        The sum under way; its `wait` raises a WorldError on all ranks where `what` differs.
+        The pending sum. Its `wait` raises a WorldError on all ranks if `what` differs.
     """
     if numbers.device.type != "cpu":
         return start_sum(numbers, state, function)
@@ -245,7 +245,7 @@ def start_total(
 
 
 def all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]:
-    """Gather every rank's `tensor`; ranks must have agreed on its shape and dtype."""
+    """Gather every rank's `tensor`; its shape and dtype must be equal on all ranks."""
     with waiting(state, function, [tensor]):
         return _all_gather(tensor, state, function)
 
@@ -257,9 +257,9 @@ def _all_gather(tensor: Tensor, state: DistState, function: str) -> list[Tensor]
 
 
 def gather(tensor: Tensor, parts: list[Tensor], state: DistState, rank: int, function: str) -> None:
-    """Fill `parts` on one rank with every rank's `tensor`; elsewhere `parts` is empty.
+    """Fill `parts` on one rank with every rank's `tensor`; on other ranks, `parts` is empty.
 
-    Ranks must have agreed on its shape and dtype.
+    The tensor's shape and dtype must be equal on all ranks.
     """
     options = dist.GatherOptions()
     options.rootRank = rank
@@ -269,7 +269,7 @@ def gather(tensor: Tensor, parts: list[Tensor], state: DistState, rank: int, fun
 
 def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: bool) -> Work | None:
     """Fill `whole` with every rank's `shard`, in rank order."""
-    # torch before 2.13 has the second name.
+    # The second name is for torch before 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Work | None = gather(whole, shard, group, is_async)
     return work
@@ -278,7 +278,7 @@ def gather_shards(whole: Tensor, shard: Tensor, group: ProcessGroup, is_async: b
 def reduce_to_shards(
     shard: Tensor, whole: Tensor, group: ProcessGroup, op: Any, is_async: bool
 ) -> Work | None:
-    """Fill `shard` with this rank's part of the reduction of all ranks' `whole`."""
+    """Reduce all ranks' `whole`, and fill `shard` with this rank's part of the result."""
     if whole.is_complex():
         # NCCL sums real numbers only.
         shard, whole = torch.view_as_real(shard), torch.view_as_real(whole)
@@ -302,9 +302,9 @@ def gather_numbers(number: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, state: DistState, function: str) -> Tensor:
-    """Cut each rank's `tensor` into equal parts, one per rank; return this rank's, in rank order.
+    """Send each rank one of the equal parts of `tensor`; return the received parts, by rank.
 
-    Ranks must have agreed on its shape and dtype.
+    The tensor's shape and dtype must be equal on all ranks.
     """
     received = torch.empty_like(tensor)
     with waiting(state, function, [tensor]):
@@ -313,7 +313,7 @@ def all_to_all(tensor: Tensor, state: DistState, function: str) -> Tensor:
 
 
 def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> None:
-    """Overwrite `tensor` with rank `source`'s; ranks must have agreed on its shape and dtype."""
+    """Overwrite `tensor` with rank `source`'s; its shape and dtype must be equal on all ranks."""
     options = dist.BroadcastOptions()
     options.rootRank = source
     sent = tensor.contiguous()
@@ -326,7 +326,7 @@ def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> N
 
 
 def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -> Work:
-    """Start to send a host `tensor` to `rank`; keep it until the work is done."""
+    """Start to send a host `tensor` to `rank`; keep the tensor until the work is done."""
     return group_of(state, function).send([tensor], rank, tag)
 
 
@@ -337,9 +337,10 @@ def receive(tensor: Tensor, state: DistState, source: int, tag: int, function: s
 
 
 def exchange(value: Any, state: DistState, function: str, leaves: Sequence[Any] = ()) -> list[Any]:
-    """Return every rank's picklable `value`, in rank order; raise on all if one is in another collective.
+    """Return every rank's picklable `value`, by rank; raise on all if one is in another collective.
 
-    `function` is the public one, the same on every rank; hang reports show the shapes of `leaves`.
+    `function` is the public function's name, equal on every rank. Hang reports show the shapes of
+    `leaves`.
 
     Cost: two small collectives on the host.
     """
@@ -393,7 +394,8 @@ class _Heads:
     def numbers(self, kind: str) -> np.ndarray[Any, Any]:
         """Return the numbers of each rank, [ranks, numbers]; raise if the names differ.
 
-        No loop in Python: among thousands of ranks, it would take longer than a small step.
+        It has no loop in Python: with thousands of ranks, a loop would take longer than a small
+        step.
         """
         heads = self._received.numpy().reshape(self._state.world_size, -1)
         names = heads[:, -_NAME_BYTES:]

@@ -1,4 +1,4 @@
-"""The ranks that hold a model: they agree on a value, and gather a tensor to one of them."""
+"""The ranks that hold a model: they exchange values, and gather a tensor on one of them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ T = TypeVar("T")
 class Ranks:
     """The ranks along some axes, innermost first; without axes, this rank alone.
 
-    Ranks are numbered along the innermost axis first; the main rank is the first along each axis.
+    Ranks are numbered along the innermost axis first. The main rank is the first along each axis.
     """
 
     function: str
-    """The public function that the ranks are in, for errors and hang reports."""
+    """The name of the public function that the ranks run, for errors and hang reports."""
     axes: Sequence[DistState]
     is_mesh: bool = True
-    """Whether there is a rank at each combination of places along the axes."""
+    """Whether each combination of places along the axes has a rank."""
 
     @classmethod
     def of(cls, function: str, tensors: Iterable[Tensor]) -> Ranks:
-        """Return the ranks of the whole meshes that shards are on.
+        """Return all ranks of the meshes that hold shards of these tensors.
 
-        Cost: two small collectives along each axis, if there are several.
+        Cost: if there are several ranks, two small collectives along each axis.
         """
         ranks = cls(function, axes_of(tensors, through_pp=True))
         if len(ranks.axes) < 2:
             return ranks
-        # Two meshes that a user made of the same ranks have more combinations than ranks.
+        # A user may make two meshes of the same ranks, which have more combinations than ranks.
         numbers = ranks.agreed(lambda: ranks.rank)
         return cls(function, ranks.axes, is_mesh=numbers == [*range(ranks.size)])
 
@@ -65,7 +65,7 @@ class Ranks:
         return found
 
     def places_of(self, rank: int) -> tuple[int, ...]:
-        """Return the place of a rank along each axis."""
+        """Return a rank's place along each axis."""
         found = []
         for axis in self.axes:
             rank, place = divmod(rank, axis.world_size)
@@ -88,13 +88,13 @@ class Ranks:
 
     @torch.no_grad()
     def gather_to(self, tensor: Tensor, rank: int) -> Tensor | None:
-        """Return a whole tensor on one rank, and None on the others; all must call this.
+        """Return a whole tensor on one rank, None on the others. Every rank must call this.
 
-        Of a tensor that is not sharded, the main rank's values count.
+        If the tensor is not sharded, the result has the main rank's values.
 
-        Cost: each rank that holds a shard sends it once along each axis that cuts the tensor; memory
-        for the whole tensor on `rank` alone. Ranks whose shards are not equal chunks, as of a
-        split with a stride, all gather the tensor.
+        Cost: each rank that holds a shard sends it once along each axis that cuts the tensor. Only
+        `rank` has memory for the whole tensor. If shards are not equal chunks, as in a split with a
+        stride, all ranks gather the tensor.
         """
         if not tensor.numel() or not self.axes:
             found = torch.empty(tensor.shape, dtype=tensor.dtype) if self.axes else whole(tensor)
@@ -109,7 +109,7 @@ class Ranks:
         cut = {at for at, _ in cuts}
         uncut = [at for at in range(len(self.axes)) if at not in cut]
         if any(self.places[at] != target[at] for at in uncut):
-            # Replicas of the shards stay out.
+            # Replicas of the shards send nothing.
             return None
         sizes, shape = [], list(tensor.shape)
         for at, dim in reversed(cuts):
@@ -126,7 +126,7 @@ class Ranks:
     def _cuts(self, tensor: DTensor) -> list[tuple[int, int]] | None:
         """Return axis and dim of each cut of a tensor, the last one first.
 
-        Return None if not each shard is a chunk of a chunk along our axes.
+        Return None unless each shard is a chunk of a chunk along these axes.
         """
         mesh, axes = tensor.device_mesh, {axis.group: at for at, axis in enumerate(self.axes)}
         regular, strided = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -142,7 +142,7 @@ class Ranks:
             if stride is None:
                 regular.append((axes[group], dim))
             elif stride == num_chunks.get(dim, 1):
-                # It was cut after the axes to its right, as by FSDP over tensor parallelism.
+                # This dim was cut after the axes to its right, as by FSDP over tensor parallelism.
                 strided.insert(0, (axes[group], dim))
             else:
                 return None
@@ -152,7 +152,7 @@ class Ranks:
         return [*strided, *regular] if is_even or not strided else None
 
     def _send_from_main(self, tensor: Tensor, rank: int) -> Tensor | None:
-        """Send the main rank's values to one rank, from axis to axis."""
+        """Send the main rank's values to one rank, along one axis after another."""
         target, here = self.places_of(rank), self.places
         held = tensor if self.rank == 0 else torch.empty_like(tensor)
         for at, axis in enumerate(self.axes if self.is_mesh else ()):
@@ -163,7 +163,7 @@ class Ranks:
 
 
 def _size_of_chunk(size: int, axis: DistState) -> int:
-    """Return the size of this rank's chunk, as torch cuts: only the last chunks are smaller."""
+    """Return the size of this rank's chunk, cut as torch does: only the last chunks are smaller."""
     most = -(-size // axis.world_size)
     return min(most, max(0, size - axis.rank * most))
 
@@ -171,13 +171,13 @@ def _size_of_chunk(size: int, axis: DistState) -> int:
 def _gather_chunks(
     part: Tensor, dim: int, size: int, axis: DistState, place: int, function: str
 ) -> Tensor:
-    """Return the whole of the chunks along an axis on one rank; the part itself on the others."""
+    """Join the chunks along an axis on one rank; return the rank's own chunk on the others."""
     if axis.world_size == 1:
         return part
     rows, most = part.movedim(dim, 0), -(-size // axis.world_size)
     sent = rows.contiguous()
     if len(rows) < most:
-        # Collectives need equal sizes; the padding is behind all values.
+        # Collectives need equal sizes; the padding comes after all values.
         sent = rows.new_empty(most, *rows.shape[1:])
         sent[: len(rows)] = rows
     if axis.rank != place:

@@ -1,4 +1,4 @@
-"""Report: what one step computed, beside the update itself."""
+"""Report: the results of one step."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Report:
-    """Results of one step. Tensors stay on the device: reading them waits for it.
+    """The results of one step. Its tensors stay on the device: reading them waits for it.
 
     Attributes:
         loss: [], detached: the mean over the items of the global batch, or the sum of its terms;
-            float32, or float64 where a trained parameter is.
-        weight: number of items of the global batch, over all ranks; where `weight_fn` is a mapping,
-            that of each term, by name.
+            float32, or float64 if a trained parameter is.
+        weight: number of items of the global batch, over all ranks; if `weight_fn` is a mapping, a
+            number for each term, by name.
         samples: number of rows of the global batch, as `state.samples` counts them.
-        grad_norm: [], float32: the global norm when it was first read, of the
-            averaged and unscaled gradients; None where nothing in the plan reads it.
-        metrics: what `loss_fn` returns beside the loss, by name, over the global batch: each [], of
-            the loss's dtype, detached; nan where nothing was counted.
-        terms: where `weight_fn` is a mapping, the mean of each term over its own items of the global
-            batch, by name: each [], as `loss`; 0 where nothing was counted.
-        counts: where `loss_fn` returns sums and counts, the count of each term over the global batch, by name
-            ("loss" of one alone): each [], as `loss`. `weight` is then the number of samples.
-        applied: [], bool: was the optimizer run? False where the update was skipped.
-        extras: what transforms add, by name.
+        grad_norm: [], float32: the global norm of the averaged and unscaled gradients, when it was
+            first read; None if nothing in the plan reads it.
+        metrics: the metrics of `loss_fn`, by name, over the global batch: each [], of the loss's
+            dtype, detached; nan if nothing was counted.
+        terms: if `weight_fn` is a mapping, the mean of each term over its own items of the global
+            batch, by name: each [], with the dtype of `loss`; 0 if nothing was counted.
+        counts: if `loss_fn` returns sums and counts, the count of each term over the global batch,
+            by name ("loss" if there is only one): each [], with the dtype of `loss`. `weight` is
+            then the number of samples.
+        applied: [], bool: whether the optimizer was run. False if the update was skipped.
+        extras: values that transforms add, by name.
     """
 
     loss: Tensor
@@ -41,11 +42,11 @@ class Report:
     counts: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     _verdict: Tensor | None = field(default=None, repr=False)
-    """The value that `verdict_of` returns. None: `applied` itself."""
+    """The value that `verdict_of` returns. None means `applied`."""
 
 
 def verdict_of(report: Report) -> Tensor:
-    """Return `applied`, on the host if the host has waited for it already."""
+    """Return `applied`, on the host if the host has already waited for it."""
     applied = report.applied if report._verdict is None else report._verdict
     assert applied is not None
     return applied

@@ -53,7 +53,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
     version, key, gauss_next = state["python"]
     random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
     name, keys, *numbers = state["numpy"]
-    # Replace wrong numbers by None, which NumPy refuses: it would accept True, inf and nan.
+    # Replace invalid numbers by None, which NumPy refuses: it would accept True, inf and nan.
     numbers = [each if type(each) in (int, float) and isfinite(each) else None for each in numbers]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))
     torch.set_rng_state(state["torch"])
@@ -64,7 +64,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 def hold_random(device: torch.device) -> Callable[[], None]:
     """Return a function that restores all generators to their current states.
 
-    Use it within a process: unlike `random_state`, the states cannot be saved.
+    Use it within a process: unlike the result of `random_state`, these states cannot be saved.
     """
     # Use the generators' native formats: `random_state` takes five times as long.
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -83,14 +83,14 @@ def hold_random(device: torch.device) -> Callable[[], None]:
 
 @contextmanager
 def exclusive_random(device: torch.device) -> Iterator[None]:
-    """Restore all generators at the end of the context; one simulated rank at a time enters it."""
+    """Restore all generators at the end of the context. Simulated ranks enter it one at a time."""
     with GENERATORS, restored_random(device):
         yield
 
 
 @contextmanager
 def restored_random(device: torch.device) -> Iterator[None]:
-    """Restore all generators at the end of the context; ranks may wait for each other inside it."""
+    """Restore all generators at the end of the context. Ranks may wait for each other inside it."""
     put_back = hold_random(device)
     try:
         yield
@@ -99,23 +99,23 @@ def restored_random(device: torch.device) -> Iterator[None]:
 
 
 def derive_random(state: DistState) -> None:
-    """Seed all generators from (seed, rank, position), for a rank new to a resumed run."""
+    """Seed all generators from (seed, rank, position), for a rank that is new in a resumed run."""
     _seed(f"accel_fn {state.seed} {state.data.rank} {_position(state)}", state.device)
 
 
 def seed_all(state: DistState, *, per_rank: bool = True) -> None:
     """Seed Python's, NumPy's and torch's generators, on the host and the device.
 
-    The seeds come from `state.seed`, the rank's place in `state.data`, `state.step` and `state.call`.
-    With one seed on all ranks (`torch.manual_seed(0)`), each rank would draw the same dropout masks for
-    different rows. Call it before `resume`: a checkpoint holds the generators of every rank, so a
-    resumed run draws what the run would have drawn.
+    The seeds come from `state.seed`, the rank's place in `state.data`, `state.step` and
+    `state.call`. With one seed on all ranks (`torch.manual_seed(0)`), each rank would draw the same
+    dropout masks for different rows. Call it before `resume`: a checkpoint holds the generators of
+    every rank, so a resumed run draws the same numbers as an uninterrupted run.
 
     Args:
-        state: of this rank.
-        per_rank: False: the same seed on every rank, for draws that ranks share, such as the order of
-            your own data or the parameters of a model without `wrap_ddp` or `wrap_fsdp`. (With
-            these, all ranks start from the parameters of rank 0.)
+        state: this rank's state.
+        per_rank: False gives the same seed to every rank, for draws that ranks share, such as the
+            order of your own data or the parameters of a model without `wrap_ddp` or `wrap_fsdp`.
+            (With these, all ranks start from the parameters of rank 0.)
 
     Raises:
         TypeError: `per_rank` is not True or False.
@@ -136,7 +136,7 @@ def seed_all(state: DistState, *, per_rank: bool = True) -> None:
 
 
 def number_for_all(state: DistState, place: int | str) -> int:
-    """Return the number that `seed_all` seeds with, for a rank or for all."""
+    """Return the number with which `seed_all` seeds one rank or all ranks."""
     return _number(f"accel_fn seed_all {state.seed} {place} {_position(state)}")
 
 
@@ -146,18 +146,18 @@ def key_random(state: DistState, slot: int) -> None:
 
 
 def seed_by_name(name: str, device: torch.device) -> None:
-    """Seed all generators by a name alone, for draws that no run and no rank changes."""
+    """Seed all generators from a name only, for draws that are equal in all runs and ranks."""
     _seed(f"accel_fn init {name}", device)
 
 
 def generator_of(state: DistState, name: str) -> torch.Generator:
-    """Make a generator on the host, seeded from (seed, position, name): the same on every rank."""
+    """Make a host generator, seeded from (seed, position, name): equal on every rank."""
     number = _number(f"accel_fn draw {state.seed} {_position(state)} {name}")
     return torch.Generator().manual_seed(number % 2**63)
 
 
 def _position(state: DistState) -> str:
-    """Return the position of a run in its data, and the step on that batch, as text."""
+    """Return a run's position in its data, and the number of the step on that batch, as text."""
     return step_name(state.step, state.call)
 
 
@@ -180,7 +180,7 @@ def _seed_with(number: int, device: torch.device) -> None:
 
 
 class BufferCopy(NamedTuple):
-    """A buffer, the buffers of its module, its name in the model, and a copy of its value."""
+    """A buffer with the buffers of its module, its name in the model, and a copy of its value."""
 
     buffer: Tensor
     home: dict[str, Any]
@@ -196,7 +196,7 @@ class BufferCopy(NamedTuple):
 def copied_buffers(
     modules: Iterable[tuple[str, nn.Module]], *, saved: bool = False
 ) -> list[BufferCopy]:
-    """Copy the buffers of these modules of a model; with `saved`, those that are in its `state_dict`."""
+    """Copy the buffers of these modules; with `saved`, only those in the model's `state_dict`."""
     return [
         BufferCopy(buffer, module._buffers, f"{path}.{name}", buffer.detach().clone())
         for path, module in modules
@@ -208,7 +208,7 @@ def copied_buffers(
 @contextmanager
 def spare_buffers(model: nn.Module) -> Iterator[None]:
     """Let forwards inside the context write to copies of the buffers, which are then dropped."""
-    # Swap tensors instead of copying values back: a backward that is still to run refuses buffers
+    # Swap tensors instead of copying values back: a backward that has yet to run refuses buffers
     # that were written after its forward.
     homes = [(vars(module)["_buffers"], dict(module._buffers)) for module in model.modules()]
     try:
@@ -242,7 +242,7 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
-    """Select the optimizers that are in train mode, out of those with `train` and `eval`."""
+    """Select the optimizers in train mode, among those with methods `train` and `eval`."""
     return [
         each
         for each in optimizers
@@ -254,7 +254,7 @@ def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
 def in_eval_mode(optimizers: Iterable[Any]) -> Iterator[None]:
     """Switch optimizers that are in train mode to eval mode, and back at the end.
 
-    Each switch rounds the parameters once, so a save is equal to the same save of a resumed run.
+    Each switch rounds the parameters once. A resumed run switches as often, so its saves are equal.
     """
     training = in_train_mode(optimizers)
     try:
@@ -268,9 +268,9 @@ def in_eval_mode(optimizers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[None]:
-    """Copy rank 0's saved buffers to every rank; at the end, put each rank's own back.
+    """Copy rank 0's saved buffers to every rank; at the end, restore each rank's own buffers.
 
-    Cost: if the model has any, two small collectives and a broadcast of them.
+    Cost: if the model has saved buffers, two small collectives and one broadcast of them.
     """
     own = copied_buffers(model.named_modules(), saved=True)
     if not own:
@@ -285,7 +285,7 @@ def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[
 
 
 def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None:
-    """Overwrite buffers with those of rank 0."""
+    """Overwrite buffers with rank 0's."""
     sent: list[Tensor] = []
 
     def described() -> list[str]:

@@ -18,13 +18,13 @@ def run_token() -> bytes:
 
 
 def signed(data: bytes, about: str = "") -> bytes:
-    """Put a signature of `about` and the data before the data; without a token, leave it out."""
+    """Prepend a signature of `about` and the data; without a token, return the data unchanged."""
     token = run_token()
     return _signature(token, about, data) + data if token else data
 
 
 def verified(data: bytes, function: str, about: str = "") -> bytes:
-    """Return the data without signature; raise a WorldError if no rank of this run signed them."""
+    """Return the data without signature; raise a WorldError if no rank of this run signed it."""
     token = run_token()
     if not token:
         return data

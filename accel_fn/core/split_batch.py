@@ -16,7 +16,7 @@ from accel_fn.core.batch import ATOMS, Samples, count_samples, node_of, tensors_
 from accel_fn.errors import BatchError
 
 _DEPTH = 3
-"""The depth to which objects are searched for tensors; an object without any goes to every part
+"""The depth to which objects are searched for tensors. Every part gets an object without tensors
 whole."""
 _SPLIT = "give accumulate a split"
 
@@ -28,7 +28,7 @@ def part_sizes(num_rows: int, num_parts: int) -> list[int]:
 
 
 def part_bounds(num_rows: int, num_parts: int, index: int) -> tuple[int, int]:
-    """Return start and stop of a part of `part_sizes`; they never decrease as rows are added."""
+    """Return start and stop of a part of `part_sizes`. Neither decreases if rows are added."""
     size, extra = divmod(num_rows, num_parts)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)
@@ -47,17 +47,17 @@ def split_rows(tree: Any, sizes: list[int], function: str = "step") -> Sequence[
     """Cut `tree` into consecutive parts of these sizes; errors name `function`."""
     if len(sizes) == 1:
         return [tree]
-    # Most batches are tuples of plain tensors: this path is faster.
+    # Most batches are tuples of plain tensors, for which this path is faster.
     if type(tree) is tuple and tree and all(map(_is_plain, tree)):
         return list(zip(*[torch.split_with_sizes(each, sizes) for each in tree], strict=True))
     return _RowSplit(sizes, function).parts_of(tree)
 
 
 class _RowSplit:
-    """Cuts the columns of a batch into parts; values without rows go to every part whole.
+    """Cuts the columns of a batch into parts; every part gets values without rows whole.
 
-    An ambiguous value is refused: otherwise one batch would be cut in one way, and the next, of
-    another length, in another.
+    It refuses ambiguous values. Otherwise it could cut one batch in one way, and the next batch, of
+    another length, in another way.
     """
 
     def __init__(self, sizes: list[int], function: str) -> None:
@@ -98,7 +98,7 @@ class _RowSplit:
         return torch.split_with_sizes(tensor, self.sizes)
 
     def _is_column(self, items: Sequence[Any]) -> bool:
-        """Return whether a sequence has a non-tensor per sample; a tuple must have strings."""
+        """Return whether a sequence has one non-tensor per sample; a tuple must hold strings."""
         if len(items) < 2 or tensors_of(items):
             return False
         kinds = {*map(type, items)}
@@ -127,7 +127,7 @@ class _RowSplit:
             self._refuse("not be ambiguous", got, repair)
 
     def _parts_of_object(self, leaf: Any) -> Sequence[Any]:
-        """Refuse an object that may hold rows; arrays of NumPy are cut as tensors are."""
+        """Refuse an object that may hold rows; cut NumPy arrays like tensors."""
         if isinstance(leaf, nn.Module | type):
             return [leaf] * len(self.sizes)
         num_rows = length_of(leaf)
@@ -147,7 +147,7 @@ class _RowSplit:
 
 
 def length_of(leaf: Any) -> int | None:
-    """Return the length of an object; None without one."""
+    """Return the length of an object; None if it has none."""
     try:
         return len(leaf)
     except TypeError:
@@ -173,21 +173,22 @@ def _held_tensors(leaf: Any, depth: int) -> list[Tensor]:
 def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     """Cut a batch into consecutive parts along the leading dimension, as even as possible.
 
-    Parts differ by at most one sample; there are never more parts than
-    samples, and always one, so that no part is empty unless the batch is.
+    Parts differ by at most one sample. There are never more parts than samples, and always at least
+    one, so no part is empty unless the batch is.
 
     Args:
         batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
-            non-tensors, and tuples of as many strings, are cut with them, and arrays of NumPy;
-            0-dim tensors, numbers, strings and other objects without rows go to every part whole.
+            non-tensors, tuples of num_samples strings, and NumPy arrays are cut too. 0-dim tensors,
+            numbers, strings and other objects without rows go to every part whole.
         num_parts: at most this many parts.
 
     Returns:
         Views of the batch, no copies.
 
     Raises:
-        ValueError: two tensors disagree in their leading dimension; what may hold rows or not (a
-            list of as many numbers as samples, an object of an unknown class that holds tensors).
+        ValueError: two tensors have different leading dimensions, or it is unclear whether a value
+            holds rows (a list of as many numbers as samples, an object of an unknown class that
+            holds tensors).
 
     Cost: no read of the data.
 
@@ -204,17 +205,17 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
 
 
 def take_part(batch: Any, index: int, num_parts: int) -> Any:
-    """Return part `index` of `num_parts` consecutive parts; it may be empty."""
+    """Return part `index` of `num_parts` consecutive parts; the part may be empty."""
     return split_rows(batch, part_sizes(count_samples(batch), num_parts))[index]
 
 
 def interleaved_parts(batch: Any, num_parts: int) -> Sequence[Any]:
-    """Cut a batch into parts, each of every `num_parts`-th sample. Errors as `split_batch`."""
+    """Cut a batch into parts, each of every `num_parts`-th sample. Errors as in `split_batch`."""
     return _InterleavedSplit(part_sizes(count_samples(batch), num_parts), "step").parts_of(batch)
 
 
 class _InterleavedSplit(_RowSplit):
-    """A cut that deals rows to the parts in turn."""
+    """A split that deals the rows to the parts in turn."""
 
     def _slices(self, rows: Any) -> list[Any]:
         return [rows[first :: len(self.sizes)] for first in range(len(self.sizes))]

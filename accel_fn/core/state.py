@@ -44,7 +44,7 @@ _COUNTS = {
 class LossScale:
     """The factor that keeps float16 gradients in range, and the rule by which it moves.
 
-    All tensors are 0-dim and live on the device of the run: nothing waits for the host.
+    All tensors are 0-dim and on the device of the run, so the host waits for nothing.
 
     Attributes:
         scale: [], float32. The loss is multiplied by it before its backward.
@@ -86,7 +86,7 @@ class LossScale:
             growth_factor: > 1.
             backoff_factor: in (0, 1).
             growth_interval: >= 1.
-            device: where the three tensors live.
+            device: the device of the three tensors.
 
         Returns:
             A new scale.
@@ -123,7 +123,8 @@ class LossScale:
         Cost: a few 0-dim operations on the device; no host synchronisation.
         """
         good_steps = self.good_steps + 1
-        # On the host, most steps end here: the scale stays, and a dozen operations are saved.
+        # On the host, most steps end here: the scale does not change, and a dozen operations are
+        # saved.
         reads = ok.is_cpu and not torch.compiler.is_compiling()
         if reads and ok and good_steps < self.growth_interval:
             return replace(self, good_steps=good_steps)
@@ -144,7 +145,7 @@ class LossScale:
 
 
 class Axis(NamedTuple):
-    """One axis of the device mesh for this rank: the ranks that differ in this axis alone."""
+    """One axis of the device mesh for this rank: the ranks that differ only in this axis."""
 
     name: str
     rank: int
@@ -159,12 +160,12 @@ class Watchdog(Protocol):
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether a collective has failed because another rank is gone."""
+        """Return whether a collective has failed because another rank is gone."""
 
     def enter(
         self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
     ) -> AbstractContextManager[None]:
-        """Record the start of a collective; enter the result to wait for it."""
+        """Record the start of a collective. The caller waits for it in the returned context."""
 
     def begin_step(self, name: str) -> None:
         """Record the start of a step."""
@@ -187,31 +188,31 @@ class DistState:
     process group, and every pure function of rank and world size accepts it.
 
     Attributes:
-        rank: of this process, 0 <= rank < world_size.
+        rank: the rank of this process, 0 <= rank < world_size.
         world_size: number of processes that train together.
-        local_rank: of this process among those of its machine.
+        local_rank: the rank of this process among those of its machine.
         local_world_size: number of processes on this machine.
-        device: where model and batches live.
-        scaler: the loss scale, None where no scaling is used.
+        device: the device of model and batches.
+        scaler: the loss scale; None without one.
         step: number of batches consumed: the whole position of a run in its data.
         call: number of steps since `step` advanced. 0 in the usual loop; a step with `advance=False`
             adds one, and the next step without it begins again at 0.
-        seed: of the data order and of draws.
-        samples: number of rows of these batches, over all ranks that share them: the size of dimension 0
-            of the first tensor in each, or its number of `samples`. As `step`, it counts batches whose
-            update is skipped, too.
-        items: sum of the weights of these batches, over the same ranks; of all terms, where the loss has
-            several. With `count_labels`, the number of tokens that were trained on.
+        seed: the seed of the data order and of draws.
+        samples: number of rows of these batches, over all ranks that share them: the size of
+            dimension 0 of the first tensor in each batch, or its number of `samples`. Like `step`,
+            it also counts batches whose update is skipped.
+        items: sum of the weights of these batches, over the same ranks; if the loss has several
+            terms, of all terms. With `count_labels`, the number of tokens that were trained on.
         axis: the name of the axis whose ranks are this state's world, as `along` gives it; empty for
             the world of all ranks.
-        axes: of the mesh, each as this rank sees it; empty without one. Not compared, and pickled
+        axes: the axes of the mesh, each for this rank; empty without one. Not compared, and pickled
             without groups.
         group: the process group that collectives go through. Not shown, not compared, not pickled.
-        watchdog: prints a report if a collective hangs; likewise.
+        watchdog: prints a report if a collective hangs. Not shown, not compared, not pickled.
 
     Raises:
-        ValueError: a count is no integer or negative, `items` is no finite number >= 0, or a rank is
-            outside its world.
+        ValueError: a count is not an integer or is negative, `items` is not a finite number >= 0,
+            or a rank is outside its world.
 
     >>> import accel_fn as af
     >>> af.DistState(rank=3, world_size=8).is_main
@@ -247,7 +248,7 @@ class DistState:
     def _check(self) -> None:
         """Check each rule, and raise the error of the first one that is broken.
 
-        `__post_init__` runs in every step, so it calls this only if its faster test fails.
+        `__post_init__` runs in every step, so it calls this method only if its faster test fails.
         """
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)
@@ -264,31 +265,32 @@ class DistState:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0 alone: the rank that prints and writes."""
+        """Return True on rank 0 only, the rank that prints and writes."""
         return self.rank == 0
 
     @property
     def data(self) -> Axis:
-        """The axis that batches, weights and losses are shared over: `dp` of a mesh, else all ranks."""
+        """Return the axis over which batches, weights and losses are shared: `dp`, or all ranks."""
         for each in self.axes:
             if each.name == "dp":
                 return each
         return Axis("data", self.rank, self.world_size, self.group)
 
     def along(self, axis: str) -> DistState:
-        """Return the state of one axis of the mesh, whose world is the ranks that differ in it alone.
+        """Return the state of one axis of the mesh: its world is the ranks along that axis.
 
-        Every collective and `shard_loader` take it. `build`, `save` and `load` need all ranks.
+        Every collective and `shard_loader` accept it. `build`, `save` and `load` need the state of
+        all ranks.
 
         Args:
-            axis: "pp", "dp", "cp" or "tp". One that the mesh leaves out has one rank; without a mesh,
-                "dp" is all ranks.
+            axis: "pp", "dp", "cp" or "tp". An axis that the mesh leaves out has one rank; without a
+                mesh, "dp" is all ranks.
 
         Returns:
             A state of this rank's place along the axis.
 
         Raises:
-            ValueError: there is no such axis, or this state is that of an axis already.
+            ValueError: the axis does not exist, or this state is the state of an axis already.
 
         Cost: no collective.
 
@@ -348,7 +350,7 @@ class DistState:
 
 
 def device_of(function: str, device: torch.device | str) -> torch.device:
-    """Return a device by its name."""
+    """Parse the name of a device."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -366,7 +368,7 @@ def check_state(function: str, state: object) -> None:
 
 
 def check_world(function: str, state: DistState) -> None:
-    """Refuse the state of one axis where all ranks are needed."""
+    """Refuse the state of one axis if the function needs all ranks."""
     if state.axis:
         raise StateError(
             f"{function}: state must be of all ranks, got one along {state.axis!r}; give the state that "
@@ -375,14 +377,14 @@ def check_world(function: str, state: DistState) -> None:
 
 
 def over(state: DistState, axis: str | None = None) -> DistState:
-    """Return the state of an axis; by default of the ranks that share a global batch."""
+    """Return the state of an axis; by default, the axis of ranks that share a global batch."""
     if axis is None and not state.axes:
         return state
     return state.along("dp" if axis is None else axis)
 
 
 def mesh_of(state: DistState) -> dict[str, int]:
-    """Return the number of ranks along each axis; without a mesh, all are along `dp`."""
+    """Return the number of ranks along each axis; without a mesh, all ranks are along `dp`."""
     return {each.name: each.world_size for each in state.axes} or {"dp": state.world_size}
 
 
@@ -395,7 +397,7 @@ def data_places(state: DistState) -> slice:
 
 
 def step_name(step: int, call: int) -> str:
-    """Return a step's name for messages, collectives and seeds: 3, or 3.1 if a batch has a second step."""
+    """Name a step for messages, collectives and seeds: 3, or 3.1 for a second step on one batch."""
     return f"{step}.{call}" if call else str(step)
 
 

@@ -1,4 +1,4 @@
-"""Step, its stages, and `build`: the one place that moves, wraps and compiles."""
+"""Step, its stages, and `build`, which alone moves, wraps and compiles models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from accel_fn.errors import (
 
 
 class Stages:
-    """The stages of a step, one after the other. A `compile_step` function may replace the call.
+    """The stages of a step, in order. A `compile_step` function may replace the call.
 
     An error in the first two stages leaves parameters, optimizers and stateful functions unchanged.
     """
@@ -55,7 +55,7 @@ class Stages:
         self.grad_fn, self.keeps_gradients = _wrapped(plan, strategy)
 
     def __call__(self, state: DistState, batch: Any) -> tuple[DistState, Report]:
-        """Run all of a step but `after_update`."""
+        """Run all of a step except `after_update`."""
         plan, strategy = self.plan, self.strategy
         state, grads, report = self.grad_fn(state, batch)
         prepared = strategy.prepare(plan, state, grads, report)
@@ -86,7 +86,7 @@ class Step(Generic[Batch]):
     strategy: Strategy
     stages: Stages
     _run: StepFn
-    """`Stages.__call__`, or the function that `compile_step` made in its place."""
+    """`Stages.__call__`, or the function that `compile_step` made to replace it."""
     _built_with: DistState
     observers: Observers
     """The checks, loggers and other observers of the step."""
@@ -94,8 +94,8 @@ class Step(Generic[Batch]):
     """The `before_step` methods of `after_update` functions, which track the position of the
     run."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Facts of this run: of saves and loads, as "newest", the state that the last step began with,
-    and "empty" while the model may lack values."""
+    """Facts of this run: facts of saves and loads; as "newest", the state that the last step
+    began with; and "empty" while the model may lack values."""
 
     def __call__(
         self, state: DistState, batch: Batch, *, advance: bool = True
@@ -106,8 +106,9 @@ class Step(Generic[Batch]):
             state: from `build` or the last step.
             batch: a tree of tensors, each [num_samples, ...], and of `samples`; may be empty or None, or
                 weigh nothing.
-            advance: False where another step on the same batch follows, as in a GAN: `state.step` stays,
-                and `state.call` counts one more. The update, schedules and averages count as in any step.
+            advance: False if another step on the same batch follows, as in a GAN: `state.step`
+                stays, and `state.call` counts one more. Update, schedules and averages count as in
+                any step.
 
         Returns:
             The state with `step` one further and `call` 0, and the report.
@@ -115,25 +116,27 @@ class Step(Generic[Batch]):
         Raises:
             TypeError: `advance` is not True or False.
             ValueError: the state is another world's; the batch cannot be counted, has one row in a
-                micro-batch under a BatchNorm that trains, or differs on ranks that differ in other axes than
-                `dp`; the loss cannot be trained on, or is no mean where the
-                plan's `reduction` takes it for one.
+                micro-batch under a BatchNorm that trains, or differs on ranks that differ in other
+                axes than `dp`; the loss cannot be trained on, or is not a mean although the plan's
+                `reduction` is "mean".
 
         Warns:
-            UserWarning: once, on the main rank: the model is in evaluation mode, all ranks have the
-                same batch, or None ten times, the state is the same one a third time, a loader begins anew
-                after `load`, BatchNorm trains on a part of the batch, the loss reaches tensors outside of the
-                model, dimension 0 of a loader's batch is not its samples, which the default weight counts;
-                a frozen model has changed or is in training mode; on one process, the loss misses
-                parameters that `wrap_ddp` waits for on several;
-                the loss, its gradient, a metric, or what the forward writes depends on the cut of a batch.
+            UserWarning: once, on the main rank, if: the model is in evaluation mode; all ranks have
+                the same batch; the batch is None ten times; the state is the same one a third time;
+                a loader begins again after `load`; BatchNorm trains on a part of the batch; the
+                loss reaches tensors outside of the model; dimension 0 of a loader's batch, which
+                the default weight counts, is not its samples; a frozen model has changed or is in
+                training mode; on one process, the loss misses parameters that `wrap_ddp` waits for
+                on several; the loss, its gradient, a metric, or a write of the forward depends on
+                the cut of a batch.
 
-        Cost: the sum of its transforms'; in steps 1, 2, 10 and 100 a walk over the graph of the loss, two
-        small collectives in a world of several, where ranks hold the same rows also a read of the batch and
-        two more, and the cost of `check_loss`, which is in the docstring of `build`; in the first one a
-        read of the batch, and two more. Other steps add no host synchronisation, but for a wait for the
-        weights before the forward where a BatchNorm trains on rows of a rank, and one in the first update
-        of several ranks, where the input of the optimizer is compared.
+        Cost: the sum of its transforms' costs. In steps 1, 2, 10 and 100: a walk over the graph of
+        the loss, two small collectives in a world of several, the cost of `check_loss` (see
+        `build`), and, if ranks hold the same rows, a read of the batch and two more collectives. In
+        the first step, also a read of the batch and two more. Other steps add no host
+        synchronisation, with two exceptions: a wait for the weights before the forward if a
+        BatchNorm trains on rows of a rank, and one in the first update of several ranks, which
+        compares the input of the optimizer.
         """
         self._check_state(state)
         if advance is not True:
@@ -159,25 +162,27 @@ class Step(Generic[Batch]):
     def forward(self, state: DistState, batch: Batch) -> Tensor:
         """Compute the mean loss over the global batch, as the step does, without gradients.
 
-        Runs under the same placement, micro-batches and autocast, in whatever mode the model and
-        its optimizers are: call `model.eval()` first where that matters, and `optimizer.eval()` of
-        a schedule-free optimizer. `evaluate` switches both. In evaluation mode (`model.training`
-        is False on every rank), all ranks use the buffers of the main rank, as `evaluate` does.
+        It runs with the step's placement, micro-batches and autocast, in the current mode of the
+        model and its optimizers. If that matters, first call `model.eval()`, and `optimizer.eval()`
+        of a schedule-free optimizer. `evaluate` switches both. In evaluation mode (`model.training`
+        is False on every rank), all ranks use the buffers of the main rank, as in `evaluate`.
 
         Args:
             state: as for the step.
             batch: as for the step.
 
         Returns:
-            [], float32 or float64 as in the report, on the device; the same on every rank. 0
-            where nothing counts.
+            [], float32 or float64 as in the report, on the device; equal on every rank. 0 if
+            nothing counts.
 
         Raises:
-            ValueError: as the step; in evaluation mode, `local_sgd` between two averages.
+            ValueError: as for the step; in evaluation mode, also between two averages of
+                `local_sgd`.
             RuntimeError: in evaluation mode, the buffers of ranks differ in shape.
 
-        Cost: two small collectives in a world of several, and what `wrap_fsdp` gathers. In evaluation
-        mode with buffers in the `state_dict`, a copy of these, two more and one broadcast.
+        Cost: two small collectives in a world of several, and the gathers of `wrap_fsdp`. In
+        evaluation mode with buffers in the `state_dict`, also a copy of the buffers, two
+        collectives and one broadcast.
         """
         self._check_state(state)
         self.check_filled("step.forward")
@@ -198,8 +203,8 @@ class Step(Generic[Batch]):
             The state, the gradients with their factor open, and a report
             without `applied`.
 
-        Cost: as the step up to the optimizer; in a world of several, or with CUDA graphs, also
-        one copy of the gradients, since the next backward reuses the memory of these.
+        Cost: that of the step up to the optimizer. In a world of several, or with CUDA graphs, also
+        one copy of the gradients, since the next backward reuses their memory.
         """
         self._check_state(state)
         self._check_gradients_are_left("step.grads")
@@ -222,9 +227,9 @@ class Step(Generic[Batch]):
         """Transform the gradients, run the optimizer and `after_update`; count one batch.
 
         Args:
-            state: as `grads` gave it, or a later one.
+            state: the state from `grads`, or a later one.
             grads: used up: their tensors may be overwritten.
-            report: of these gradients; `grad_norm` and `applied` are filled in.
+            report: the report of these gradients; `grad_norm` and `applied` are filled in.
             advance: as for the step.
 
         Returns:
@@ -232,8 +237,8 @@ class Step(Generic[Batch]):
 
         Raises:
             TypeError: `advance` is not True or False.
-            ValueError: the state is another world's; gradients and report are not what a step
-                of this model gives.
+            ValueError: the state is another world's; or gradients and report do not come from a
+                step of this model.
 
         Cost: one read of the gradients with float16 or `clip`, and the optimizer's.
         """
@@ -277,7 +282,7 @@ class Step(Generic[Batch]):
             check_joined(state, "step")
 
     def check_follows(self, state: DistState) -> None:
-        """Refuse a state that a step after this one cannot begin with."""
+        """Refuse a state with which no step can follow this one."""
         built, newest = self._built_with, self.notes.get("newest")
         if not _is_of_one_world(state, built):
             raise StateError(
@@ -292,13 +297,13 @@ class Step(Generic[Batch]):
             )
 
     def check_filled(self, function: str) -> None:
-        """Refuse, on all ranks, a model that `empty` made and nothing has filled."""
+        """Refuse, on all ranks, a model that `empty` made and that still lacks values."""
         if "empty" in self.notes:
             check_filled(self.plan, self._built_with, function)
             del self.notes["empty"]
 
     def _check_gradients_are_left(self, function: str) -> None:
-        """Refuse the strategy of an engine that keeps gradients."""
+        """Refuse a strategy whose engine keeps the gradients."""
         if not self.strategy.leaves_gradients:
             name = describe(self.plan.strategy[0]).partition("(")[0]
             raise PlanError(
@@ -342,7 +347,7 @@ def _still(before: DistState, after: DistState) -> DistState:
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
-    """Wrap `Strategy.gradients` by `wrap_grad_fn`; return also whether the gradients are copies."""
+    """Wrap `Strategy.gradients` by `wrap_grad_fn`; also return whether the gradients are copies."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
@@ -373,9 +378,9 @@ def _cloned(state: DistState, plan: Plan, grads: Grads) -> Grads:
 def build(
     plan: Plan[Batch], state: DistState, observers: Sequence[ObserverFn] = ()
 ) -> tuple[DistState, Step[Batch]]:
-    """Make a step of a plan, watched by these observers and the plan's.
+    """Make a step of a plan, with these observers and the plan's.
 
-    `accel_fn.checkpoint.build.build` adds checks, and can take over an earlier step.
+    `accel_fn.checkpoint.build.build` adds checks, and can continue from an earlier step.
     """
     check_state("build", state)
     check_world("build", state)
@@ -397,7 +402,8 @@ def build(
     _draw_alike(built)
     stages = Stages(plan, strategy)
     run = plan.compile_step[0](built, stages) if plan.compile_step else stages
-    # An observer may hold the strategy: without the proxy, a cycle would keep both alive.
+    # An observer may hold the strategy. Without the proxy, the reference cycle would keep both
+    # alive.
     strategy.observers = proxy(watching)
     before = [each.before_step for each in plan.after_update if hasattr(each, "before_step")]
     step = Step(plan, strategy, stages, run, built, watching, before)
@@ -409,9 +415,9 @@ def build(
 def _with_state(
     plan: Plan[Batch], strategy: Strategy, state: DistState, observers: Sequence[ObserverFn]
 ) -> tuple[Plan[Batch], Observers]:
-    """Make the parts of a step that have their own state: slot functions and observers."""
+    """Make the parts of a step that have state: slot functions and observers."""
     plan = with_stateful(plan, state)
-    # The first observer: the others may compute with the model.
+    # It is the first observer, since the others may compute with the model.
     first = (FilledCheck,) if is_empty(plan.model) else ()
     every = [make(plan, strategy, state) for make in (*first, *plan.observers, *observers)]
     for each in every:
@@ -444,7 +450,7 @@ def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
 
 
 def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
-    """Prepare state and model on this rank. This may fail on one rank alone, such as by an OOM."""
+    """Prepare state and model on this rank. This may fail on one rank only, such as by an OOM."""
     state = reduce(lambda state, init_state: init_state(state), plan.init_state, state)
     if plan.init_state:
         check_precision(state, plan.model)
@@ -454,7 +460,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
     placed = dict(plan.model.named_parameters())
     for shard in plan.shard_model:
         model = shard(state, model)
-    # A strategy that takes empty models gives memory once it has cut them.
+    # A strategy that accepts empty models allocates their memory itself, after it has sharded them.
     if not any("takes_empty" in getattr(each, "traits", ()) for each in plan.strategy):
         give_memory(model, state.device)
     if plan.place_model or plan.shard_model:
@@ -468,7 +474,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
 
 def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
     """Return the plan of one step, with a new slot function for each `Stateful`."""
-    # State belongs to the step: a plan is data that may be built twice, and the two steps of a GAN
+    # State belongs to the step. A plan is data and may be built twice, and the two steps of a GAN
     # share one `DistState`.
     for name in slot_names():
         slot = list(getattr(plan, name))

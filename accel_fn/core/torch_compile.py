@@ -26,17 +26,17 @@ _METHODS = (FunctionType, staticmethod, classmethod, property)
 _CALLED = ("forward", "__call__")
 """The only methods of torch's own classes that `ModuleGuards` compares."""
 _OF_ALL = [getattr(_everywhere, f"_global{name}") for name in _HOOKS]
-"""The hooks that all modules of a process have."""
+"""The hooks that torch runs for every module of a process."""
 _hooks_of = itemgetter(*_HOOKS)
 _modules_of = itemgetter("_modules")
 
 
 class ModuleGuards:
-    """The hooks of a module and of those inside it, and the methods of their classes.
+    """The hooks of a module and its submodules, and the methods of their classes.
 
-    torch sets `skip_nnmodule_hook_guards`: the graph of a module that had no hooks also runs after
-    hooks were added, without calling them. torch's guards do check hooks that were there, and
-    everything else.
+    torch sets `skip_nnmodule_hook_guards`: if a module was compiled without hooks, its graph also
+    runs after hooks were added, and does not call them. torch's guards check hooks that existed at
+    compile time, and everything else.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +55,7 @@ class ModuleGuards:
         return is_new
 
     def hooks(self) -> tuple[object, ...]:
-        """Return which modules have hooks, and the hooks that all modules of the process have.
+        """Return which modules have hooks, and the hooks that torch runs for every module.
 
         Cost: one pass over the modules.
         """
@@ -95,18 +95,18 @@ MODES = ("default", "lite", "reduce-overhead", "max-autotune-no-cudagraphs", "ma
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes whose CUDA graphs write to the same memory at every run."""
 _NAMES = {"MODULE_MATCH", "CLASS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "DUPLICATE_INPUT"}
-"""Guards that a name still refers to the same module, class or function."""
+"""Types of guards that check that a name still refers to the same module, class or function."""
 _OURS = re.compile(r"G\['(?!__import_(?!(torch|accel_fn)(_dot_|')))")
-"""Matches the start of a guard on a global that is not in a module of the user's."""
+"""Matches the start of a guard on a global that is not in one of the user's modules."""
 _is_uncompiled = ContextVar("_is_uncompiled", default=False)
 """Whether this thread runs compiled modules uncompiled."""
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Call `torch.compile`; its graphs are counted separately from those of any other function.
+    """Call `torch.compile`, with a graph count separate from that of any other function.
 
-    Graphs of inner functions, which torch compiles separately where a graph breaks, are separate
-    too: otherwise torch would run them for another model of the class, without that model's hooks.
+    Graphs of inner functions, which torch compiles separately after a graph break, are separate
+    too. Otherwise torch would run them for another model of the class, without that model's hooks.
     torch before 2.13 cannot separate them.
     """
     if "isolate_recompiles" in signature(torch.compile).parameters:
@@ -117,20 +117,20 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 
 def options_of(mode: str) -> dict[str, Any]:
     """Return a mode of `torch.compile` as options, with the pass of `Addends`."""
-    # Imported where it is used, since it imports torch's compiler.
+    # Import it here, since it imports torch's compiler.
     from accel_fn.core.add_alpha import Addends
 
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
-    # A pass that the user has set stays.
+    # Keep a pass that the user has set.
     if torch._inductor.config.post_grad_custom_pre_pass is None:
         options["post_grad_custom_pre_pass"] = Addends()
     return options
 
 
 def moving_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep all guards but those on names in accel_fn's and torch's own modules.
+    """Select all guards except those on names in accel_fn's and torch's own modules.
 
-    Guards are evaluated before every run, which takes a large part of a small step. Guards on the
+    torch evaluates guards before every run, which takes a large part of a small step. Guards on the
     user's names stay.
     """
     return [
@@ -139,7 +139,7 @@ def moving_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def without_clock() -> AbstractContextManager[Any]:
-    """Compile graphs in this context without torch's timing of the graph look-up at every run."""
+    """Compile graphs in this context without torch's timer around each look-up of a graph."""
     settings = torch._dynamo.config
     return (
         settings.patch(record_runtime_overhead=False)
@@ -175,7 +175,7 @@ def compile_inside(
     """Return a function `(module, function, ...)` that calls a function of one of these modules.
 
     That function runs compiled with the first of these settings, if there are any. It is for parts
-    of a model that the model's own graphs leave out.
+    of a model that the model's own graphs do not contain.
     """
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a tiny function, and refuse a machine that cannot."""
+    """Compile a tiny function; refuse a machine on which that fails."""
     # torch splits the compiler's command at spaces.
     if device.type == "cpu" and " " in torch.__file__:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Private parts of torch that the library leans on, each behind one function."""
+"""Private parts of torch that the library uses, each behind one function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PHRASES = (
 
 
 def is_memory(error: Exception) -> bool:
-    """Return whether memory ran out; torch has no error class for host memory."""
+    """Return whether an error means out of memory; torch has no error class for host memory."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         phrase in str(error) for phrase in _PHRASES
     )
@@ -48,14 +48,14 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
-    """`torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
-    # `torch.autograd.backward` is a torch function, which would switch function modes off inside.
+    """Call `torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
+    # `torch.autograd.backward` is a torch function, so function modes would be off inside it.
     seed = torch.ones_like(loss) if seed is None else seed
     _engine_run_backward(
         (loss,),
         (seed,),
-        False,  # keep_graph
-        False,  # create_graph
+        False,  # the argument keep_graph
+        False,  # the argument create_graph
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=True,
@@ -65,7 +65,7 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
 def gradients_of(
     output: Tensor, inputs: Sequence[Tensor], seed: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(output, inputs, seed, allow_unused=True)`, which leaves function modes on."""
+    """Call `torch.autograd.grad(output, inputs, seed, allow_unused=True)`, function modes on."""
     found: tuple[Tensor | None, ...] = _engine_run_backward(
         (output,),
         (seed,),
@@ -130,7 +130,7 @@ def is_listened_to(optimizer: Optimizer) -> bool:
 def checkpoint_hook() -> Callable[..., Any] | None:
     """Return the saved-tensors hook of the surrounding activation checkpoint, if there is one.
 
-    The hook is set in the forward and in the recomputation, and is the same object throughout one
+    torch sets the hook in the forward and in the recomputation. It is one object throughout a
     forward. A reentrant checkpoint sets none.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,4 +1,4 @@
-"""Transforms: pure functions from plan to plan, how they print, and how they compose."""
+"""Transforms: pure functions from plan to plan; their reprs and their composition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NamedTransform:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill:
-    """The transform that adds functions to slots, once the plan has passed a check."""
+    """A transform that adds functions to slots, after a check of the plan."""
 
     slots: Mapping[str, Sequence[Any]]
     first: Collection[str]
@@ -56,16 +56,17 @@ class Fill:
 def fill(
     *, first: Collection[str] = (), check: Callable[[Plan], None] | None = None, **slots: Any
 ) -> Fill:
-    """A transform that adds a function, or a tuple of them, to each of these slots.
+    """Return a transform that adds a function, or a tuple of them, to each of these slots.
 
-    It adds at the end, or in front for slots in `first`. `check` may refuse the plan.
+    It appends the functions; in the slots named in `first`, it prepends them. `check` may refuse
+    the plan.
     """
     every = {name: fn if isinstance(fn, tuple) else (fn,) for name, fn in slots.items()}
     return Fill(every, first, check)
 
 
 def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
-    """Decorate a factory: its transform, and the slot functions in that, print as the call."""
+    """Decorate a factory: its transform, and the slot functions in it, print as the call."""
 
     @wraps(factory)
     def call(*args: P.args, **keywords: P.kwargs) -> Transform:
@@ -76,7 +77,7 @@ def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
 
 
 def named(made: Transform, text: str) -> Transform:
-    """Let a new transform, and its slot functions, print as this text."""
+    """Make a new transform, and its slot functions, print as this text."""
     functions = made.slots.values() if isinstance(made, Fill) else ()
     for each in (fn for every in functions for fn in every):
         if isinstance(each, SlotFunction):

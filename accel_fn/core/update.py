@@ -27,12 +27,12 @@ Trained = tuple[Optimizer, Sequence[nn.Parameter]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """An update that is decided and not applied."""
+    """An update that is decided and not applied yet."""
 
     grads: Grads
     report: Report
     accepted: Tensor | None
-    """Whether the update is applied, [], bool. None: it always is."""
+    """Whether the update is applied, [], bool. None means that it always is."""
     finite: Tensor | None
     """Whether the loss scale counts the gradients as finite, [], bool. None without a loss
     scale."""
@@ -40,7 +40,7 @@ class Prepared:
 
 def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
     """Accept or refuse the gradients, then transform them, without a change of parameters."""
-    # Only this check adjusts the loss scale: a spike that `accept` refuses is no overflow of
+    # Only this check adjusts the loss scale: a spike that `accept` refuses is not an overflow of
     # float16.
     finite = None if state.scaler is None else torch.isfinite(grads.norm())
     accepted = finite
@@ -62,7 +62,7 @@ def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepa
 def apply(
     plan: Plan, state: DistState, prepared: Prepared, trained: Sequence[Trained], always: Tensor
 ) -> tuple[DistState, Report]:
-    """Run the optimizers and adjust the loss scale; `always` is `applied` if nothing decides."""
+    """Run the optimizers, adjust the loss scale; `always` is `applied` if no function decides."""
     grads, accepted, report = prepared.grads, prepared.accepted, prepared.report
     verdict = accepted
     if accepted is not None and not (accepted.is_cpu or all(starmap(_reads_on_device, trained))):
@@ -101,18 +101,18 @@ def apply(
 def apply_update(
     optimizer: Optimizer, parameters: Sequence[Tensor], grads: Grads, ok: Tensor | None
 ) -> None:
-    """Run the optimizer on `factor * tensors`, or not at all where `ok` is False.
+    """Run the optimizer on `factor * tensors`, or not at all if `ok` is False.
 
-    The kernel of a fused optimizer takes factor and verdict, as from torch's own GradScaler;
-    `run_fused` calls it where torch would do no more than that. For any other optimizer, or one
-    with hooks or a patched step, the gradients are multiplied in place, and the host waits for the
-    verdict. With parameters on the host, it waits for factor and verdict.
+    The kernel of a fused optimizer accepts factor and verdict, as with torch's own GradScaler;
+    `run_fused` calls it if torch would do no more than that. For any other optimizer, or one with
+    hooks or a patched step, the gradients are multiplied in place, and the host waits for the
+    verdict. If parameters are on the host, it waits for factor and verdict.
 
     Args:
-        optimizer: its step is called as the user would, hooks and all.
-        parameters: those that `grads.tensors` belong to, in this order.
+        optimizer: its step is called as a user would call it, with its hooks.
+        parameters: the parameters of `grads.tensors`, in this order.
         grads: used up: their tensors may be overwritten.
-        ok: [], bool, or None where nothing is checked.
+        ok: [], bool; None if there is no check.
     """
     factor = _open_factor(grads)
     if ok is not None and ok.is_cpu:
@@ -131,7 +131,7 @@ def _run_step(
     factor: Tensor | None,
     ok: Tensor | None,
 ) -> None:
-    """Give the optimizer its gradients as `.grad`, and call its step."""
+    """Set the gradients as `.grad` of the parameters, and call the optimizer's step."""
     fused = (factor is not None or ok is not None) and takes_factor(optimizer)
     if fused:
         factor, ok = _where_read(factor, parameters), _where_read(ok, parameters)
@@ -159,7 +159,7 @@ def _run_step(
 
 
 def _open_factor(grads: Grads) -> Tensor | None:
-    """Return the factor, or None where the host knows, without waiting, that it is one."""
+    """Return the factor; None if the host knows, without waiting, that it is 1."""
     factor = grads.factor
     return None if factor is not None and factor.is_cpu and factor.item() == 1.0 else factor
 
@@ -188,7 +188,7 @@ def takes_factor(optimizer: Optimizer) -> bool:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Return False for SGD without a momentum yet: its kernel would skip it and leave it unset."""
+    """Return False for SGD before its first momentum: a skipping kernel would set none."""
     return not isinstance(optimizer, SGD) or all(
         "momentum_buffer" in optimizer.state.get(each, ())
         for group in optimizer.param_groups
@@ -216,9 +216,9 @@ def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move the state that an optimizer holds for its parameters to where these have moved.
+    """Move an optimizer's state to the devices of its parameters, after these were moved.
 
-    A step count stays on the host, as torch keeps it, unless a kernel reads it.
+    Step counts stay on the host, as in torch, unless a kernel reads them.
     """
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
@@ -232,7 +232,7 @@ def follow_parameters(optimizer: Optimizer) -> None:
 def follow_shards(
     optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module
 ) -> None:
-    """Replace an optimizer's parameters by their sharded successors, and cut its state to match.
+    """Replace an optimizer's parameters by their sharded successors, and shard its state to match.
 
     Its groups, their settings and their order stay.
     """
@@ -247,7 +247,7 @@ def follow_shards(
 
 
 def _cut(value: object, parameter: Tensor) -> object:
-    """Cut a value that an optimizer holds for a parameter, as its shard is cut."""
+    """Shard a value of an optimizer in the same way as its parameter."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return shard_like(value, parameter)

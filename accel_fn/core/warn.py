@@ -1,4 +1,4 @@
-"""Warnings at the line of the user's program that called the library."""
+"""Warnings that point at the line of the user's program that called the library."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _SOURCES = WeakTensorKeyDictionary()
 
 
 def remember_source(moved: Tensor, source: Tensor) -> None:
-    """If a host tensor may hold labels, keep it as long as its copy on a device lives."""
+    """Keep a host tensor that may hold labels for as long as its device copy exists."""
     if not (source.is_floating_point() or source.is_complex()):
         _SOURCES[moved] = source, (source._version, moved._version)
 
@@ -71,12 +71,12 @@ def count_labels(
     of language models, masked targets of any shape.
 
     Args:
-        key_or_path: where the labels are in the batch: a key, an index, an
-            attribute name, or a path of these (`("target", 0)`).
+        key_or_path: the place of the labels in the batch: a key, an index, an attribute name, or a
+            path of these (`("target", 0)`).
         ignore_index: the label that does not count.
-        shift: 1 for losses that compare each output with the next label, and so leave out the
-            first label of each row, as transformers' causal language models do; else 0. With 1, a batch that
-            holds `"shift_labels"` beside the labels counts these, which are shifted already.
+        shift: 1 for losses that compare each output with the next label, and so leave out the first
+            label of each row, as in transformers' causal language models; else 0. With 1, a batch
+            that also holds `"shift_labels"` counts those, which are shifted already.
         class_weight: the weight of each class, [num_classes], finite and >= 0, if the loss divides
             by the sum of the labels' weights: `cross_entropy(..., weight=class_weight)`.
 
@@ -86,15 +86,15 @@ def count_labels(
         `float`, added up in float64.
 
     Raises:
-        TypeError: the path is empty or holds something else than str and int, or
-            `ignore_index` or `shift` is no integer, or `class_weight` no tensor or sequence of numbers.
+        TypeError: the path is empty or holds other values than str and int, `ignore_index` or
+            `shift` is not an integer, or `class_weight` is not a tensor or sequence of numbers.
         ValueError: `shift` is < 0, or `class_weight` not 1-d, empty, negative or not finite; (when called)
             the batch has no tensor there, or a label that has no class weight.
 
-    Cost: one read of the labels. Labels that come from a data loader or from `prefetch` are counted
-    on the host, without waiting: before `place` moves the batch, or in the copy that was moved.
-    Others on an accelerator, and those that were written there, cost a host synchronisation
-    for each micro-batch.
+    Cost: one read of the labels. Labels from a data loader or from `prefetch` are counted on the
+    host, without waiting: before `place` moves the batch, or in the copy that was moved. Other
+    labels on an accelerator, and those that were written there, cost one host synchronisation per
+    micro-batch.
 
     >>> import torch, accel_fn as af
     >>> af.count_labels("labels")({"labels": torch.tensor([[5, 7, -100], [2, -100, -100]])})
@@ -169,7 +169,7 @@ def labels_at(
     shift: int = 0,
     class_weight: _ClassWeights | None = None,
 ) -> int | float:
-    """Count the labels at `path` other than `ignore_index`, without the first `shift` of each row.
+    """Count the labels at `path` except `ignore_index`, without the first `shift` of each row.
 
     With class weights, add up the weights of these labels.
     """
@@ -177,7 +177,8 @@ def labels_at(
     for key in path:
         around, labels = labels, _child(labels, key, path)
     if shift == 1 and isinstance(around, Mapping) and "shift_labels" in around:
-        # A loss takes these beside the labels: each token's next label, also at the end of a part.
+        # A loss takes these instead of the labels: each token's next label, also at the end of a
+        # part.
         labels, shift = around["shift_labels"], 0
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
@@ -223,7 +224,7 @@ def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) 
     if callable(weight_fn):
         found: list[Any] = [*map(weight_fn, batches)]
         if {*map(type, found)} == {int} and min(found) >= 0 and max(found) <= _EXACT:
-            return [(each,) if each else () for each in found]  # in one pass, for most batches
+            return [(each,) if each else () for each in found]  # one pass; true for most batches
         return [_checked(each) for each in found]
     return [_weights(weight_fn, batch) for batch in batches]
 
@@ -239,8 +240,8 @@ def total_weight(weights: Sequence[Weight]) -> Weight:
 
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
-    """Return `factor * weight / total`, term by term; 0 where the weight is 0."""
-    if len(weight) == 1 == len(total):  # faster, for most losses
+    """Return `factor * weight / total`, term by term; 0 if the weight is 0."""
+    if len(weight) == 1 == len(total):  # faster; true for most losses
         return (weight[0] * factor / total[0],)
     pairs = zip(weight, total, strict=False)  # a weight of 0 is ()
     return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])

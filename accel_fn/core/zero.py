@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed's ZeRO holds: in shards, or beside a copy of its own.
+"""Parameters that DeepSpeed's ZeRO manages: sharded, or with a second copy that ZeRO updates.
 
 They are recognized by DeepSpeed's attributes, since importing DeepSpeed takes time.
 """
@@ -15,12 +15,12 @@ from accel_fn.core.state import DistState
 
 
 def is_partitioned(model: object) -> bool:
-    """Return whether each rank holds only shards of the parameters, as at ZeRO's stage 3."""
+    """Return whether each rank holds only shards of the parameters, as in stage 3 of ZeRO."""
     return isinstance(model, nn.Module) and any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def is_copied(model: object) -> bool:
-    """Return whether ZeRO overwrites the parameters by its own copy in every update."""
+    """Return whether ZeRO overwrites the parameters with its own copy in every update."""
     return isinstance(model, nn.Module) and any(map(_is_held, model.parameters()))
 
 
@@ -36,7 +36,7 @@ def _is_held(parameter: Tensor) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Give every rank the whole parameters inside, to read them."""
+    """Give every rank the whole parameters inside the context, to read them."""
     if not is_partitioned(model):
         yield
         return

@@ -16,7 +16,7 @@ from accel_fn.errors import check_count
 class BatchPlan:
     """Division of an epoch into batches, ranks' parts and micro-batches. Made by `plan_batches`.
 
-    Its `repr` is a table. The sizes of a full batch are empty where no batch is full.
+    Its `repr` is a table. If no batch is full, the sizes of a full batch are empty.
 
     Attributes:
         num_samples: samples in the data set.
@@ -73,7 +73,7 @@ def _line(
 
 
 def _counted(sizes: Sequence[int]) -> str:
-    """Format sizes as `3 x 22, 5 x 21`, the larger ones first."""
+    """Format sizes as `3 x 22, 5 x 21`, with larger sizes first."""
     groups = groupby(sorted(sizes, reverse=True))
     return ", ".join(f"{len(list(group))} x {size}" for size, group in groups)
 

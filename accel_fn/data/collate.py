@@ -1,4 +1,4 @@
-"""Call a user's collate_fn, also for a rank without samples, and refuse unclear batches."""
+"""Call a user's collate_fn, also for a rank without samples, and refuse ambiguous batches."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Place = tuple[int, ...]
 
 
 class Collate:
-    """Calls a collate_fn; refuses lists of samples in which a step would cut the samples' rows."""
+    """Calls a collate_fn; refuses lists of samples if a step would cut the samples' own rows."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
         self._fields: set[Place] = set()
-        """Places of lists whose items are fields, which are not checked in later batches."""
+        """Places of lists whose items are fields; later batches do not check them again."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
         """Return the batch of a part; `count` is its number of samples, by default the length."""
@@ -43,15 +43,15 @@ class Collate:
         return batch
 
     def empty(self, one: Any, two: Any) -> Any:
-        """Return the batch of no samples; `two` is `one` twice. None if rows cannot be cut."""
+        """Return an empty batch; `two` is the list `one` twice. None if rows cannot be cut."""
         return self.without_rows(self._collate_fn(one), two)
 
     def without_rows(self, batch: Any, two: Any) -> Any:
-        """Return the batch of a sample without its rows; `two` is the sample twice."""
+        """Return the batch of a sample without its rows; `two` is a list of the sample twice."""
         return without_rows(batch, self._twice(two))
 
     def _twice(self, samples: Any) -> Any:
-        """Collate samples, to count the rows of the batch only; None if the collate_fn raises."""
+        """Collate samples, only to count the rows of the batch; None if the collate_fn raises."""
         try:
             # Without this context, the user's generators would advance.
             with Generators(0):
@@ -71,7 +71,8 @@ class Collate:
     def _grows(self, place: Place, samples: Any, count: int) -> bool:
         """Return whether the list at `place` is longer for twice as many samples.
 
-        Without this check, `(inputs, labels)` of two packed samples would be taken for two samples.
+        Without this check, the code would treat `(inputs, labels)` of two packed samples as two
+        samples.
         """
         # A data set that reads many samples at once may return any type, which cannot be doubled.
         if not isinstance(samples, list):
@@ -125,7 +126,7 @@ def stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
 
 
 def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tuple[Any, ...]]]:
-    """Yield every list and tuple of a batch, and its place. A named tuple has fields."""
+    """Yield every list and tuple of a batch with its place; skip named tuples: they have fields."""
     kind = type(tree)
     if isinstance(tree, Tensor | Samples) or kind in ATOMS:
         return
@@ -144,7 +145,7 @@ def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tu
 
 
 def _may_be_samples(items: list[Any] | tuple[Any, ...], count: int) -> bool:
-    """Return whether items may be samples: one for each, with tensors of other numbers of rows."""
+    """Return whether items may be samples: one per sample, whose tensors' rows differ in number."""
     if len(items) != count:
         return False
     columns: list[Any] = []
@@ -170,31 +171,31 @@ def _refuse(items: list[Any] | tuple[Any, ...], count: int) -> NoReturn:
 
 
 class EmptyPart(list[Any]):
-    """The part of a rank without samples: it holds one sample of the batch, for the part's form."""
+    """The part of a rank without samples; its one sample shows the form of the part."""
 
 
 def without_rows(one: Any, two: Any) -> Any:
-    """Return the batch of no samples, given the batch of one sample and that of the sample twice.
+    """Return an empty batch, made from a batch of one sample and a batch of that sample twice.
 
-    Everything that is twice as long in `two` has rows, which are cut off. None if anything else
-    would have to be cut, such as tokens of all samples in one row.
+    Values that are twice as long in `two` have rows, which are cut off. The result is None if any
+    other value would have to be cut, such as tokens of all samples in one row.
     """
     cut = _Cut()
     try:
         found = cut.without(one, two)
     except (_UncutError, TypeError, ValueError):
-        # Trees of two forms differ in length or in kind.
+        # Trees of two forms differ in length or in type.
         return None
     return found if cut.has_rows else None
 
 
 def twice(samples: list[Any]) -> list[Any]:
-    """Repeat samples, as copies: a collate_fn may take fields out of its samples."""
+    """Repeat samples, as copies: a collate_fn may remove fields from its samples."""
     return [copy.copy(each) for each in samples * 2]
 
 
 class _UncutError(Exception):
-    """Raised if a part of a batch may hold rows, and is not twice as long for two samples."""
+    """Raised if a value in a batch may hold rows, but is not twice as long for two samples."""
 
 
 class _Cut:

@@ -65,7 +65,7 @@ class SamplerOptions:
 def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
     """Describe this rank's loader, for a comparison over ranks."""
     samplers = nested_samplers(sampling.batch_sampler)
-    # A sample that only one rank's list holds would be lost, so compare the lists.
+    # If only one rank's list held a sample, the sample would be lost, so compare the lists.
     checksum = _of_list(samplers[-1])
     if type(samplers[-1]) is SubsetRandomSampler:
         checksum = _of_numbers(samplers[-1].indices)
@@ -88,7 +88,7 @@ def _checksum(dataset: Any) -> int | None:
 
     It covers all indices of a `Subset`, at any depth; the first and last rows and indices of a
     Hugging Face data set; the shards of a Hugging Face stream and the generators that shuffle it.
-    No other data are read, since ranks may hold copies that differ, such as random numbers.
+    It reads no other data, since ranks may hold copies that differ, such as random numbers.
     """
     if isinstance(dataset, Subset):
         return _mixed(_of_numbers(dataset.indices), _checksum(dataset.dataset))
@@ -117,7 +117,7 @@ def _constants(part: Any) -> Iterator[Any]:
 
 
 def _shard(shard: Any) -> Any:
-    """Identify a shard: a file by its name, since its folder may differ between machines."""
+    """Identify a shard: a file by its name only, since its folder may differ between machines."""
     if isinstance(shard, str):
         return shard.rpartition("/")[2]
     return shard if isinstance(shard, bool | int | float | range) else _checksum(shard)
@@ -136,7 +136,7 @@ def _of_list(sampler: Any) -> int | None:
 
 
 def _of_numbers(numbers: Any) -> int:
-    """Compute a checksum of whole numbers, or of other keys of samples."""
+    """Compute a checksum of integers, or of other keys of samples."""
     try:
         found = np.asarray(numbers)
     except (TypeError, ValueError):

@@ -29,8 +29,8 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
 
     Two draws for one step need two names, or they return the same numbers.
 
-    Law: the draws of the ranks, joined, are the draw of one rank, for every number of ranks; a run that
-    resumes from a checkpoint draws what the whole run draws.
+    Law: the draws of the ranks, joined, are the draw of one rank, for every number of ranks. A run
+    that resumes from a checkpoint draws the same numbers as an uninterrupted run.
 
     Args:
         fn: draws from the generator, which is on the host, and returns a tree of tensors
@@ -100,7 +100,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
 
 
 def _sizes(rows: object, state: DistState) -> list[int]:
-    """Return how many rows each rank of the batch has; all ranks raise if one cannot count."""
+    """Return how many rows each rank has of the batch; all ranks raise if one cannot count."""
     failure: Exception | None = None
     try:
         count = count_samples(rows)

@@ -1,4 +1,4 @@
-"""The order in which torch's DataLoader would read a data set: rank 0 draws it for each pass."""
+"""The order in which torch's DataLoader would read a data set; rank 0 draws it for each pass."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from accel_fn.parallel.messages import Channel
 
 
 class DrawnSource(IndexedSource):
-    """A `Source` whose order rank 0 draws at each pass, from the generators that torch would use.
+    """A `Source` whose order rank 0 draws for each pass, from the generators that torch would use.
 
-    `drawn` is the draw of the loop's last pass. A pass that begins in its middle has that order.
+    `drawn` is the draw of the loop's last pass. A pass that begins in the middle uses that order
+    again.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DrawnSource(IndexedSource):
         return self._pass(load, epoch, first_batch, self._drawn)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
-        # An evaluation is no pass of the loop, so it leaves the loop's draw as it is.
+        # An evaluation is not a pass of the loop, so it does not change the loop's draw.
         return self._pass(self._reader.numbered, epoch, first_batch, replace(self._drawn))
 
     def _pass(
@@ -83,7 +84,7 @@ class DrawnSource(IndexedSource):
         return SampledBatches(self._read(load, sampled, epoch, first_batch), sampled)
 
     def _set_loaded_generator(self) -> None:
-        """Bring the sampler's generator to where the pass of a checkpoint has left it."""
+        """Set the sampler's generator to its state after the pass of a checkpoint."""
         generator, drawn = self._samplers_generator, self._drawn
         if drawn.is_loaded and generator is not None and isinstance(drawn.draw, Tensor):
             generator.set_state(drawn.draw)
@@ -135,7 +136,7 @@ class DrawnSource(IndexedSource):
         for each in places:
             part = order[each]
             yield EmptyPart(part.tolist()) if isinstance(each, EmptyPart) else part
-        # At its end, torch's RandomSampler draws a second permutation and takes nothing of it.
+        # At its end, torch's RandomSampler draws a second permutation and does not use it.
         self._permute(generator)
 
     def _draw_of_loaded(self, epoch: int, first_batch: int, drawn: DrawnPass) -> int | Tensor:
@@ -147,7 +148,7 @@ class DrawnSource(IndexedSource):
         return drawn.draw
 
     def _generator_of(self, draw: int | Tensor) -> torch.Generator:
-        """Return the generator that gives the permutation: on rank 0, the user's if there is one."""
+        """Return the generator for the permutation: on rank 0, the user's if there is one."""
         if not isinstance(draw, Tensor):
             return torch.Generator().manual_seed(draw)
         users = self._samplers_generator if self._is_main else None

@@ -70,7 +70,7 @@ class BatchReader:
     def __init__(
         self, loader: DataLoader[Any], rank: int, world_size: int, *, collates_whole: bool
     ) -> None:
-        # All ranks collate the same batch, so its random numbers must be those of one rank.
+        # All ranks collate the same batch, so all must use the random numbers of one rank.
         self._rank = 0 if collates_whole else rank
         data, collate_fn, place = loader.dataset, loader.collate_fn, (rank, world_size)
         whole = place if collates_whole else None
@@ -97,11 +97,11 @@ class BatchReader:
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start with the first batch.
 
-        With `by_loop`, the data set stays in an epoch that the loop has set since the last pass.
+        With `by_loop`, the data set keeps an epoch that the loop has set since the last pass.
 
-        A part is [num_samples], int64, a list of keys of the data set, or empty; where the data set has
-        batches ready, it may be the key of one, which all ranks read. Workers' random generators are
-        seeded at each batch; with a `worker_init_fn`, at each pass only.
+        A part is [num_samples], int64, a list of keys of the data set, or empty. If the data set
+        has batches ready, a part may be the key of one, which all ranks read. Workers' random
+        generators are seeded for each batch; with a `worker_init_fn`, only for each pass.
         """
         read = self._with_parts(parts, epoch, first_batch, seed, by_loop=by_loop)
         return (batch for _, batch in read)
@@ -109,7 +109,7 @@ class BatchReader:
     def numbered(
         self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Numbered[Any]]:
-        """Yield the same batches, each after its samples; None for the key of a ready batch."""
+        """Yield each batch with its samples; None instead of samples for a ready batch."""
         for part, batch in self._with_parts(parts, epoch, first_batch, seed, by_loop=False):
             numbers = self._fetcher.own(part)
             if isinstance(numbers, Tensor):
@@ -119,11 +119,11 @@ class BatchReader:
     def _with_parts(
         self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int, *, by_loop: bool
     ) -> Iterator[tuple[Part, Any]]:
-        """Yield each part and its batch; the first batches are marked with their samples."""
+        """Yield each part and its batch; mark the first batches with their samples."""
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)
-        # All ranks read a whole ready batch, so its random numbers must be those of one rank.
+        # All ranks read a whole ready batch, so all must use the random numbers of one rank.
         seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
         # A worker_init_fn may have seeded the workers itself.
         has_seeds = self._options["num_workers"] and self._options["worker_init_fn"] is None
@@ -208,12 +208,12 @@ class _PartWorkers(WorkerPool):
 
 
 class _PartSampler(Sampler[Any]):
-    """Gives the loader the parts of the current pass, once."""
+    """Passes the parts of the current pass to the loader, once."""
 
     def __init__(self, progress: WorkerProgress) -> None:
         self._progress = progress
         self.pending: dict[int | None, Part] = {}
-        """The parts that the loader has taken and that are not read yet, oldest first."""
+        """The parts that the loader has taken, and that are not read yet, oldest first."""
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:
@@ -232,7 +232,7 @@ class _PartSampler(Sampler[Any]):
         return part
 
     def where(self, worker: int) -> str:
-        """Describe what a worker is reading; empty if unknown."""
+        """Describe the samples that a worker is reading; return "" if they are unknown."""
         number, place = self._progress.of(worker) or (None, -1)
         part = self.pending.get(number)
         if part is None:
@@ -262,7 +262,7 @@ class _InitWithUsersDataSet:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The samples of a batch, and the epoch that they are read in."""
+    """The samples of a batch, and the epoch in which they are read."""
 
     epoch: int
     batch: int
@@ -272,11 +272,11 @@ class Part:
     seed: int | None = None
     """The seed of the global random generators; None if they are not seeded."""
     keeps: bool = False
-    """Whether the data set keeps its current epoch: `set_epoch` is not called."""
+    """Whether the data set keeps its current epoch: then `set_epoch` is not called."""
 
     @property
     def is_split(self) -> bool:
-        """Whether each rank has its own samples of the batch."""
+        """Return whether each rank has its own samples of the batch."""
         return isinstance(self.numbers, Tensor | list)
 
     def listed(self) -> Part:
@@ -288,14 +288,14 @@ class Part:
 class Fetcher(Dataset[Any]):
     """Reads and collates the samples of a batch, as torch's DataLoader would.
 
-    To the DataLoader whose workers run it, it is a data set whose items are batches.
-    Workers record the number of the batch, and the place of the sample in it.
+    The DataLoader whose workers run it treats it as a data set of batches. Workers record the
+    number of the batch, and the place of the sample in it.
     """
 
     def __init__(
         self, dataset: Any, collate_fn: Callable[[Any], Any], whole: tuple[int, int] | None = None
     ) -> None:
-        """With `whole`, (rank, world size), collate the samples of all ranks; take one's rows."""
+        """Given `whole`, (rank, world size), collate all ranks' samples; take this rank's rows."""
         self.dataset = dataset
         self._whole = whole
         self.collate_fn = collate_fn
@@ -382,7 +382,7 @@ class Fetcher(Dataset[Any]):
         return self._collated(self._samples(numbers), numbers)
 
     def _empty(self, numbers: list[Any]) -> Any:
-        """Return the batch of no samples, in the form of a batch of one."""
+        """Return an empty batch, in the form of a batch of one sample."""
         samples = self._samples(numbers)
         # A data set that reads many samples at once may return any type, which cannot be doubled.
         two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)
@@ -436,7 +436,7 @@ class ReadyFetcher(Fetcher):
         return Made(len(self.own(part)))
 
     def fetch(self, numbers: Any) -> Any:
-        """Return this rank's rows; a list holds the indices of this rank, or those of all ranks."""
+        """Return this rank's rows; a list holds the indices of this rank, or of all ranks."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         with _noting(f"the data set failed to give batch {listed(numbers)}"):
@@ -455,14 +455,14 @@ def _noting(note: str) -> Iterator[None]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Return whether the data set, or that of a `Subset`, reads many samples in one call."""
+    """Return whether the data set, or the one inside a `Subset`, reads many samples in one call."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
 
 
 def listed(numbers: Any) -> str:
-    """Describe samples: the first numbers, and how many there are; or one key."""
+    """Describe samples: the first numbers and the count; or a single key."""
     if not isinstance(numbers, list):
         return str(numbers)
     more = f", ... {len(numbers)} in all" if len(numbers) > _SHOWN else ""
@@ -470,7 +470,7 @@ def listed(numbers: Any) -> str:
 
 
 def has_rows(dataset: Any) -> bool:
-    """Return whether `rows` can read the data set: exact types, as a subclass may differ."""
+    """Return whether `rows` can read the data set: exact types only, as a subclass may differ."""
     kind = type(dataset)
     if kind is Tensor:
         return (

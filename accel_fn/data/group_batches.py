@@ -1,4 +1,4 @@
-"""group_batches: several batches in a list, for one update over data that cannot be cut."""
+"""group_batches: put several batches in a list, for one update over data that cannot be cut."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
 PEEK = "each iter(loader) is the next pass; peek on every rank, or at loader.loader"
-"""The repair where ranks are in different passes of a loader."""
+"""The repair if ranks are in different passes of a loader."""
 
 Batch = Any
 """A list of samples, or the key of a batch that the data set has ready."""
@@ -100,7 +100,7 @@ def read_order(
 
 
 def refuse_order(order: str) -> None:
-    """Refuse the orders of torch's own samplers for a loader that has another one, or none."""
+    """Refuse the orders of torch's own samplers for a loader with another order, or with none."""
     if order != "seed":
         rule = "be left out for a stream or a sampler that is neither in order nor shuffle=True"
         raise ArgumentError(message("shard_loader", "order", rule, order))
@@ -114,7 +114,7 @@ def refuse_read_ahead(read_ahead: int | None) -> None:
 
 
 def _num_beyond(loader: DataLoader[Any], read_ahead: int | None) -> int:
-    """Return how many batches to read ahead beyond those that workers need."""
+    """Return how many batches to read ahead, beyond those that workers need."""
     least = loader.num_workers * (loader.prefetch_factor or 0)
     if read_ahead is None:
         return 0
@@ -188,7 +188,7 @@ def _check(loader: Any) -> None:
 
 
 def outermost(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of batches; without a batch_sampler, it gives keys of ready batches."""
+    """Return the sampler of batches; without a batch_sampler, it yields keys of ready batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -207,9 +207,9 @@ def _is_torchdatas(sampler: Any) -> bool:
 
 
 def _goes_through(sampler: Any, dataset: Any) -> bool:
-    """Return whether the sampler gives every sample of the data set once, in order or shuffled.
+    """Return whether the sampler yields every sample of the data set once, in order or shuffled.
 
-    Ranks then compute the order, and no rank runs the sampler.
+    If so, ranks compute the order, and no rank runs the sampler.
     """
     if not (_is_of(sampler, SequentialSampler) or _is_of(sampler, RandomSampler)):
         return False
@@ -218,7 +218,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
 
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
-    """Return the state's seed, mixed with that of a generator that the user gave."""
+    """Return the state's seed, mixed with the seed of a generator that the user gave."""
     # torchdata's samplers make a generator themselves, with another seed in each process.
     samplers = [each for each in nested_samplers(outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
@@ -233,7 +233,7 @@ class IndexedSource:
     def __init__(self, loader: DataLoader[Any], order: Order, rank: int, world_size: int) -> None:
         self.order = order
         self._is_of_items = isinstance(order, ItemOrder)
-        # Every rank reads a whole item and cuts it, so the order of items has one rank.
+        # Every rank reads a whole item and cuts it, so the order of items is for one rank.
         self.rank = 0 if self._is_of_items else rank
         is_whole = isinstance(order, WholeOrder)
         self._read_order = replace(order, world_size=1) if is_whole else order
@@ -320,7 +320,7 @@ class SamplerBatches:
     cut: Order | None = None
     # The number of batches of a batch sampler.
     length: int | None = None
-    # The number of batches that are read together. None: batches of some thousand samples.
+    # The number of batches that are read together. None means batches of some thousand samples.
     at_once: int | None = None
     # Whether the data set has batches ready.
     gives_keys: bool = False
@@ -329,7 +329,7 @@ class SamplerBatches:
 
     @property
     def is_own(self) -> bool:
-        """Whether a sampler is of a user's class, which the loop may change during a pass."""
+        """Return whether a sampler has a user's class; the loop may change it during a pass."""
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, Any]:
@@ -337,14 +337,14 @@ class SamplerBatches:
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
     def num_batches(self) -> int | None:
-        """Return the batches of an epoch; None without a length."""
+        """Return the number of batches of an epoch; None without a length."""
         return self.length if self.cut is None else self.cut.num_batches()
 
     def batches(self, epoch: int, *, keeps: bool = False) -> Iterator[Batch]:
-        """Yield the global batches of an epoch; with `keeps`, the sampler keeps its current epoch.
+        """Yield an epoch's batches; with `keeps`, the sampler keeps its current epoch.
 
-        Refuse an epoch without a batch, a batch without a sample, and more or fewer batches than
-        the length of the sampler promises, since positions are computed from that length.
+        Refuse an epoch without a batch, a batch without a sample, and a number of batches that
+        differs from the length of the sampler, since positions are computed from that length.
         """
         function, number = "shard_loader", 0
         promised = None if self.cut is None else self.cut.num_batches()
@@ -410,7 +410,7 @@ def nested_samplers(sampler: Any) -> list[Any]:
 
 
 def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
-    """Copy a torch sampler, so that it draws from `generator`; return any other one unchanged."""
+    """Copy a torch sampler, so that it draws from `generator`; return other samplers unchanged."""
     if type(sampler) is BatchSampler:
         inner = _with_generator(sampler.sampler, generator)
         return BatchSampler(inner, sampler.batch_size, sampler.drop_last)
@@ -426,7 +426,7 @@ def plain(batch: Iterable[Any]) -> list[Any]:
 
 
 def _key(key: Any) -> Batch:
-    """Return a list of indices for a list, a range or an array; any other key unchanged."""
+    """Return a list of indices for a list, a range or an array; return any other key unchanged."""
     is_list = isinstance(key, list | range) or getattr(key, "ndim", 0) > 0
     return plain(key) if is_list else _number(key)
 
@@ -442,7 +442,7 @@ def _number(number: Any) -> Any:
 class SamplerSource:
     """A `Source`: this rank's part of every batch of a sampler that rank 0 runs.
 
-    Without a channel, every rank runs the sampler, under the same random numbers.
+    Without a channel, every rank runs the sampler, with the same random numbers.
     """
 
     def __init__(
@@ -463,7 +463,7 @@ class SamplerSource:
         self.facts = sampling.facts
 
     def num_batches(self) -> int:
-        """Return the batches of an epoch, if the sampler has a length."""
+        """Return the number of batches of an epoch, if the sampler has a length."""
         num_batches = self._sampling.num_batches()
         if num_batches is None:
             rule, name = "have a length", type(self._sampling.batch_sampler).__name__

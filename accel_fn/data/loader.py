@@ -17,7 +17,7 @@ from accel_fn.core.state import DistState
 from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-# The logger of resuming.
+# The logger for messages about resuming.
 _LOG = logging.getLogger("accel_fn.checkpoint")
 
 _PLACE = ("epoch", "batch", "drawn_epoch", "draw")
@@ -28,43 +28,43 @@ Batch = TypeVar("Batch", covariant=True, default=Any)
 
 
 Numbered: TypeAlias = tuple[list[Any] | None, Batch]
-"""A batch after the list of its samples' indices; None if its rows have no numbers."""
+"""The list of a batch's sample indices, and the batch. The list is None if rows have no numbers."""
 
 
 class Source(Protocol[Batch]):
     """A way to split a loader's batches over ranks, which all read the same epochs and batches."""
 
     def num_batches(self) -> int:
-        """Return the batches of an epoch, the same on every rank; ArgumentTypeError if unknown."""
+        """Return an epoch's number of batches, equal on all ranks; ArgumentTypeError if unknown."""
 
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
     ) -> Iterator[Batch]:
         """Return this rank's part of every batch of an epoch, from `first_batch` on.
 
-        `epoch=None` reads epoch 0, but a map-style data set keeps the epoch that it is in. With
+        `epoch=None` reads epoch 0, but a map-style data set keeps its current epoch. With
         `by_loop`, data sets and samplers keep an epoch that the loop has set since the last pass.
         All ranks call it in the same order, in the thread of the loop. Another thread may read the
         iterator; a source with a sampler returns `SampledBatches` for that.
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
-        """Return the same batches, each after the samples of this rank in it."""
+        """Yield the same batches, each with this rank's samples in it."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the known facts that a resumed run must share; not the number of ranks."""
+        """Return the known facts that a resumed run must share, without the number of ranks."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Find the epoch and the window in it that come after `step` windows of `window` batches.
+        """Return the epoch, and the window in it, after `step` windows of `window` batches.
 
         No window spans two epochs.
         """
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Return the samples of this rank in a batch: int64; ArgumentError if without numbers."""
+        """Return this rank's samples in a batch: int64; ArgumentError if they have no numbers."""
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Return the samples of all ranks in a batch, in rank order: int64."""
+        """Return all ranks' samples in a batch, in rank order: int64."""
 
 
 class _Count:
@@ -89,7 +89,7 @@ class Progress:
     num_batches: int | None
 
     def place(self) -> tuple[int, int]:
-        """Return the pass and the next batch of the loader in it; after the last, the next pass."""
+        """Return the pass and its next batch; after the last batch, the start of the next pass."""
         if self.count == self.num_batches:
             return self.epoch + 1, 0
         return self.epoch, self.count * self.num_each
@@ -97,13 +97,14 @@ class Progress:
 
 @dataclass(slots=True)
 class DrawnPass:
-    """What rank 0 drew for the last pass of a loader whose order is drawn anew for each pass."""
+    """The draw of rank 0 for the last pass of a loader whose order is drawn for each pass."""
 
     epoch: int | None = None
     draw: int | Tensor | None = None
     """The seed of the pass, or the state of the sampler's generator before it."""
     is_loaded: bool = False
-    """Whether `load_state_dict` has set it, and the sampler's generator has not been set to it yet."""
+    """Whether `load_state_dict` has set the draw, and the sampler's generator does not have it
+    yet."""
 
 
 class Position:
@@ -120,15 +121,15 @@ class Position:
         return self._progress.place()
 
     def start(self) -> tuple[int, int]:
-        """Return where the next pass begins."""
+        """Return the place at which the next pass begins."""
         return self.place() if self._is_next else (self._progress.epoch + 1, 0)
 
     def move_to(self, epoch: int, batch: int = 0) -> None:
-        """Let the next pass begin at this batch."""
+        """Set the batch at which the next pass begins."""
         self._progress, self._is_next = Progress(epoch, batch, 1, None), True
 
     def begin(self, epoch: int, count: int, num_each: int, num_batches: int | None) -> Progress:
-        """Begin a pass, which ends the one before."""
+        """Begin a pass, which ends the previous one."""
         self._progress = Progress(epoch, count, num_each, num_batches)
         self._is_next = False
         return self._progress
@@ -227,12 +228,12 @@ class ShardedLoader(Generic[Batch]):
         """The number of the loader's batches in one batch of this view."""
 
     def view(self, source: Source[_Value], num_each: int = 1) -> ShardedLoader[_Value]:
-        """Make a view of this loader over another source; each batch has `num_each` of ours."""
+        """Make a view of this loader over another source; each batch holds `num_each` of ours."""
         return ShardedLoader(source, self._loader, self._position, self._num_each * num_each)
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """The `DataLoader` that was split, with its data set, batch size and `collate_fn`."""
+        """Return the `DataLoader` that was split, with its data set and `collate_fn`."""
         return self._loader
 
     def __len__(self) -> int:
@@ -271,7 +272,7 @@ class ShardedLoader(Generic[Batch]):
         return self._position.start()[0]
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be that of `epoch`, from its start.
+        """Make the next pass start at the beginning of `epoch`.
 
         Args:
             epoch: the number of the epoch, >= 0.
@@ -304,8 +305,8 @@ class ShardedLoader(Generic[Batch]):
             `accel_fn.checkpoint`: a finished run was started again.
 
         Raises:
-            ValueError: the state is beyond the end of the run; `num_epochs` or `max_steps` is negative;
-                an epoch has no batch where `num_epochs` is None.
+            ValueError: the state is beyond the end of the run; `num_epochs` or `max_steps` is
+                negative; an epoch has no batch and `num_epochs` is None.
             TypeError: `since` is not a `DistState`; `num_epochs` is None without `max_steps`.
 
         >>> import torch, accel_fn as af
@@ -342,8 +343,8 @@ class ShardedLoader(Generic[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the facts that a resumed run must share, and the position: "epoch" and "batch".
 
-        With `order="torch"`, also "drawn_epoch" and "draw": the last pass, and the number or tensor
-        that its order was drawn from.
+        With `order="torch"`, also "drawn_epoch" and "draw": the number of the last pass, and the
+        number or tensor from which its order was drawn.
         """
         epoch, batch = self._position.place()
         found = {**self._facts(), "epoch": epoch, "batch": batch}
@@ -382,8 +383,8 @@ class ShardedLoader(Generic[Batch]):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue at the position of a saved run; raise if the data differ.
 
-        The next `iter(loader)` continues in the middle of its pass; `epochs` takes the position of
-        its state in place of this one.
+        The next `iter(loader)` continues in the middle of its pass. `epochs` uses the position of
+        its state instead of this one.
 
         Args:
             saved: the dict that `state_dict` returned.
@@ -460,7 +461,7 @@ class Epochs(Iterator[Epoch[Batch]]):
 
 
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
-    """Yield a loader's batches, each after its samples; None as samples for another iterable."""
+    """Yield a loader's batches, each with its samples; for other iterables, with None."""
     if isinstance(loader, Epoch):
         return loader._numbered()
     if isinstance(loader, ShardedLoader):

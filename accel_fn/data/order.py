@@ -22,7 +22,7 @@ _FEW = 64
 _ROUNDS, _ROUNDS_OF_FEW = 10, 24
 # 2**64 divided by the golden ratio.
 _MIX = 0x9E3779B97F4A7C15
-# Keeps the low 64 bits.
+# A mask for the low 64 bits.
 _LOW = (1 << 64) - 1
 _31, _33 = np.uint64(31), np.uint64(33)
 
@@ -32,11 +32,11 @@ _Numbers = npt.NDArray[np.uint64]
 
 
 def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
-    """Permute 0 .. num_samples - 1 pseudo-randomly, at the given indices alone.
+    """Permute 0 .. num_samples - 1 pseudo-randomly, only at the given indices.
 
-    A generalized Feistel network over a grid of about the square root of
-    num_samples in each direction permutes the cells of the grid. The few that
-    land outside go through again until they land inside (cycle walking).
+    A generalized Feistel network over a grid, with about the square root of num_samples in each
+    direction, permutes the cells of the grid. Cells that land outside of 0 .. num_samples - 1 are
+    permuted again until they land inside (cycle walking).
 
     Args:
         indices: [num_indices], int64, on the CPU, each in 0 .. num_samples - 1.
@@ -46,7 +46,7 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
     Returns:
         [num_indices], int64. All indices together give every number once.
 
-    Cost: O(num_indices) in time and memory, whatever num_samples is.
+    Cost: O(num_indices) in time and memory, for any num_samples.
 
     Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains";
     each round hashes by a square's high bits, as Widynski 2020, "Squares".
@@ -73,7 +73,7 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
-        # Without the square, neighbours would keep their distance.
+        # Without the square, neighbouring rows would keep their distance.
         moved *= moved
         moved >>= _33
         moved *= size
@@ -117,7 +117,7 @@ class Cut:
     drop_last: bool
 
     def count(self, num_samples: int) -> int:
-        """Return the number of batches of `num_samples` samples, the same on every rank."""
+        """Return the number of batches of `num_samples` samples, equal on every rank."""
         full, tail = divmod(num_samples, self.batch_size)
         return full + (tail > 0 and not self.drop_last)
 
@@ -136,16 +136,16 @@ class Order(Cut):
     # Whether each epoch has a new permutation, instead of the data set's order.
     shuffle: bool
     seed: int
-    # Which permutation: "seed" (a pure function of seed and epoch), "distributed" (that of
+    # The permutation: "seed" (a pure function of seed and epoch), "distributed" (the one of
     # DistributedSampler) or "torch" (drawn by rank 0; see drawn_order.py).
     order: str = "seed"
 
     def num_batches(self) -> int:
-        """Return the number of batches of an epoch, the same on every rank."""
+        """Return the number of batches of an epoch, equal on every rank."""
         return self.count(self.num_samples)
 
     def facts(self) -> dict[str, Any]:
-        """Return all fields but the number of ranks, by name."""
+        """Return all fields except the number of ranks, by name."""
         return {name: value for name, value in asdict(self).items() if name != "world_size"}
 
     def bounds(self, batch: int) -> tuple[int, int]:
@@ -186,7 +186,7 @@ def _distributed(num_samples: int, epoch: int) -> Tensor:
 
 
 class ItemOrder(Order):
-    """The order of items that are global batches: every rank reads all, as if it were alone."""
+    """The order of items that are global batches: every rank reads all of them."""
 
 
 class WholeOrder(Order):
@@ -200,7 +200,7 @@ def no_numbers() -> ArgumentError:
 
 
 def per_rank_error(got: str, owner: str) -> ArgumentError:
-    """Make the error of `batch="per_rank"` for batches that `owner` cuts: no rank has a size."""
+    """Make the error of `batch="per_rank"` for batches of `owner`: no rank has a batch size."""
     rule = "have a batch_size where that is to be one rank's"
     repair = f'the batches of {owner} are shared: use batch="global"'
     return ArgumentError(message("shard_loader", "loader", rule, got, repair))
@@ -209,7 +209,7 @@ def per_rank_error(got: str, owner: str) -> ArgumentError:
 def find_by_counting(
     step: int, batches_of: Callable[[int], Iterable[object]], window: int
 ) -> tuple[int, int]:
-    """Find the epoch and the window in it that come after `step` windows of `window` batches.
+    """Find the epoch, and the window in it, that come after `step` windows of `window` batches.
 
     `batches_of` returns an item for every batch of an epoch, and is read no further than needed.
     """
@@ -228,7 +228,7 @@ def find_by_counting(
 
 
 def check_sizes(function: str, cut: Cut, num_samples: int, what: str = "data set") -> None:
-    """Refuse an epoch of `what` that has no batch."""
+    """Refuse an epoch without batches; `what` names the data in the error."""
     if num_samples == 0:
         raise ArgumentError(message(function, what, "have a sample", num_samples))
     if cut.drop_last and num_samples < cut.batch_size:
@@ -248,5 +248,5 @@ def length_of(data: Any) -> int | None:
     try:
         return len(data)
     except (TypeError, NotImplementedError):
-        # torch's own classes raise either of these.
+        # torch's own classes raise one of these errors.
         return None

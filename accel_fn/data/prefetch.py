@@ -1,4 +1,4 @@
-"""prefetch: read the next batches and move them to the device while the loop works on this one."""
+"""prefetch: read the next batches and move them to the device while the loop works."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def prefetch(
 ) -> ShardedLoader[Batch] | Epoch[Batch] | Prefetched[Batch]:
     """Read the next batches, and move them to `state.device`, in a background thread.
 
-    The loop gets the same batches in the same order, and an exception in place of
-    its batch. A pass starts its thread with its first batch. Once the loop has been left, by
-    its end, a `break` or an error, the thread ends after the batch that it is reading; in a
-    world of several ranks after `depth` more batches, so that all ranks have read equally far.
+    The loop gets the same batches in the same order, and an exception at the place of its batch. A
+    pass starts its thread with its first batch. After the loop has ended, by its end, a `break` or
+    an error, the thread ends after the batch that it is reading. In a world of several ranks, it
+    ends after `depth` more batches, so that all ranks have read equally far.
 
     Law: the identity on batches and positions. A state counts batches that the loop
     was given, so a resumed run neither loses nor repeats those read ahead.
@@ -69,14 +69,14 @@ def prefetch(
         ValueError: `depth` is not an integer >= 1 (also a TypeError if it is not an integer).
         TypeError: `loader` cannot be iterated, or `state` is not a `DistState`.
 
-    Cost: a thread a pass, a handover between two threads a batch, and the memory of `depth`
-    more batches, on the device too; integer tensors stay in host memory as long as their copies
-    live, so that `count_labels` does not wait. A sampler of your own is read `depth` batches further,
-    in the thread of the loop. On an accelerator (but MPS) a copy is made from pinned
-    memory, on a separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
-    Without workers, the data set runs beside the training in one process, so its draws from
-    global random generators are not reproducible: give the `DataLoader` workers, or the data
-    set its own generators.
+    Cost: one thread per pass, one handover between two threads per batch, and the memory of `depth`
+    more batches, on the device too. Integer tensors stay in host memory as long as their copies
+    live, so that `count_labels` does not wait. Your own sampler is read `depth` batches further, in
+    the thread of the loop. On an accelerator (except MPS) a copy is made from pinned memory, on a
+    separate stream; the loop's stream waits for it, not the host. On a CPU nothing is copied.
+    Without workers, the data set runs in the training's process at the same time, so its draws from
+    global random generators are not reproducible: give the `DataLoader` workers, or the data set
+    its own generators.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(6))
@@ -164,11 +164,11 @@ class _Handover:
         self.taken = 0
         """The number of batches that the loop has taken."""
         self.num_reads: int | None = None
-        """The number of batches that the thread reads in all; known once the loop has been left."""
+        """The total number of batches that the thread reads; known after the loop has ended."""
 
 
 class Reader(threading.Thread):
-    """Reads one pass. It has no reference to the loop's iterator: dropping that ends the thread."""
+    """Reads one pass. It does not refer to the loop's iterator: dropping that ends the thread."""
 
     def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(
@@ -217,7 +217,7 @@ class _Pass(Iterator[Any]):
             reader.start()
             # A finalizer also runs when the iterator is dropped, and when the program ends.
             self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
-            # The thread alone holds the batches, so their workers end with it.
+            # Only the thread holds the batches, so their workers end with it.
             del self._batches
             self._reader = reader
         if not self._close.alive:
@@ -237,14 +237,14 @@ class _Pass(Iterator[Any]):
                 # The frame must not hold the error, whose traceback holds the frame.
                 del found
         handover.taken += 1
-        # Take samples before the permit: with the permit, the thread may read a batch at once, and
-        # its samples must have been taken.
+        # Take samples before giving the permit. With the permit, the thread may read a batch at
+        # once, so its samples must have been taken.
         self._take_samples(1)
         handover.permits.release()
         return self._mover.hand_over(found)
 
     def _take_samples(self, num_batches: int) -> None:
-        """Take samples in the thread of the loop, which may change the sampler as it goes."""
+        """Take samples in the thread of the loop, since the loop may change the sampler."""
         if self._parts is not None:
             self._parts.take_ahead(num_batches * self._num_each)
 
@@ -272,7 +272,7 @@ def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
 
 
 class Mover:
-    """Brings batches to a device: `move` in the reading thread, `hand_over` in the loop.
+    """Moves batches to a device: `move` runs in the reading thread, `hand_over` in the loop.
 
     On a CPU, batches stay where they are.
     """

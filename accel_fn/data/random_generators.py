@@ -1,4 +1,4 @@
-"""Give the random generators of the user's process other states for a while, and restore them."""
+"""Set the random generators of the user's process to other states for a while, and restore them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 def seed_process(seed: int) -> None:
-    """Seed the global generators of a worker process, which nothing else uses."""
+    """Seed the global generators of a worker process, in which no other code uses them."""
     for number, each in enumerate(_GLOBAL):
         _seed(each, mix(seed + number))
 
@@ -38,8 +38,8 @@ def seed_process(seed: int) -> None:
 class Generators:
     """A context that seeds the global generators and `others`, and restores them at its end.
 
-    When the context is entered again, the generators continue where it was left. The global
-    generators are torch's for the CPU, Python's and NumPy's.
+    When the context is entered again, the generators continue from their last states in it. The
+    global generators are torch's for the CPU, Python's and NumPy's.
     """
 
     def __init__(self, seed: int, others: Sequence[Any] = ()) -> None:
@@ -74,7 +74,7 @@ def generators_of(holder: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """NumPy's global state as it is in memory, and the normal number kept for the next call.
+    """NumPy's global state in memory, and the normal number that it keeps for the next call.
 
     `get_state` and `set_state` take 100 us each, which is longer than reading a batch takes.
     """

@@ -49,8 +49,8 @@ NUM_HASHED = 16
 # Simulated ranks are threads that share torch's global `_worker_info`.
 _INFO_LOCK = threading.RLock()
 # Simulated ranks are threads. If two of them forked workers at the same time, the workers of one
-# would inherit a pipe of the other, whose closing shows that its workers have ended, and locks that
-# were held then.
+# would inherit locks that were held then, and a pipe of the other. The closing of that pipe shows
+# that the other's workers have ended.
 _STARTING = threading.Lock()
 _KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
@@ -69,7 +69,7 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
 class Stream:
     """One pass over a data set, item by item, within `reading()`.
 
-    The global generators belong to the stream while it is read, seeded by seed and epoch: a shuffle
+    While the stream is read, it owns the global generators, seeded by seed and epoch. So a shuffle
     or an augmentation that draws from them is the same wherever the stream is read, and again when
     a run resumes. Only `prefetch` without workers does not seed them, since the loop draws from
     them at the same time.
@@ -104,7 +104,7 @@ class Stream:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Let the data set see the worker that reads it, and its own random numbers."""
+        """Enter a context in which the data set gets its worker's info and random numbers."""
         with ExitStack() as stack:
             if self._in_worker or self._info is not None:
                 if not self._in_worker:
@@ -161,8 +161,8 @@ def parts_of_stream(
 ) -> Iterator[list[Any]]:
     """Yield a rank's part of every `stride`-th global batch of a stream, from `first_batch` on.
 
-    Items outside the part are dropped as soon as that is known, so that a rank
-    holds at most a part and about a quarter of a batch.
+    Items outside the part are dropped as early as possible, so that a rank holds at most its part
+    and about a quarter of a batch.
     """
     skipped = first_batch
     while True:
@@ -184,7 +184,7 @@ def parts_of_stream(
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
     """Read a batch; return the part's items, their place, the count, and a list of one item."""
     # The stream may end inside the batch, and a rank's part depends on the number of items. So keep
-    # the items that belong to the part for some number of items from here on.
+    # the items that would belong to the part for any number of items from here on.
     held: list[Any] = []
     example: list[Any] = []
     start, count = 0, 0
@@ -207,7 +207,7 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
 class Split:
     """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
 
-    # "shard": split by the data set's method. "workers": it splits itself by `get_worker_info`.
+    # "shard": the data set's method splits it. "workers": it splits itself by `get_worker_info`.
     kind: str
     world_size: int
     readers_per_rank: int
@@ -261,12 +261,13 @@ class PartStream(IterableDataset[Any]):
     """The data set of a loader's workers: this rank's batches of the user's stream, for one pass.
 
     Without a `split`, worker w of n collates this rank's part of every n-th batch from the w-th on,
-    and yields an `End` after the last. Each worker reads the whole stream, and `get_worker_info`
-    returns None to the data set. With a `split`, each worker collates parts from its own shard.
+    and yields an `End` after the last one. Each worker reads the whole stream, and
+    `get_worker_info` returns None in the data set. With a `split`, each worker collates parts from
+    its own shard.
     """
 
     place: Tensor
-    """Epoch, first batch and whether the data set keeps its epoch: [3], shared with persistent
+    """[epoch, first batch, whether the data set keeps its epoch]: [3], shared with persistent
     workers."""
     data: Any
     cut: Cut
@@ -278,7 +279,7 @@ class PartStream(IterableDataset[Any]):
     """The memory to which workers write their progress."""
 
     def where(self, worker: int) -> str:
-        """Describe what a worker is reading; empty if unknown."""
+        """Describe the batch that a worker is reading; return "" if it is unknown."""
         at = None if self.progress is None else self.progress.of(worker)
         if not at:
             return ""
@@ -315,7 +316,7 @@ class PartStream(IterableDataset[Any]):
         return batches if info is None else self._recorded(batches, numbers)
 
     def _of_stream(self, stream: Stream, first_batch: int, stride: int) -> Iterator[Any]:
-        """Yield batches; the first after enough items carries their hashes. Then yield an `End`."""
+        """Yield batches, then an `End`; one of the batches carries hashes of the first items."""
         parts = parts_of_stream(stream, self.cut, self.rank, first_batch=first_batch, stride=stride)
         batches = map(self.collate_fn, parts)
         for batch in batches:
@@ -341,7 +342,7 @@ class PartStream(IterableDataset[Any]):
         return Stream(data, epoch, seed=seed, keeps=keeps, info=info, in_worker=in_worker)
 
     def _of_shard(self, stream: Stream, num_dropped: int) -> Iterator[Any]:
-        """Yield this rank's batches, the first with an item; None for those a resumed run drops."""
+        """Yield this rank's batches, the first one with an item; yield None for dropped batches."""
         size = part_sizes(self.cut.batch_size, self.cut.world_size)[self.rank]
         for number, part in enumerate(parts_of_shard(stream, size, drop_last=self.cut.drop_last)):
             example = _packed(part[:1]) if number == 0 else None
@@ -349,7 +350,7 @@ class PartStream(IterableDataset[Any]):
             yield Noted(batch, example) if number == 0 else batch
 
     def _recorded(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
-        """Yield the batches, and record what this worker reads."""
+        """Yield the batches, and record which one this worker reads."""
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)
@@ -414,7 +415,7 @@ class _StreamPool(WorkerPool):
 
 
 class Passes:
-    """Passes over one of our streams, each from a place: [epoch, first batch, keeps], int64.
+    """Passes over one of our streams. Each starts at a place: [epoch, first batch, keeps], int64.
 
     Every pass has its own workers. Persistent workers serve one pass after the other, and read
     the place from shared memory. If the user gave no generator, workers are seeded by seed

@@ -1,4 +1,4 @@
-"""sample_seed and seed_samples: random numbers that depend on a sample's number and epoch alone."""
+"""sample_seed and seed_samples: random numbers that depend only on a sample's number and epoch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _epoch: ContextVar[int] = ContextVar("epoch of the samples that are read")
 def sample_seed(state: DistState, epoch: int, index: int) -> int:
     """Compute the seed of one sample in one epoch, for its augmentation. Pure.
 
-    It depends neither on workers, nor on ranks, nor on the order of reading,
-    so that a sample is augmented the same in any world, and again when a run resumes.
+    It does not depend on workers, ranks or the order of reading, so that a sample is augmented in
+    the same way in any world, and again when a run resumes.
 
     Args:
         state: only its `seed` is used.
@@ -64,11 +64,10 @@ def _seed(seed: int, epoch: int, index: int) -> int:
 def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
     """Give each sample of a map-style data set its own random numbers, from `sample_seed`.
 
-    Each sample is read with torch's, Python's and NumPy's global generators (those of the CPU)
-    seeded for it, and restored afterwards. So augmentation that draws
-    from them, as most does, is the same for any number of workers and ranks,
-    and differs between samples and epochs. A sample that a sampler draws twice in an
-    epoch is augmented the same both times.
+    While a sample is read, torch's, Python's and NumPy's global generators (on the CPU) are seeded
+    for it, and they are restored afterwards. So augmentation that draws from them, as most does, is
+    the same for any number of workers and ranks, and differs between samples and epochs. If a
+    sampler draws a sample twice in an epoch, both copies are augmented in the same way.
 
     Args:
         data: a data set with `__len__` and `__getitem__`. Its indices number the samples, even if
@@ -117,7 +116,7 @@ class SeededSamples(Dataset[Any]):
         return len(self.data)  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample in the epoch that a loader reads, or in that of `[epoch, index]`."""
+        """Return a sample in the epoch that a loader reads, or in the epoch of `[epoch, index]`."""
         if isinstance(index, tuple):
             epoch, index = index
             with reading(check_count("seed_samples", "epoch", epoch, minimum=0)):
@@ -147,7 +146,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextmanager
 def reading(epoch: int) -> Iterator[None]:
-    """Let this thread read samples in `epoch` while the context lasts."""
+    """Enter a context in which this thread reads samples of `epoch`."""
     token = _epoch.set(epoch)
     try:
         yield

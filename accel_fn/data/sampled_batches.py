@@ -46,8 +46,8 @@ class SampledParts(Iterator[Any]):
         try:
             self._taken.extend(islice(self._parts, num_batches))
         except Exception as error:
-            # Raise the error in place of its batch: the batches before it were read and are still
-            # wanted.
+            # Raise the error instead of its batch: earlier batches were read, and the loop still
+            # needs them.
             self._taken.append(_Failed(error))
 
     def __next__(self) -> Any:
@@ -61,7 +61,7 @@ class SampledParts(Iterator[Any]):
         try:
             raise found.error
         finally:
-            # Delete the reference: frame and error would keep each other alive.
+            # Delete the reference: otherwise frame and error keep each other alive.
             del found
 
 

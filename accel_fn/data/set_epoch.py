@@ -1,6 +1,6 @@
 """Call `set_epoch` of data sets and samplers, which several passes may share.
 
-The loop may call it too: `LoopEpochs` notices that by the epoch that a reader shows.
+The loop may call it too: `LoopEpochs` notices that by the epoch in a reader's attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel_fn.data.loader import ShardedLoader
 
 # A list of samples may be long, so only its first items are followed.
 _SEVERAL = 100
-# The epochs that a reader shows before the first `set_epoch`.
+# The epochs in a reader's attributes before the first `set_epoch`.
 _FIRST = (-1, 0)
 
 
@@ -43,9 +43,9 @@ _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 class InEpoch:
     """A context in which all `readers` with `set_epoch` are in one epoch, and in no other pass.
 
-    `set_epoch` is called when the context is first entered, and again if another pass has set
-    another epoch since: some readers use their epoch while they are read. With `epoch=None`,
-    `set_epoch` is not called.
+    The context calls `set_epoch` when it is first entered, and again if another pass has set
+    another epoch since: some readers use their epoch while they are read. With `epoch=None`, it
+    does not call `set_epoch`.
     """
 
     def __init__(self, readers: Iterable[Any], epoch: int | None, *, alone: bool = False) -> None:
@@ -86,7 +86,7 @@ def _shared_of(key: int) -> _Shared:
 
 
 def reached_from(root: Any, may_follow: Callable[[Any], bool]) -> list[Any]:
-    """List an object and those reachable by attributes and their items, the outermost first."""
+    """List an object and the objects in its attributes and their items, the outermost first."""
     found = [root]
     # The list grows during the loop.
     for each in found:
@@ -103,14 +103,14 @@ def _is_among(value: Any, found: list[Any]) -> bool:
 
 
 def may_sample(value: Any) -> bool:
-    """Return whether an object is a sampler: it is iterated, and is no indexed data set."""
+    """Return whether an object is a sampler: it can be iterated, and is not an indexed data set."""
     kind = type(value)
     is_sampler = isinstance(value, Sampler)
     return is_sampler or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
 
 
 def may_hold_samples(value: Any) -> bool:
-    """Return whether an object is a data set, or of a user's class that can be read as one."""
+    """Return whether an object is a data set, or has a user's class that can be read as one."""
     kind = type(value)
     if isinstance(value, Tensor | nn.Module | ShardedLoader | type):
         return False
@@ -121,15 +121,15 @@ def may_hold_samples(value: Any) -> bool:
 class LoopEpochs:
     """Notices readers on which the loop has called `set_epoch` since the last pass.
 
-    A reader shows its epoch in an attribute that has "epoch" in its name. If the value is neither
-    that of the last look nor the one that a pass has set, the loop has set it.
+    A reader holds its epoch in an attribute that has "epoch" in its name. If the value has changed
+    since the last check, and no pass has set the new value, the loop has set it.
     """
 
     def __init__(self, root: Any, may_follow: Callable[[Any], bool]) -> None:
         self._root, self._may_follow = root, may_follow
         self._known: dict[int, tuple[Any, _Shared, list[int]]] = {}
-        """By a reader's id: the reader, its shared epoch and the numbers that it showed at the last
-        look."""
+        """Each reader, its shared epoch and its epoch numbers at the last check, by the reader's
+        id."""
 
     def are_set(self) -> bool:
         """Return whether the loop has set an epoch since the last call, or before the first."""

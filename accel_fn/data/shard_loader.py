@@ -43,45 +43,44 @@ def shard_loader(
 ) -> ShardedLoader:
     """Split every batch of a `DataLoader` over the ranks, exactly.
 
-    The loader's `batch_size` is the global batch: what one update sees. Each
-    rank gets a consecutive part of it, at most one sample longer than any
-    other's. Every sample comes once an epoch, and all ranks get the same
-    number of batches: nothing is padded, and nothing dropped without
-    `drop_last`. If a batch has fewer samples than there are ranks, the last ranks get an
-    empty part: a batch of one sample, cut to no rows, so that `for x, y in loader`
-    unpacks; None where rows cannot be cut, such as the tokens of all samples in one row.
+    The loader's `batch_size` is the size of the global batch, which one update uses. Each rank gets
+    a consecutive part of it, at most one sample longer than another rank's. Every sample is used
+    once per epoch, and all ranks get the same number of batches: nothing is padded, and nothing is
+    dropped without `drop_last`. If a batch has fewer samples than there are ranks, the last ranks
+    get an empty part: a batch of one sample, cut to no rows, so that `for x, y in loader` unpacks.
+    The part is None if rows cannot be cut, such as the tokens of all samples in one row.
 
-    Law: the parts of the ranks are the global batch, which is the same for every world size, as is
-    the number of batches. Of a stream that is split, every item comes once an epoch.
+    Law: the parts of the ranks are the global batch. The batches, and their number, are the same
+    for every world size. If a stream is split, every item is used once per epoch.
 
     Args:
         loader: a loader over any data set; its collate_fn, workers, pinning and so on are kept.
             Rank 0 runs your own sampler or batch sampler, with its own random numbers, and sends
             every rank its part: all ranks iterate such a loader together. With `batch_size=None`,
-            each item is a global batch, cut as by `shard_batch`, and each list of indices that a
-            sampler gives is cut before its rows are read.
-        state: this rank's state. Its `seed` and that of the loader's generator determine the order.
-            On a mesh, the ranks along `dp` share each batch, and ranks along other axes get the
-            same part.
+            each item is a global batch, cut as by `shard_batch`, and each list of indices from a
+            sampler is cut before its rows are read.
+        state: this rank's state. Its `seed` and the seed of the loader's generator determine the
+            order. On a mesh, the ranks along `dp` share each batch, and ranks along other axes get
+            the same part.
         batch: "global", or "per_rank" for torch's own meaning: `batch_size` is
             one rank's, and the global batch is world_size times that.
-        split: how ranks share an `IterableDataset`. "round_robin": each reads the whole
-            stream and keeps its part of every batch. "workers": the data set splits itself by
-            `get_worker_info`, over the workers of all ranks. "auto": each rank
-            reads a shard if the data set has a method `shard(num_shards=, index=)`
-            and a shard for each, else round robin. A rank whose shards have ended gets empty parts until
-            those of all ranks have. So the batches depend on the number of ranks and workers, and the
-            loader has no `len`.
-        collate: "rank": collate_fn is called with the samples of a rank's part. "global": every rank reads
-            and collates the whole batch, then keeps its rows, for a collate_fn that computes over all
-            samples: a denominator, mixed images. It must return as many rows in each tensor, and, where
-            it draws random numbers, the same ones on every rank. Nothing changes with torch's own
-            collate_fn, which stacks samples.
-        order: the order of each pass with `shuffle=True`. "seed": a permutation that depends on the
-            seed and the number of the pass alone. "torch": that of the `DataLoader` itself, and of
-            accelerate. Rank 0 draws as torch does, from the generator of the loader or the global
-            one, when the loop begins a pass. So the order of the second pass depends also on what
-            the loop has drawn from the global generator on rank 0. "distributed": that of
+        split: how ranks share an `IterableDataset`. "round_robin": each rank reads the whole stream
+            and keeps its part of every batch. "workers": the data set splits itself by
+            `get_worker_info`, over the workers of all ranks. "auto": each rank reads a shard if the
+            data set has a method `shard(num_shards=, index=)` and a shard for each rank, else round
+            robin. A rank whose shards have ended gets empty parts until all ranks' shards have
+            ended. So the batches depend on the number of ranks and workers, and the loader has no
+            `len`.
+        collate: "rank": collate_fn is called with the samples of a rank's part. "global": every
+            rank reads and collates the whole batch, then keeps its rows. Use it for a collate_fn
+            that computes over all samples: a denominator, mixed images. It must return as many rows
+            in each tensor and, if it draws random numbers, the same numbers on every rank. Nothing
+            changes with torch's own collate_fn, which stacks samples.
+        order: the order of each pass with `shuffle=True`. "seed": a permutation that depends only
+            on the seed and the number of the pass. "torch": the order of the `DataLoader` itself,
+            and of accelerate. Rank 0 draws as torch does, from the generator of the loader or the
+            global one, when the loop begins a pass. So the order of the second pass also depends on
+            what the loop has drawn from the global generator on rank 0. "distributed": the order of
             `DistributedSampler(data)` with `set_epoch` at each pass.
         read_ahead: how many batches a sampler or batch sampler of your own may be read ahead of the loop,
             which may change it, such as its sampling weights. Default: as few as torch's loader
@@ -89,8 +88,8 @@ def shard_loader(
 
     Returns:
         A loader: `len`, `iter` (the next pass), `epoch`, `epochs(num_epochs, since=state)`. Torch's
-        `DataLoader[T]` names the type of a sample; annotate that of a batch:
-        `loader: af.ShardedLoader[Batch] = ...`.
+        `DataLoader[T]` names the type of a sample; annotate the type of a batch: `loader:
+        af.ShardedLoader[Batch] = ...`.
 
     Raises:
         ValueError: on every rank: the loader has no batch, is sharded already, or
@@ -103,17 +102,16 @@ def shard_loader(
             some ranks idle; in a pass, the first 16 items of a stream that all ranks read differ between
             them.
 
-    Cost: in a world of several, four small collectives, once. Per batch, this
-    rank's samples alone are read, in one read where the data set is of tensors or
-    arrays. With a sampler of your own, two or three messages a rank and batch, or each `read_ahead + 1`
-    batches; with one of torch's that is neither in order nor shuffled, per some thousand samples.
-    With `order="torch"`, two messages a rank and pass, and, as with "distributed", 8 bytes of host
-    memory for each sample of the data set.
-    Round robin reads all items of a stream on every rank, with two small messages a rank and batch, and
-    hashes the first 16 of a pass.
-    Of a stream that is split, a rank reads its own shards, with two small messages a rank and batch.
-    With `collate="global"`, every rank does the reads and the collation of all ranks, and holds the whole
-    batch as long as its rows.
+    Cost: in a world of several, four small collectives, once. Per batch, a rank reads only its own
+    samples, in one read if the data set is of tensors or arrays. With your own sampler, two or
+    three messages per rank and batch, or per `read_ahead + 1` batches. With a torch sampler that is
+    neither in order nor shuffled, two or three messages per some thousand samples. With
+    `order="torch"`, two messages per rank and pass, and, as with "distributed", 8 bytes of host
+    memory for each sample of the data set. Round robin reads all items of a stream on every rank,
+    with two small messages per rank and batch, and hashes the first 16 of a pass. If a stream is
+    split, a rank reads its own shards, with two small messages per rank and batch. With
+    `collate="global"`, every rank reads and collates for all ranks, and holds the whole batch as
+    long as its rows.
 
     >>> import torch, accel_fn as af
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))

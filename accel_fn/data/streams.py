@@ -64,7 +64,7 @@ class StreamOptions:
     num_items: int | None
     seed: int
     collates_whole: bool
-    """Whether every rank collates the items of all ranks; the cut is then that of one rank."""
+    """Whether every rank collates the items of all ranks; then the batches are cut for one rank."""
 
 
 def read_stream_options(
@@ -169,8 +169,7 @@ class StreamSource:
         kept = options_of(loader, init)
         if split is not None and loader.num_workers:
             kept["num_workers"] = split.readers_per_rank
-        # If every rank reads whole batches, their cut and their random numbers are those of one
-        # rank.
+        # If every rank reads whole batches, it uses the cut and the random numbers of one rank.
         place = rank if cut.world_size > 1 else 0
         part_stream = partial(
             PartStream, data=loader.dataset, cut=cut, split=split, rank=place, seed=options.seed
@@ -202,7 +201,8 @@ class StreamSource:
     ) -> Iterator[Any]:
         """Yield an epoch's batches from `first_batch` on; earlier batches are read and dropped.
 
-        Errors get a note with their batch. The main rank warns if the data set's length is wrong.
+        Errors get a note that names their batch. The main rank warns if the data set's length is
+        wrong.
         """
         epoch = epoch or 0
         keeps = by_loop and self._loop_epochs.are_set()
@@ -302,9 +302,9 @@ def until_all_end(
     first_batch: int,
     collate_fn: Callable[[list[Any]], Any],
 ) -> Iterator[Any]:
-    """Yield the batches of a rank's shards, then empty ones until the shards of all ranks end.
+    """Yield the batches of a rank's shards, then empty batches until all ranks' shards end.
 
-    Ranks exchange before each batch whether they have one.
+    Before each batch, ranks exchange whether they have one.
     """
     example: bytes | None = None
     with closing(items):  # type: ignore[type-var]
@@ -338,8 +338,8 @@ def until_end(
     """Yield the batches of a pass, whose workers end with it.
 
     With a channel, ranks exchange before each batch whether they have one. All ranks raise if only
-    some have one, or if they have read different numbers of items at the end. `compare` is called
-    with the hashes of their first items.
+    some have one, or if they have read different numbers of items at the end. `compare` gets the
+    hashes of all ranks' first items.
     """
     with closing(items):  # type: ignore[type-var]
         for batch, item in enumerate(items, start=first_batch):
@@ -353,7 +353,7 @@ def until_end(
                 if compare is not None and hashes is not None:
                     compare([each for _, each in every])
             if end is not None:
-                # The other workers yield an `End` too; the pass is over when all have.
+                # The other workers yield an `End` too; the pass is over when all of them have.
                 for _ in items:
                     pass
                 return

@@ -1,7 +1,7 @@
-"""Worker processes of loaders: pools of them, what each one reads, and the error when one has died.
+"""Worker processes of loaders: pools of them, their progress, and errors if a worker dies.
 
-When a worker dies, torch raises at whatever line the main thread is, even in the middle of a step,
-and names no sample. Every check here guards against a fault that a test shows:
+When a worker dies, torch raises at the current line of the main thread, even in the middle of a
+step, and names no sample. Every check here guards against a fault that a test shows:
 tests/data/test_workers.py (errors in the middle of a step, a message that a worker sent in part),
 tests/data/test_workers_end.py (workers that outlive a killed process) and
 tests/data/test_stopped_workers.py (workers that are stopped, or killed while they hold a lock).
@@ -70,14 +70,15 @@ def make_loader(
 
 
 def identity(batch: Any) -> Any:
-    """Return the batch: a collate_fn for items that are batches already."""
+    """Return the batch unchanged: a collate_fn for items that are batches already."""
     return batch
 
 
 def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda _: "") -> Any:
     """Return the loader's iterator; if a worker dies, only its `next` raises.
 
-    A long `next` warns, and lists what it waits for. `where` describes what a worker is reading.
+    A long `next` warns, and lists the workers that it waits for. `where` describes what a worker is
+    reading.
     """
     try:
         running: Any = iter(loader)
@@ -101,7 +102,7 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait for workers: warns of their activity if it takes long, and raises if one died."""
+    """A wait for workers: warns about their work if it takes long, and raises if one died."""
 
     workers: Sequence[Any]
     where: Callable[[int], str]
@@ -180,7 +181,7 @@ def _end_by_kill(workers: Sequence[Any]) -> None:
 
 def _end_partial_messages(running: Any, wait: _Wait) -> None:
     """Raise EOFError if a worker died in the middle of sending; the read would never return."""
-    # All workers write into one pipe, which the living ones keep open, so no end of file comes.
+    # All workers write into one pipe, which the living ones keep open, so no end of file arrives.
     reader, workers = running._worker_result_queue._reader, running._workers
     arriving = select.poll()
     arriving.register(reader.fileno(), select.POLLIN)
@@ -219,9 +220,9 @@ class _SendError(ExceptionWrapper):
 
 
 def _send_error(queue: Any, worker: int, error: Exception, item: Any) -> None:
-    """Send an error in place of a batch: Python would only print it, and the loader would wait."""
+    """Send an error instead of a batch: Python would only print it, and the loader would wait."""
     if not (isinstance(item, tuple) and len(item) == 2 and type(item[0]) is int):
-        # The item is of a user's own queue: print the error, as Python would.
+        # The item belongs to a user's own queue: print the error, as Python would.
         traceback.print_exception(error)
         return
     number, batch = item
@@ -248,7 +249,7 @@ def _room() -> str:
 
 
 class _Watchdog:
-    """Checks in a worker whether its main process lives.
+    """Checks in a worker whether its main process is alive.
 
     Torch compares the worker's parent with the parent at its start. That may be the process that
     adopted the worker, or a fork server, which lives as long as its children.
@@ -303,7 +304,7 @@ def _ending(exit_code: int | None) -> str:
 
 
 class WorkerPool:
-    """The workers of one DataLoader, for one pass at a time; `where` describes what they read."""
+    """The workers of one DataLoader, for one pass at a time; `where` describes their reads."""
 
     def __init__(self, loader: DataLoader[Any], where: Callable[[int], str]) -> None:
         self.loader = loader
@@ -311,16 +312,16 @@ class WorkerPool:
         self._running: Any = None
 
     def start(self) -> None:
-        """Begin a pass, which ends the one before."""
+        """Begin a pass, which ends the previous one."""
         self._running = start_workers(self.loader, self._where)
 
     def items(self) -> Iterator[Any]:
-        """Yield the items that the loader gives in this pass."""
+        """Yield the items that the loader returns in this pass."""
         while True:
             try:
                 item = next(self._running)
             except StopIteration as end:
-                # The arguments are a worker's error that torch raises again; this is not the end.
+                # With arguments, this is a worker's error that torch raises again, not the end.
                 if end.args:
                     raise RuntimeError(*end.args) from end
                 return

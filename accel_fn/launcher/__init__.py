@@ -1,4 +1,4 @@
-"""Launching: from settings to the processes of a run."""
+"""Launch the processes of a run from settings."""
 
 from accel_fn.names import lazy_names
 

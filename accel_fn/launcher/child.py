@@ -98,7 +98,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _make_code(make: Callable[..., types.CodeType], parts: Any, file: str) -> types.CodeType:
-    """Make code whose lines tracebacks and faulthandler find."""
+    """Make code with the file's name, so that tracebacks and faulthandler find its lines."""
     return make(*parts).replace(co_filename=file)
 
 
@@ -141,7 +141,7 @@ def _dump_error(error: BaseException, last_line: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _ErrorParts:
-    """The parts of an error whose `__init__` does not take its own `args`, as pickle expects."""
+    """The parts of an error whose `__init__` does not accept its own `args`, as pickle expects."""
 
     kind: type[Exception]
     args: tuple[Any, ...]
@@ -160,7 +160,7 @@ def _make_error(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that is complete or absent."""
+    """Write a file so that it is either complete or absent."""
     new = path.with_suffix(".new")
     new.write_bytes(data)
     os.replace(new, path)

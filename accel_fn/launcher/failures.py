@@ -48,18 +48,18 @@ class Failure:
     stack: str = ""
     exception: str = ""
     stopped: bool = False
-    """Whether the rank was still running when the launcher stopped it after another one failed."""
+    """Whether the rank was still running when the launcher stopped it after another rank failed."""
     place: str = ""
     """The user's line at which the rank ended, or waited when it was stopped."""
 
     @property
     def process(self) -> str:
-        """The rank, its host and its pid."""
+        """Describe the rank by its number, host and pid."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def signal_name(self) -> str | None:
-        """The signal that killed the rank, if one did."""
+        """Return the signal that killed the rank, or None."""
         if self.exit_code >= 0:
             return None
         try:
@@ -69,9 +69,10 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """The exit code as a shell shows it: 128 + signal for a killed rank.
+        """Return the exit code as in a shell: 128 + signal for a killed rank.
 
-        A rank that raised and was slow to end was killed by the launcher: it counts as raised.
+        A rank that raised, and that the launcher killed because it was slow to end, counts as
+        raised.
         """
         if self.exit_code >= 0:
             return self.exit_code
@@ -79,7 +80,7 @@ class Failure:
 
     @property
     def last_line(self) -> str:
-        """The exception, exit code or signal of the rank."""
+        """Return the exception, exit code or signal of the rank as one line."""
         if self.exit_status == os.EX_TEMPFAIL:
             return f"exit code {self.exit_status}: left to be started again"
         if self.exception:
@@ -92,7 +93,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """Rank, failure and the user's line, in one line; a long error is cut, not the place."""
+        """Describe rank, failure and the user's line in one line; cut a long error."""
         lines = self.last_line.splitlines()
         if self.stopped and not self.exception:
             lines = ["stopped"]
@@ -137,7 +138,7 @@ def read_failure(
 def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int | None]:
     """Read stack, exception, time and exit code from the rank's record, else from a native crash.
 
-    The exit code is that of a rank that exited, even if it was killed on its way out.
+    The exit code is that of a rank that exited, even if it was killed while it exited.
     """
     try:
         record = json.loads((folder / "error.json").read_text())
@@ -173,7 +174,7 @@ def has_record(folder: Path) -> bool:
 
 
 def has_failed(folder: Path) -> bool:
-    """Return whether our record exists: a program may go on after torch's `record` wrote one."""
+    """Return whether our record exists. After torch's own `record`, a program may continue."""
     try:
         return "exception" in json.loads((folder / "error.json").read_text())
     except (OSError, ValueError):
@@ -188,8 +189,8 @@ def lost_peer(folder: Path) -> bool:
 def cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused all others.
 
-    Crashes come first, then errors of ranks, then exits, then errors from lost peers; among equals,
-    the earliest.
+    Crashes come first, then errors of ranks, then exits, then errors from lost peers. Within a
+    kind, the earliest failure comes first.
     """
     # Times are not enough: a killed rank records none, and its peers notice its end before the
     # launcher does.
@@ -288,7 +289,7 @@ def _is_users(frame: _Frame) -> bool:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Return the folders of accel_fn and of torch, without an import."""
+    """Return the folders of accel_fn and of torch, without importing torch."""
     torch = importlib.util.find_spec("torch")
     folders = [Path(__file__).parents[1]]
     if torch is not None and torch.origin is not None:

@@ -1,4 +1,4 @@
-"""The processors and accelerators of this machine, found without an import of torch if possible."""
+"""Find the processors and accelerators of this machine, if possible without importing torch."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices that a launch can use. `kind` is empty if there is no accelerator that ranks can share."""
+    """Devices that a launch can use. `kind` is empty without accelerators that ranks can share."""
 
     num_cores: int
     kind: str = ""
     num_installed: int = 0
     num_devices: int = 0
-    """Installed devices that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Installed devices that CUDA_VISIBLE_DEVICES does not hide."""
 
     @property
     def devices(self) -> str:
@@ -125,7 +125,7 @@ class Machine:
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Machine:
-    """Detect the cores that this process may use, and the accelerators that torch could."""
+    """Detect the cores that this process may use, and the accelerators that torch could use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = Machine(num_cores=cores or 1)
     if built_for_cuda():
@@ -183,7 +183,7 @@ def list_gpus() -> list[str]:
 
 
 def built_for_cuda() -> bool:
-    """Return whether torch was built for CUDA, by its version file, without an import."""
+    """Return whether torch was built for CUDA, from its version file, without an import."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,10 +1,11 @@
 """launch: run a function on every rank of a new world, from Python and notebooks.
 
-Torch's `start_processes` cannot do this: it imports the caller's script and torch in each rank before
-variables such as OMP_NUM_THREADS can be set, returns an exception as text, stops the peers of the rank
-that ends first before the cause is known, and does not notice the end of ranks where SIGCHLD is ignored.
-Torch's agent (`torch.distributed.launcher`) leaves its signal handlers behind in the caller's process.
-So `launch` starts the ranks itself. Only the store of their rendezvous is torch's.
+Torch's `start_processes` cannot do this: it imports the caller's script and torch in each rank
+before variables such as OMP_NUM_THREADS can be set, returns an exception as text, stops the peers
+of the rank that ends first before the cause is known, and does not notice the end of ranks if
+SIGCHLD is ignored. Torch's agent (`torch.distributed.launcher`) leaves its signal handlers behind
+in the caller's process. So `launch` starts the ranks itself. Only the store of their rendezvous is
+torch's.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def launch(
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on every rank of a world of fresh processes.
 
-    Each rank is a new interpreter, with the variables that torchrun would set, so
-    `af.init()` in `fn` needs no argument. Nothing is forked and no script is imported
-    again, so `launch` works for functions of a notebook's cell, or of a script without
-    `if __name__ == "__main__"`, also after CUDA has started in the script. Such functions
-    are sent by cloudpickle; ranks import functions of modules. Files of settings are not read.
-    Ranks inherit variables such as ACCEL_FN_WRAP, unless an argument replaces them.
+    Each rank is a new interpreter, with the variables that torchrun would set, so `af.init()` in
+    `fn` needs no argument. Nothing is forked and no script is imported again. So `launch` works for
+    functions of a notebook's cell, or of a script without `if __name__ == "__main__"`, also after
+    CUDA has started in the script. Such functions are sent by cloudpickle; ranks import functions
+    of modules. Settings files are not read. Ranks inherit variables such as ACCEL_FN_WRAP, unless
+    an argument replaces them.
 
     A notebook's cell shows pictures and progress bars of rank 0, and printed lines of all ranks.
 
@@ -215,8 +216,8 @@ def _variables(settings: Settings, processors: Processors) -> list[dict[str, str
 # ---- the ranks of a call
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
-"""A rank that lost a peer often ends before that peer has written its own error, which takes less than
-half a second; ranks get three seconds to save their work after SIGTERM."""
+"""A rank that lost a peer often ends before that peer has written its own error, which takes
+less than half a second. After SIGTERM, ranks get three seconds to save their work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run a pickled call on a rank for each set of variables; return the results in rank order.
 
-    If ranks fail, raise the error of the rank that caused it, once all have ended. In a notebook,
+    If ranks fail, raise the error of the rank that caused it, after all have ended. In a notebook,
     rank 0 sends its displays to the pipe `displays`.
     """
     reaper = Reaper(variables[0]["TORCHELASTIC_RUN_ID"])
@@ -356,7 +357,7 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
     try:
         error: Exception = pickle.loads(raised.error)
     except Exception:
-        # The type of the error cannot be loaded here, only in a rank.
+        # The type of the error can be loaded only in a rank.
         error = RankError(raised.last_line)
     error.__cause__ = RankTraceback(raised.traceback)
     error.add_note(f"on {where}")

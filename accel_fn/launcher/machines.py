@@ -1,4 +1,4 @@
-"""The machines of a launch: their number, the rank of this one, and the addresses to meet at."""
+"""The machines of a launch: their number, the rank of this one, and the rendezvous address."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Machines:
     num_local: int
     host: str
     port: int
-    """The port of the rendezvous; 0 for a free one."""
+    """The port of the rendezvous; 0 stands for a free port."""
     backend: str
     job: str | None
-    """The name of this run on all machines, if a cluster has given one."""
+    """The name of this run on all machines, if a cluster has set one."""
     why: Mapping[str, str]
     """The sources of the numbers of processes and machines, of host and port."""
 
     @property
     def num_processes(self) -> int:
-        """The number of processes on all machines."""
+        """Return the number of processes on all machines."""
         return self.num_machines * self.num_local
 
 
 def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
     """Find the machines of a launch from settings, else from the cluster's variables.
 
-    A WorldError is raised if settings and cluster differ, if a value that is needed is in
-    neither, or if a host does not resolve.
+    Raise a WorldError if settings and cluster differ, if both lack a required value, or if a host
+    does not resolve.
     """
     settings, node = resolved.settings, _read_node(environment)
     num_machines = settings.num_machines or (node.num_machines if node else 1)
@@ -84,7 +84,7 @@ def place(resolved: Resolved, environment: Mapping[str, str]) -> Machines:
 
 
 def _read_node(environment: Mapping[str, str]) -> Node | None:
-    """Read the machine of this launcher from a cluster's variables; None outside of a cluster."""
+    """Read this launcher's machine from a cluster's variables; None outside of a cluster."""
     task = read_task(environment, function="launch")
     node = read_node(environment, function="launch")
     if task is None:
@@ -130,8 +130,8 @@ def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resol
 def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
     count = settings.num_processes or 1
-    # A default is the number of devices here times the machines of the settings. The cluster may
-    # have set another number of machines.
+    # The default is the number of devices here times the settings' number of machines. The cluster
+    # may have set another number of machines.
     if not resolved.is_given("num_processes"):
         return (node and node.num_local) or count // (settings.num_machines or 1)
     if count % num_machines:
@@ -196,7 +196,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # On Debian, a machine resolves its own name to a loopback address, which other machines
-        # cannot reach. These resolve the name to its network address, so listen on all interfaces.
+        # cannot reach. They resolve the name to its network address, so listen on all interfaces.
         if not alone and address[0] != host and ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, ("", port)
         return socket.create_server(address, family=family)
@@ -214,7 +214,7 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
 
 
 def free_port(host: str, port: int) -> int:
-    """Return this port, or a free one for 0, after a check that the machine can open it."""
+    """Check that the machine can open this port, and return it; for 0, return a free port."""
     with listen(host, port, alone=True) as listener:
         found: int = listener.getsockname()[1]
         return found
@@ -252,7 +252,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address(interface: str) -> str | None:
-    """Return the IPv4 address of a network interface, by a call of Linux."""
+    """Return the IPv4 address of a network interface, by a system call of Linux."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:

@@ -1,4 +1,4 @@
-"""A notebook that launches ranks: its cell shows the displays of rank 0.
+"""Launch ranks from a notebook: its cell shows the displays of rank 0.
 
 IPython is imported only if a notebook has imported it, and in the ranks of the notebook.
 """
@@ -67,7 +67,7 @@ def shown_displays(shell: Any) -> Iterator[int | None]:
 
 def _show(reader: Connection, publisher: Any) -> None:
     # If rank 0 is killed while it sends, `recv` raises an EOFError or OSError. If a display cannot
-    # be shown, the pipe is closed, so that rank 0 fails and does not wait.
+    # be shown, the pipe is closed, so that rank 0 fails instead of waiting.
     with reader, suppress(EOFError, OSError):
         for method, args, kwargs in iter(reader.recv, None):
             getattr(publisher, method)(*args, **kwargs)

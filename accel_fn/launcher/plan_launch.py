@@ -1,4 +1,4 @@
-"""Plan a launch on this machine: the command, checked before the start, its processors and variables."""
+"""Plan a launch on this machine: the checked command, its processors and variables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Command:
     arguments: Sequence[str]
 
     def command_line(self) -> list[str]:
-        """The command line without a launcher."""
+        """Return the command line without a launcher."""
         start = {"script": ["python"], "module": ["python", "-m"], "program": []}[self.kind]
         return [*start, self.target, *self.arguments]
 
@@ -61,7 +61,7 @@ def plan_launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """Plan a launch on this machine; start nothing, but raise errors that are known already."""
+    """Plan a launch on this machine: start nothing, but raise errors that are known already."""
     _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
@@ -115,7 +115,7 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    """Look only for the outermost package, since its contents are not known before an import."""
+    """Check only that the outermost package exists: its contents are not known before an import."""
     first, places = target.partition(".")[0], [os.getcwd(), *sys.path]
     if PathFinder.find_spec(first, places) or (first and find_spec(first)):
         return
@@ -148,7 +148,7 @@ _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable, and why it is set."""
+    """One variable, and the reason why it is set."""
 
     name: str
     value: str | None
@@ -186,7 +186,7 @@ def threads_variable(
 
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Make glibc keep freed memory."""
+    """Yield a variable that makes glibc keep freed memory."""
     # By default, glibc returns the memory of large tensors to the system at once, and each step
     # needs page faults to get it again.
     version = glibc_version()

@@ -1,7 +1,7 @@
-"""The reaper: a process beside a launcher that kills remaining processes when the launcher ends.
+"""The reaper: a process that kills remaining processes when its launcher ends.
 
 It is a script that imports only the standard library. It reads folders and ranks from its standard
-input until that closes, which happens at any end of the launcher.
+input until that closes. The input closes however the launcher ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reaper:
         return folder
 
     def watch(self, ranks: Iterable[int]) -> None:
-        """Let the reaper kill these ranks, and all processes in their sessions, at the end."""
+        """Register these ranks: at the end, the reaper kills all processes in their sessions."""
         self._send([*ranks])
 
     def _send(self, value: object) -> None:
@@ -61,7 +61,7 @@ class Reaper:
 def kill_left(ranks: Iterable[int], run_id: str) -> None:
     """Kill processes that are left in the sessions of these ranks, such as workers of loaders.
 
-    A process that has opened a session itself is left running: it was meant to stay.
+    A process that has opened its own session is left running: it was meant to stay.
     """
     sessions = {*ranks}
     # Repeat, since a process may start another one while the list is read.
@@ -87,7 +87,7 @@ def _members(sessions: set[int]) -> list[int]:
 
 
 def _is_of(run_id: str, pid: int) -> bool:
-    """Return whether a process is of this run: the system may have reused its number."""
+    """Return whether a process belongs to this run: the system may have reused its number."""
     with suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return f"TORCHELASTIC_RUN_ID={run_id}".encode() in variables

@@ -61,7 +61,7 @@ _BARRIER_S = 5
 """The time-out of torch's barrier: with our rendezvous, all machines have finished before it."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""A failed world must end within five seconds; after a signal, ranks may save their state."""
+"""Seconds until ranks are killed: after a failure, and after a signal, as they may save state."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -69,7 +69,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RankFolders(DefaultLogsSpecs):
-    """Torch's folders of logs, and a folder of ours for the record of each rank's end."""
+    """Torch's folders of logs, and our folder for the record of each rank's end."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RankFolders(DefaultLogsSpecs):
         """The folder with the logs of the attempt: `0/stderr.log` and so on."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of an attempt; check the size of the world that met."""
+        """Make the folders of an attempt; check the world size of the rendezvous."""
         size = envs[0]["WORLD_SIZE"]
         if size != str(self._size):
             raise WorldError(
@@ -163,7 +163,7 @@ class Agent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _LEAVE_WITHIN_S
     ) -> None:
-        """Stop the ranks; kill them if a signal comes during the wait."""
+        """Stop the ranks; kill them if a signal arrives during the wait."""
         try:
             # Close the ranks here: before 2.12, torch's `_shutdown` takes no timeout.
             if self._pcontext is not None:
@@ -188,7 +188,7 @@ class Agent(LocalElasticAgent):
                 each.proc.kill()
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
-        """Send a signal on to the ranks."""
+        """Forward a signal to the ranks."""
         # Do not restart ranks that end by the signal: they save their state for the next job.
         self._remaining_restarts = 0
         if self._pcontext is not None:
@@ -229,7 +229,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _has_lost_machine(self) -> bool:
-        """Return whether another machine has ended the run, or is silent."""
+        """Return whether another machine has ended the run, or no longer signals."""
         if self._machines is None:
             return False
         if self._machines.has_ended():
@@ -257,7 +257,7 @@ class Agent(LocalElasticAgent):
             time.sleep(_POLL_S)
 
     def _poll(self) -> dict[int, int | None]:
-        """Poll the ranks."""
+        """Poll the ranks; return their exit codes, None for a running rank."""
         assert isinstance(self._pcontext, SubprocessContext)
         processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
         for rank, process in processes.items():
@@ -286,8 +286,8 @@ _MEET_WITHIN_S = 600
 def run(plan: LaunchPlan) -> tuple[int, str]:
     """Start the ranks of this machine and wait for them.
 
-    Returns the exit code (0, the cause's, or 128 + the signal that stopped the launcher), and
-    the report of the ranks that failed.
+    Return the exit code (0, the cause's, or 128 + the signal that stopped the launcher), and the
+    report of the ranks that failed.
     """
     machines, settings, command = plan.machines, plan.settings, plan.command
     run_id = machines.job or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -398,7 +398,7 @@ def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
 
 
 def _log_folder(log_dir: Path | None) -> Path | None:
-    """Make the folder of the ranks' output; refuse one that cannot be written to."""
+    """Make the folder of the ranks' output; refuse a folder that cannot be written to."""
     try:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ class Given:
 
     @property
     def where(self) -> str:
-        """The source of the value, with the line if there is one."""
+        """Return the source of the value, with the line if there is one."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
     def becomes(self, value: object) -> Given:
@@ -52,13 +52,13 @@ class Layer:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that was probably meant; empty if none is near."""
+    """Return the known name that was probably meant; "" if none is similar."""
     found = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
     return found[0] if found else ""
 
 
 def check_names(names: Mapping[str, str], known: Iterable[str]) -> None:
-    """Refuse unknown names, a line for each; `names` maps each to its place."""
+    """Refuse unknown names, with one line per name; `names` maps each name to its place."""
     known = list(known)
     unknown = [
         f"{where}: {_unknown(name, known)}" for name, where in names.items() if name not in known
@@ -79,9 +79,9 @@ def _unknown(name: str, known: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of values: the rule that each must follow, and how it is read.
+    """A kind of values: the rule that each value must follow, and a function that reads it.
 
-    `read` raises a ValueError, TypeError or OverflowError for a wrong value.
+    `read` raises a ValueError, TypeError or OverflowError for an invalid value.
     """
 
     rule: str
@@ -194,7 +194,7 @@ def _setting(*given: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a launch. The name of a field is the name of its flag, variable and line."""
+    """The settings of a launch. Flags, variables and file keys have the names of the fields."""
 
     num_processes: int | None = _setting(
         _integer(1), "processes over all machines; default: the accelerators here, else 1"
@@ -248,7 +248,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 
 
 class Mistake(NamedTuple):
-    """A wrong setting, without its source, which the code that reports it adds."""
+    """An invalid setting without its source; the code that reports it adds the source."""
 
     name: str
     rule: str
@@ -257,14 +257,14 @@ class Mistake(NamedTuple):
 
 
 def _refuse(mistakes: Iterable[Mistake], where: Mapping[str, str]) -> None:
-    """Raise an error with a line for each mistake, if there are any; `where` names each source."""
+    """Raise an error with one line per mistake, if there are any; `where` names each source."""
     lines = [message(where[each.name], *each) for each in mistakes]
     if lines:
         raise SettingsError("\n".join(lines))
 
 
 def check_settings(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
-    """Make settings, or raise an error with a line for each mistake; `where` names each source."""
+    """Make settings, or raise an error with one line per mistake; `where` names each source."""
     found, mistakes = {}, []
     for name, value in values.items():
         try:
@@ -295,7 +295,7 @@ def _conflicts(settings: Settings) -> Iterator[Mistake]:
 
 
 def is_on(name: str, value: object) -> bool:
-    """Return whether this value turns the setting on. A wrong value is reported later."""
+    """Return whether this value turns the setting on. An invalid value is reported later."""
     try:
         return bool(SETTINGS[name].read(value))
     except (ValueError, TypeError, OverflowError):
@@ -462,7 +462,7 @@ def _nearest_file(folder: Path) -> Layer | None:
 
 
 def user_file(environment: Mapping[str, str]) -> Path | None:
-    """Return the path of the user's own file; None if there is no home."""
+    """Return the path of the user's own file; None if there is no home folder."""
     base, home = environment.get("XDG_CONFIG_HOME", ""), environment.get("HOME", "")
     if os.path.isabs(base):
         return Path(base, "accel_fn", "config.yaml")

@@ -123,7 +123,7 @@ def _toml_line(text: str, key: str) -> int | None:
 
 
 def render(given: Mapping[str, object]) -> str:
-    """Return the text of a file: a line for each setting, commented out if it is not given."""
+    """Return the text of a file: one line per setting, commented out if it is not given."""
     entries = []
     for name, setting in SETTINGS.items():
         mark = "" if name in given else "# "
@@ -136,7 +136,7 @@ def _line(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return f"{name}: {list(value)}\n"
     plain = str(value) if isinstance(value, Path) else value
-    # A bound on the width would fold long paths into several lines. Line ends of Unicode must be
+    # A limit on the width would fold long paths into several lines. Line ends of Unicode must be
     # escaped, since a reader would fold them.
     readable = str(plain).isprintable()
     return yaml.safe_dump({name: plain}, allow_unicode=readable, width=math.inf)

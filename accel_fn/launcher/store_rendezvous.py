@@ -1,8 +1,8 @@
-"""The rendezvous of the machines of a launch: a new store for each attempt, machines in given order.
+"""The rendezvous of a launch's machines: a new store per attempt, machines in the given order.
 
 Torch's static rendezvous keeps the order of machines, but also its store with the keys of failed
-attempts. Its c10d rendezvous makes a new store, but changes the order of machines. This does both.
-Stores, barriers and processes stay torch's.
+attempts. Its c10d rendezvous makes a new store, but changes the order of machines. This rendezvous
+keeps the order and makes a new store. Stores, barriers and processes are still torch's.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class StoreRendezvous(RendezvousHandler):
         return _signed(store), port
 
     def _take_over(self, store: Any) -> None:
-        """Take the place of an earlier launcher of this machine, once it has ended."""
+        """Wait until an earlier launcher of this machine has ended, and replace it."""
         # The earlier launcher has ended if the other machines are at an attempt without it, or if
         # its beat stops.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
@@ -126,12 +126,13 @@ class StoreRendezvous(RendezvousHandler):
                     f"launch: machine_rank must be another on each machine, got {self._rank} twice"
                 )
             time.sleep(_POLL_S)
-        # `next_rendezvous` counts on from this attempt, and the waiting machines join the next one.
+        # `next_rendezvous` continues to count from this attempt, and the waiting machines join the
+        # next one.
         self.attempt = latest
 
     def beat(self) -> int | None:
-        """Signal that this launcher runs; on machine 0, return the first machine that no longer does."""
-        # No machine watches machine 0 for silence: if machine 0 ends, its store is gone.
+        """Signal that this launcher runs; on machine 0, return the first silent machine."""
+        # No machine checks the beat of machine 0: if machine 0 ends, its store is gone.
         now = time.monotonic()
         if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:
             return None
@@ -145,7 +146,7 @@ class StoreRendezvous(RendezvousHandler):
                 if last != beat:
                     self._beats[peer] = beat, now
                 elif now > since + GONE_AFTER_S:
-                    # A launcher in its place gets the same time for its first beat.
+                    # A launcher that replaces it gets the same time for its first beat.
                     del self._beats[peer]
                     return peer
         except DistError:
@@ -230,7 +231,7 @@ class StoreRendezvous(RendezvousHandler):
                 self._store.set("ended", "")
 
     def all_finished(self) -> bool:
-        """Record that the ranks of this machine have finished; return whether all ranks have."""
+        """Record that this machine's ranks have finished; return whether all ranks have."""
         if self._machines.num_machines == 1 or self._store is None:
             return True
         peers = range(self._machines.num_machines)

@@ -1,4 +1,4 @@
-"""The first code of a rank: it arranges to die with the launcher, then runs the user's program.
+"""The first code of a rank: it arranges to end with the launcher, then runs the user's program.
 
 It is a script that imports only the standard library, since every rank waits for its imports.
 """
@@ -48,13 +48,13 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
 
 
 def die_with(launcher: int) -> None:
-    """Let the system kill this process as soon as the launcher is gone, however it ended."""
+    """Make the system kill this process as soon as the launcher is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
         threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
-    # The launcher may have ended before the lines above. They would wait for the end of another
-    # parent then.
+    # The launcher may have ended before the lines above. They would then wait for the end of
+    # another parent.
     if os.getppid() != launcher:
         os._exit(1)
 
@@ -84,7 +84,7 @@ def print_whole_lines() -> None:
 
 
 def record_stacks(path: Path) -> None:
-    """Let Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
+    """Make Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except FileNotFoundError:
@@ -102,14 +102,14 @@ def _unblock_ctrl_c() -> None:
 
 
 def _die_after(launcher: int) -> None:
-    """Kill this process within a second of its launcher's end, where the system cannot do so."""
+    """Kill this process within a second of its launcher's end, if the system cannot do so."""
     while os.getppid() == launcher:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def bind(cpus: str) -> None:
-    """Run on these processors alone, such as `0,1,8`."""
+    """Run only on these processors, such as `0,1,8`."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, map(int, cpus.split(",")))
 
@@ -122,7 +122,7 @@ def _run(
     *,
     show: bool,
 ) -> None:
-    """Run the user's program; write its error to a file, for the launcher to print one rank's."""
+    """Run the user's program; write its error to a file: the launcher prints one rank's error."""
     # Read RANK now, since the program may empty os.environ.
     hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]
     if not show:
@@ -159,7 +159,7 @@ def _run(
 
 
 class _Hook:
-    """An excepthook that prints every error but the recorded one, which the launcher prints."""
+    """An excepthook that prints every error except the recorded one, which the launcher prints."""
 
     recorded: BaseException | None = None
 

@@ -1,1 +1,1 @@
-"""Looking at a run: evaluation, metrics, memory, explanations."""
+"""Observe a run: evaluation, metrics, memory, explanations."""

@@ -1,4 +1,4 @@
-"""evaluate: metrics over a whole data set and all ranks, as one process would count them."""
+"""evaluate: compute metrics over a whole data set and all ranks, as on one process."""
 
 from __future__ import annotations
 
@@ -65,14 +65,13 @@ def evaluate(
 ) -> dict[str, float | Tensor]:
     """Compute metrics, or a loss, over every sample of a loader, once, and over all ranks: sums over counts.
 
-    Runs with the step's placement, micro-batches and autocast, without
-    gradients. Meanwhile the model is in evaluation mode, and so are optimizers that
-    have train and eval modes, such as schedule-free ones. All ranks evaluate the model that
-    `save_model` would write on the main rank, whose buffers may differ from those of other ranks, such as the
-    running statistics of BatchNorm. Afterwards each rank's own buffers and the global random generators
-    are as they were, so how often you evaluate does not change training. Ranks add
-    up sums and counts, never means, so the result does not depend on how the
-    samples are spread over batches and ranks.
+    It runs with the step's placement, micro-batches and autocast, without gradients. Meanwhile the
+    model is in evaluation mode, and so are optimizers that have train and eval modes, such as
+    schedule-free ones. All ranks evaluate the model that `save_model` would write on the main rank,
+    whose buffers, such as the running statistics of BatchNorm, may differ from other ranks'.
+    Afterwards each rank's own buffers and the global random generators are restored, so how often
+    you evaluate does not change training. Ranks add up sums and counts, never means, so the result
+    does not depend on how the samples are spread over batches and ranks.
 
     Law: the one-process figure, to rounding, for every world size and batch size.
 
@@ -83,19 +82,20 @@ def evaluate(
             its epochs; or any iterable of this rank's batches, such as those that `shard_batch` has
             cut. Ranks may have different numbers of batches, or none. A `DataLoader` only in a
             world of one.
-        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows, which
-            is on the device. Values are one a sample, [num_samples, ...], whole, real or bool, or
-            a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape. Names
-            and shapes are the same for every batch. Or `(model, batch) -> (loss, metrics)`, another
-            `loss_fn`, without label smoothing for instance, whose means are over the plan's `weight_fn`.
-            With a parameter named `frozen`, it gets the frozen models of the plan.
-            Default: the plan's loss over its weights, as "loss"
-            (the mean of an item, also where `reduction` is "sum"; where `weight_fn` is a mapping,
-            each term by its name, and their sum), and the metrics that `loss_fn` returns beside it.
+        metric_fn: `(model, batch) -> {name: values}`, called on every micro-batch that has rows,
+            which is on the device. Values are one per sample, [num_samples, ...], integer, real or
+            bool, or a pair `(sum, count)`: numbers or tensors, the count [] or of the sum's shape.
+            Names and shapes are the same for every batch. Or `(model, batch) -> (loss, metrics)`:
+            another `loss_fn`, for instance without label smoothing, whose means are over the plan's
+            `weight_fn`. With a parameter named `frozen`, it gets the frozen models of the plan.
+            Default: the plan's loss over its weights, as "loss", and the metrics of `loss_fn`.
+            "loss" is the mean over items, also if `reduction` is "sum"; if `weight_fn` is a
+            mapping, there is also each term by its name, and "loss" is their sum.
         progress: whether the main rank shows a bar. Default: only in a terminal or a notebook.
-        finish: by name, functions of the means of the whole loader, `means -> number`, where `means` maps
-            names to float64 tensors: `{"perplexity": lambda means: means["loss"].exp()}`. Default: those
-            of the plan, without a `metric_fn`; else none.
+        finish: by name, functions of the means of the whole loader, `means -> number`, where
+            `means` maps names to float64 tensors: `{"perplexity": lambda means:
+            means["loss"].exp()}`. Default: the plan's `finish` if there is no `metric_fn`; else
+            none.
 
     Returns:
         The values of `finish`, and the mean of every metric, on all ranks: a float, or a tensor in float64
@@ -110,19 +110,19 @@ def evaluate(
             between ranks.
 
     Warns:
-        UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is always 1;
-            metrics beside a loss that are functions of a mean, such as a perplexity, where there are
-            several ranks or batches (not under `wrap_fsdp`).
+        UserWarning: on the main rank: all ranks have the same first batch; pairs whose count is
+            always 1; with several ranks or batches, metrics of a loss function that are functions
+            of a mean, such as a perplexity (not under `wrap_fsdp`).
 
-    Cost: a forward a micro-batch, no collective and no host synchronisation among them (on MPS,
-    which has no float64, one; with `wrap_fsdp`, one small collective a batch beside its own; where ranks
-    hold the same rows, one a batch and a comparison of the first); where metrics beside a loss are no
-    pairs, three forwards of 8 to 15 samples on the main rank;
-    at the end two small collectives on the host and one host synchronisation. In a world of several, if
-    the model has buffers in its `state_dict`, before that a copy of these, two small collectives and one
-    broadcast; not with `reproducible`.
+    Cost: one forward per micro-batch, without a collective or a host synchronisation. Exceptions:
+    on MPS, which has no float64, one synchronisation; with `wrap_fsdp`, its collectives and one
+    small one per batch; if ranks hold the same rows, one per batch and a comparison of the first.
+    If a loss function's metrics are not pairs, three forwards of 8 to 15 samples on the main rank.
+    At the end, two small collectives on the host and one host synchronisation. In a world of
+    several, if the model has buffers in its `state_dict`, first a copy of these, two small
+    collectives and one broadcast; not with `reproducible`.
 
-    Note: sums are kept in float64, or in int64 where values are whole, so whole numbers are exact.
+    Note: sums are kept in float64, or in int64 for integer values, so integers are exact.
 
     >>> import torch, accel_fn as af
     >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
@@ -167,7 +167,7 @@ def evaluate(
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss as the sum of the terms with a count; nan if no term has one."""
+    """Add the loss as the sum of the terms with a count; nan if no term has a count."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
     known = [each for each in of_terms.values() if not math.isnan(each)]
     return {**found, "loss": sum(known) if known else math.nan, **of_terms}
@@ -184,7 +184,7 @@ class _RankTotals:
         self.terms: Sequence[str] = step.plan.terms
         """The names of the terms of the loss."""
         self._has_means = False
-        """Whether a metric beside a loss is not a pair."""
+        """Whether a metric of the loss function is not a pair."""
         self._look = MetricsLook(step.plan, step.strategy, state, self._outputs_of(metric_fn))
 
     def cut_up(self, batch: Any) -> Any:
@@ -205,7 +205,7 @@ class _RankTotals:
         self._look.after(each.batch, has_means=self._has_means)
 
     def _outputs_of(self, metric_fn: MetricFn | None) -> Outputs | None:
-        """Return a function by which `MetricsLook` runs a few rows; None for the plan's loss."""
+        """Return a function with which `MetricsLook` runs a few rows; None for the plan's loss."""
         if metric_fn is None:
             return None
         plan, strategy = self._step.plan, self._step.strategy
@@ -282,7 +282,7 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
         if isinstance(value, tuple):
             sums[name.removeprefix(COUNTED)] = value
         else:
-            # This is the weight of the only term: beside several terms, all metrics are pairs.
+            # This is the weight of the only term: with several terms, all metrics are pairs.
             sums[name] = _sum_of(value, weight[0])
     return sums
 
@@ -302,7 +302,7 @@ class Total:
         sum: int64 or float64, of any shape.
         count: int64 or float64, [] or of the sum's shape.
         num_ones: number of micro-batches, if each had several samples and a count of 1, which
-            suggests means in place of sums; else 0.
+            suggests means instead of sums; else 0.
     """
 
     sum: Tensor
@@ -367,7 +367,7 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
 
 
 def widest(value: Any) -> Tensor | None:
-    """Convert integers and their tensors to int64, real numbers to float64, the rest to None."""
+    """Convert integers to int64 and real numbers to float64, also tensors; other values to None."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():
@@ -407,11 +407,11 @@ def added(totals: Totals, found: Totals) -> Totals:
 
 
 def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor]:
-    """Compute the means from the totals of all ranks, on the host, the same on every rank.
+    """Compute the means from the totals of all ranks, on the host, equal on every rank.
 
-    The main rank warns of pairs that may be means of means.
+    The main rank warns about pairs that may be means of means.
     """
-    # A rank may have a sum without a count, such as a loss of all anchors over the number of
+    # A rank may have a sum without a count, such as a loss of all anchors divided by the number of
     # positive ones.
     known = [
         {}

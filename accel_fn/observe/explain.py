@@ -22,15 +22,15 @@ from accel_fn.core.step import Step
 from accel_fn.errors import ArgumentTypeError, message
 
 _NO_SETTINGS = ("params", "param_names", "initial_lr")
-"""Entries of an optimizer's groups that are not settings a user chose."""
+"""Entries of an optimizer's groups that are not settings chosen by the user."""
 
 
 def explain(plan: Plan | Step, state: DistState) -> str:
     """Describe what one step of this plan will do, phase by phase.
 
     Args:
-        plan: a plan, from which nothing is built; or a step, for which a last line shows what its
-            first batches have shown of the loss.
+        plan: a plan, from which nothing is built; or a step, for which a last line shows what the
+            checks of its first batches have found about the loss.
         state: gives the number of ranks, and the device.
 
     Returns:
@@ -76,7 +76,7 @@ def explain(plan: Plan | Step, state: DistState) -> str:
 
 
 def phases(plan: Plan, state: DistState) -> dict[str, str]:
-    """Describe what one step does, by phase name; leave out phases that do nothing."""
+    """Describe the work of one step, by phase name; leave out phases that do nothing."""
     model = [*plan.place_model, *plan.shard_model, *plan.compile_loss, *plan.compile_step]
     accepted = " and ".join(map(describe, plan.accept))
     stops = " or ".join(map(describe, plan.should_stop))
@@ -105,8 +105,8 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 
 def _parts(plan: Plan, state: DistState) -> str:
-    """Describe in how many parts ranks hold the model and what belongs to it; empty if it is whole."""
-    # FSDP shards a split model along dp alone, and any other one over all ranks.
+    """Describe into how many parts ranks divide the model and its state; "" if it is whole."""
+    # FSDP shards a split model along dp only, and any other model over all ranks.
     size = state.data.world_size if plan.shard_model else state.world_size
     names: dict[int, list[str]] = {}
     for slot in plan.strategy:
@@ -122,7 +122,7 @@ def _parts(plan: Plan, state: DistState) -> str:
 
 
 def _data(state: DistState) -> str:
-    """Describe which ranks share a batch; empty if all of them do."""
+    """Describe which ranks share a batch; return "" if all of them do."""
     others = [axis for axis, size in mesh_of(state).items() if size > 1 and axis != "dp"]
     if not others:
         return ""
@@ -165,7 +165,7 @@ def _frozen(plan: Plan) -> str:
 
 
 def _empty(plan: Plan) -> str:
-    """Describe what has no values yet."""
+    """Describe the tensors that have no values yet."""
     every = [each for _, each in tensors_in(plan.model)]
     shapes = sum(each.is_meta for each in every)
     if shapes:
@@ -185,7 +185,7 @@ def _optimizer(optimizer: Optimizer) -> str:
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
-    # DeepSpeed leaves an empty tensor for a parameter in shards, with its number of elements.
+    # DeepSpeed leaves an empty tensor for a sharded parameter, with its number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     own = sum(getattr(p, "ds_tensor", local(p)).numel() for p in trained)
     is_shared = any(is_sharded(p) or hasattr(p, "ds_tensor") for p in trained)

@@ -1,4 +1,4 @@
-"""log_to: write what steps compute to files and trackers, without a wait for the device."""
+"""log_to: write the results of steps to files and trackers, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _NAMES = (
 )
 """The names of the step's own values in a line; a user's values may not have these names."""
 _MEMORY_S = 1.0
-"""Seconds for which a reading of the peak memory is used again, since a reading is slow."""
+"""Seconds for which a reading of the peak memory is reused, since reading it is slow."""
 _LOG = logging.getLogger(__name__)
 _IMPORTED = time.time()
 _END_S = 10.0
@@ -79,30 +79,31 @@ _END_S = 10.0
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
-    """Log what steps compute, on the main rank: loss, metrics, learning rates, throughput and more.
+    """Log the results of steps on the main rank: loss, metrics, learning rates, throughput.
 
     Values are copied from the device and read one step later, so no step waits for them. `save`, `evaluate`,
     `predict` and the end of the process read the last ones.
 
-    A line has `loss`, `loss/<term>` where `weight_fn` is a mapping, `learning_rate`
-    (`learning_rate/<group>`, `learning_rate/<optimizer>` or `learning_rate/<optimizer>/<group>` where
-    there are several), `grad_norm` if the report has one, `loss_scale`, `skipped_updates` since the line
-    before if updates can be skipped, `samples_per_second`, `items_per_second` by `weight_fn`, `data_wait`
-    (the share of the time that the loop spent between steps, less saves, loads and evaluations),
-    `peak_memory` in bytes (of the device, or of the process on a CPU; at most a second old), and the metrics
-    of `loss_fn`.
+    A line has `loss`, `loss/<term>` if `weight_fn` is a mapping, `learning_rate`
+    (`learning_rate/<group>`, `learning_rate/<optimizer>` or `learning_rate/<optimizer>/<group>` if
+    there are several), `grad_norm` if the report has one, `loss_scale`, `skipped_updates` since the
+    previous line if updates can be skipped, `samples_per_second`, `items_per_second` by
+    `weight_fn`, `data_wait` (the fraction of the time that the loop spent between steps, without
+    saves, loads and evaluations), `peak_memory` in bytes (of the device, or of the process on a
+    CPU; at most a second old), and the metrics of `loss_fn`.
 
     A path gets a line a step, and `load` and `resume` cut it back, so a resumed run continues in the same
     log and no step is in it twice. Beside it, `<name>.events.jsonl` lists starts, saves, loads,
     evaluations and ends of the run.
 
-    Law: the step computes the same bits as without it, and the log is the same for all numbers of ranks and
-    micro-batches, but for times.
+    Law: the step computes the same bits as without it. The log is the same for all numbers of ranks
+    and micro-batches, except for times.
 
     Args:
-        *writers: each a path that ends in .jsonl (an object a line) or .csv, `~` being your home folder; or a
-            function `(step, values)`, called on the main rank with a dict of floats by name. None writes
-            nothing: `log_to(None)` is no log, and on other ranks than the main one a writer may be None.
+        *writers: each a path that ends in .jsonl (one object per line) or .csv, where `~` is your
+            home folder; or a function `(step, values)`, called on the main rank with a dict of
+            floats by name. None writes nothing: `log_to(None)` makes no log, and on ranks other
+            than the main one a writer may be None.
         every: number of steps between lines, as `state.step` counts them.
         prefix: begins all names, if several plans of a program share a log: "generator/".
 
@@ -155,7 +156,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
 def log_values(
     step: Step, state: DistState, values: Mapping[str, Any], *, prefix: str = ""
 ) -> None:
-    """Log values of your own beside those of the newest step, such as what `evaluate` returns.
+    """Log your own values with those of the newest step, such as the result of `evaluate`.
 
     They are in the line of the step if it has one, else in a separate line. Called on every rank;
     the main rank writes.
@@ -167,8 +168,8 @@ def log_values(
         prefix: begins all names, such as "validation/".
 
     Raises:
-        ValueError: on every rank: a value is not a number, a name is that of a value of the step,
-            such as "loss", the plan has no log, or a later step than `state.step` has run.
+        ValueError: on every rank: a value is not a number, a name is already used by the step, such
+            as "loss", the plan has no log, or a later step than `state.step` has run.
 
     Cost: no collective; a value that is on a device is waited for.
 
@@ -212,7 +213,7 @@ def build_log(
 
 
 class Log(Observer):
-    """Tracks the newest step where nothing is written; `LogOnMain` writes."""
+    """Tracks the newest step on ranks that write nothing; `LogOnMain` writes."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -251,7 +252,7 @@ class LogOnMain(Log):
         self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
-        # The last line alone outlives the step. This handler is registered after the exit handlers
+        # Only the last line outlives the step. This handler is registered after the exit handlers
         # of trackers, so it runs before them.
         atexit.register(finalize(self, recorder.end, os.getpid()))
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
@@ -287,7 +288,7 @@ class LogOnMain(Log):
             self._num_updates += 1
             verdict = verdict_of(report)
             self._applied = self._applied + (bool(verdict) if verdict.is_cpu else verdict)
-        # If a batch has several updates, only the first is logged.
+        # If a batch has several updates, only the first update is logged.
         if self._newest % self._every == 0 and self._newest != self._logged:
             self._log(state, report)
         if self._first is not None:
@@ -366,7 +367,7 @@ class LoopWait:
         self._ended, self._in_step = perf_counter(), False
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was spent on a checkpoint or an evaluation."""
+        """Exclude time that was spent on a checkpoint or an evaluation."""
         self._paused += seconds
 
     def since_last(self) -> tuple[float, float]:
@@ -402,7 +403,7 @@ class Throughput:
     def add(self, report: Report) -> None:
         """Add the weight of a global batch to the counts."""
         if isinstance(report.weight, int | float):
-            # This test is faster than one for a Mapping.
+            # This test is faster than a test for a Mapping.
             weights = {"": report.weight}
         else:
             weights = {f"/{name}": weight for name, weight in report.weight.items()}
@@ -432,7 +433,7 @@ class Memory:
         self._known: dict[str, int] = {}
 
     def peak(self) -> dict[str, int]:
-        """Return a peak at most a second old: to read it costs as much as to write a line."""
+        """Return a peak of at most a second ago: reading it costs as much as writing a line."""
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
@@ -565,7 +566,7 @@ class Recorder:
                 file.event(event, step, **facts)
 
     def read(self, step: int, values: Mapping[str, Any]) -> None:
-        """Copy the values of a line from the device; on a CPU, write the line at once."""
+        """Start to copy a line's values from the device; on a CPU, write the line at once."""
         self._line = step, time.time()
         self._write_line(self._delayed(values, values["loss"].device))
 
@@ -586,7 +587,7 @@ class Recorder:
         if self._prefix:
             values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
-            # Flush the lines of plans that run less often first: their values are older, and steps
+            # First flush the lines of plans that run less often: their values are older, and steps
             # must rise. With one plan, a walk over weak references would take a tenth of the time
             # of a line.
             for other in file.recorders if len(file.recorders) > 1 else ():

@@ -81,14 +81,14 @@ class LogFile:
         self._has_warned = False
         self._has_warned_of_two = False
         self.recorders: WeakSet[Any] = WeakSet()
-        """The recorders that write to this log, one for each plan."""
+        """The recorders that write to this log, one per plan."""
 
     def note_process(self, step: int, process: Mapping[str, object]) -> None:
         """Record, once, that a process begins to log."""
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to the start of a run that loaded no checkpoint; keep a copy of the old log."""
+        """Cut the log back to the start of a run without checkpoint; keep a copy of it."""
         # Another plan of the run may already have logged the batch with which this plan begins.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:
@@ -179,7 +179,7 @@ class _JsonLines:
         self._open()
 
     def put(self, line: Line) -> None:
-        """Add a line, or add the values to the last line if that is of the same step."""
+        """Add a line, or add the values to the last line if that belongs to the same step."""
         is_same = line["step"] == self.last.get("step")
         end = os.fstat(self._file).st_size
         # Another program may have cut the file, as logrotate does; then the last line is gone.
@@ -204,7 +204,7 @@ class _JsonLines:
 
     def _open(self) -> None:
         """Open the file, and drop an incomplete last line."""
-        # Open to append: otherwise a file that another program cuts would get a hole of zeros.
+        # Append: if another program truncates the file, writes at an old position leave zeros.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, self._file)
         self.cut(math.inf)
@@ -217,7 +217,7 @@ class _JsonLines:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError:
-            # The disk may be full: half a line would spoil the next line.
+            # The disk may be full. Remove the half-written line, which would spoil the next one.
             os.ftruncate(self._file, start)
             raise
 
@@ -232,7 +232,7 @@ class _JsonLines:
 
 
 def _set_damage_aside(path: Path) -> None:
-    """Rename a log that has damaged lines, and write its other lines to a new file of its name."""
+    """Rename a log that has damaged lines, and copy its other lines to a new file of its name."""
     whole, is_damaged = whole_lines(path)
     if not is_damaged:
         return
@@ -267,7 +267,7 @@ class _Csv(_JsonLines):
         super().put(line)
 
     def _widen(self, new: list[str]) -> None:
-        """Write the file again with more columns; replace the old one once the new one is whole."""
+        """Write the file again with more columns; replace the old file when that is done."""
         lines = [line for _, _, line in placed_lines(self._path)]
         self._columns = columns = [*self._columns, *new]
         data = b"".join(
@@ -291,7 +291,7 @@ class _Csv(_JsonLines):
 
 
 class _Events:
-    """The file of a run's events. Processes of the run add lines to it, one process at a time."""
+    """The file of a run's events, to which the run's processes append, one process at a time."""
 
     def __init__(self, path: Path) -> None:
         stem = path.with_suffix("")
@@ -352,8 +352,8 @@ def log_lines(file: Path, most: int | None = None) -> Iterator[dict[str, float]]
 def log_events(file: Path) -> list[dict[str, Any]]:
     """Return the events of the run of this log, such as starts, saves and loads.
 
-    Each has `event`, the integer `step` and the number `time`, in seconds since 1970. They are in
-    `NAME.events.jsonl`, beside the log.
+    Each event has `event`, the integer `step` and the number `time`, in seconds since 1970. They
+    are in `NAME.events.jsonl`, in the folder of the log.
 
     >>> from pathlib import Path
     >>> from accel_fn.extend import log_events
@@ -382,7 +382,7 @@ def placed_lines(file: Path, most: int | None = None) -> Iterator[tuple[int, int
     parse = _row_parser() if file.suffix == ".csv" else _object_of
     for start, end, found in _placed(file, parse, most):
         if _is_step(found.get("step")):
-            # JSON has null in place of a number that is not finite.
+            # In JSON, null stands for a number that is not finite.
             values = {name: math.nan if each is None else each for name, each in found.items()}
             yield start, end, {name: value for name, value in values.items() if _is_number(value)}
 
@@ -462,10 +462,10 @@ def _number(cell: str) -> float | str:
 
 
 def as_writer(given: Any) -> Write:
-    """Return a function that writes the values of a step to a run, or the given function itself.
+    """Return a function that writes a step's values to a run; return a given function unchanged.
 
-    It does not take paths. It recognises runs by the names of their types, so no library is
-    imported. Call it only on the main rank, which has the run.
+    It does not accept paths. It recognises runs by the names of their types, so it imports no
+    library. Call it only on the main rank, which has the run.
     """
     check_writer(given)
     kind = _kind_of(given)
@@ -475,7 +475,7 @@ def as_writer(given: Any) -> Write:
 
 def check_writer(given: object) -> None:
     """Refuse a value that is neither a run of these libraries nor a function."""
-    # A class is callable too, such as SummaryWriter in place of SummaryWriter().
+    # A class is callable too, such as SummaryWriter instead of SummaryWriter().
     if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
         rule = (
             "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "
@@ -487,7 +487,8 @@ def check_writer(given: object) -> None:
 def write_settings(given: object, plan: str, launch: Mapping[str, object]) -> None:
     """Write a plan's text and launch settings to a run; do nothing for a function.
 
-    Call it before the first values, with which trackio stores them. A resumed run overwrites them.
+    Call it before the first values, since trackio stores the settings with them. A resumed run
+    overwrites the settings.
     """
     kind = _kind_of(given)
     if kind is not None:
@@ -576,11 +577,11 @@ _KINDS: dict[str, _Kind] = {
     "swanlab": _CONFIGURED,
     "aim.Run": (_aim, _aim_settings),
 }
-"""Kinds of runs by library and class, or by a module that stands for the active run."""
+"""Kinds of runs by library and class, or by a module that represents the active run."""
 
 
 def _kind_of(given: object) -> _Kind | None:
-    """Find the kind of a run by its class or a base class, or of a module."""
+    """Find the kind of a run by its class, a base class, or its module."""
     if isinstance(given, ModuleType):
         return _KINDS.get(given.__name__)
     names = (f"{each.__module__.split('.')[0]}.{each.__name__}" for each in type(given).__mro__)

@@ -62,9 +62,9 @@ def read_on_all_ranks(
 ) -> list[T]:
     """Call `read` on all ranks, with the buffers of the main rank; return each rank's result.
 
-    On a mesh, return those of the ranks along `dp`, since ranks along other axes have read the
-    same. `read` also returns a description of its rank's first batch. Observers of the step get the
-    time.
+    On a mesh, return the results of the ranks along `dp`, since ranks along other axes have read
+    the same data. `read` also returns a description of its rank's first batch. Observers of the
+    step get the time.
     """
     plan = step.plan
     step.check_filled(function)
@@ -85,7 +85,7 @@ def over_loader(
 ) -> Looks:
     """Call `use` on every batch of this rank, with the parts that `cut_up` made of it.
 
-    At the end, modes of modules and optimizers, and the global generators, are restored. Return a
+    At the end, restore the modes of modules and optimizers, and the global generators. Return a
     description of the first batch, unless the loader is a sharded one.
     """
     if not isinstance(progress, bool | None):
@@ -152,7 +152,7 @@ def _use_in_step(
     """Call `use` equally often on every rank, with None if this rank has no more batches.
 
     All ranks gather shards of parameters, so each must run the same number of forwards. If a rank
-    has failed, all stop before the next batch.
+    has failed, all ranks stop before the next batch.
     """
     failure: Exception | None = None
     for number in itertools.count():
@@ -177,7 +177,7 @@ def _use_in_step(
         try:
             raise failure
         finally:
-            # Delete the reference: frame and error would keep each other alive.
+            # Delete the reference: otherwise frame and error keep each other alive.
             del failure
 
 
@@ -226,7 +226,7 @@ def num_rows(part: Any) -> int | None:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and back into its mode at the end."""
+    """Put every module into evaluation mode; restore its mode at the end."""
     before = {module: module.training for module in model.modules()}
     try:
         model.eval()

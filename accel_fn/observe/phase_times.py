@@ -17,7 +17,7 @@ _HOST_COLLECTIVES, _DEVICE_COLLECTIVES, _DISPATCH = "gloo:", "nccl", "c10d::"
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _NOTABLE = 0.1
-"""The least wait for a straggler, as a share of a step, that the table reports."""
+"""The least wait for a straggler that the table reports, as a fraction of a step."""
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class PhaseTimes:
 
     host: Mapping[str, float]
     device: Mapping[str, float]
-    """Seconds that the device runs kernels of each phase; empty without an accelerator."""
+    """Seconds in which the device runs kernels of each phase; empty without an accelerator."""
 
     @property
     def step(self) -> float:
@@ -37,15 +37,15 @@ class PhaseTimes:
 
     @property
     def waiting(self) -> float:
-        """Return the time in which a rank waits in collectives."""
+        """Return the time that a rank spends in collectives."""
         return self.host[COLLECTIVES] + self.device.get(COLLECTIVES, 0.0)
 
 
 def phase_times(trace: Mapping[str, Any]) -> PhaseTimes:
     """Compute the time of each phase from a Chrome trace of torch's profiler.
 
-    The phases of a step do not overlap. Time in a phase in which a collective is under way and the
-    rank computes nothing counts as `collectives` instead.
+    The phases of a step do not overlap. Time in a phase in which a collective runs and the rank
+    computes nothing counts as `collectives` instead.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "cat" in each]
     ranges = _ranges(events)
@@ -74,8 +74,8 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
-    """Cut ranges to the times in which a collective runs that the host may wait for."""
-    # A sum that starts before the forward is awaited after it, in the rest of the step.
+    """Cut ranges to the times in which the host may wait for a collective."""
+    # A sum that starts before the forward is awaited in the rest of the step, after the forward.
     return [
         (max(begin, start), min(end, stop))
         for start, stop in ranges
@@ -139,7 +139,7 @@ def _seconds(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that overlap; the result is in order."""
+    """Merge overlapping intervals; the result is in order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -167,7 +167,7 @@ def minus(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interva
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Add the lengths of a union of intervals."""
+    """Add the lengths of the intervals in a union."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -197,7 +197,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _verdict(ranks: Mapping[int, PhaseTimes]) -> str:
-    """Return a sentence on the rank that the others wait for, and the phase in which it is slower."""
+    """Describe the rank that the others wait for, and the phase in which it is slower."""
     slowest = min(ranks, key=lambda rank: ranks[rank].waiting)
     others = [each for rank, each in ranks.items() if rank != slowest]
     lost = sum(each.waiting for each in others) / len(others) - ranks[slowest].waiting

@@ -1,4 +1,4 @@
-"""predict: collect what a function of model and batch returns for every sample of a loader."""
+"""predict: collect the results of a function of model and batch for every sample of a loader."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def predict(
     *,
     progress: bool | None = None,
 ) -> T:
-    """Collect what a function returns for every sample of a loader: predictions, scores, embeddings.
+    """Collect a function's results for every sample of a loader: predictions, scores, embeddings.
 
     Runs as `evaluate` does: with the step's placement, micro-batches and autocast, without gradients,
     model and optimizers in evaluation mode, all ranks with the buffers of the main rank. Afterwards modes,
@@ -81,11 +81,12 @@ def predict(
     Warns:
         UserWarning: on the main rank: all ranks have the same first batch.
 
-    Cost: a forward and a copy to the host a micro-batch, which waits for the device; with `wrap_fsdp`
-    one small collective a batch beside its own, else none. At the end, once, four small collectives and one
-    all-gather on the host; two more and a small broadcast for each tensor of the tree, if a rank has no
-    rows; and what `evaluate` does for buffers. Each rank has memory for all rows on its host;
-    while they are joined and sorted, for about three times as many.
+    Cost: per micro-batch, a forward and a copy to the host, which waits for the device; with
+    `wrap_fsdp` also one small collective per batch in addition to its own, else no collective. At
+    the end, once, four small collectives and one all-gather on the host; two more and a small
+    broadcast for each tensor of the tree, if a rank has no rows; and the cost of `evaluate` for
+    buffers. Each rank has memory for all rows on its host; while they are joined and sorted, for
+    about three times as many.
 
     >>> import torch, accel_fn as af
     >>> state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
@@ -164,12 +165,12 @@ def _picked(tree: Any, order: Tensor) -> Any:
 
 
 class _Rows:
-    """Collects this rank's rows, a piece of each leaf per micro-batch, and each row's sample."""
+    """Collects this rank's rows: a piece of each leaf per micro-batch, and each row's sample."""
 
     def __init__(self) -> None:
         self.structure: pytree.TreeSpec | None = None
         self.form = ""
-        """The form of the tree, with dtype and trailing shape in place of each leaf; "" without
+        """The form of the tree, with dtype and trailing shape instead of each leaf; "" without
         rows."""
         self.pieces: list[list[Any]] = []
         """The pieces of each leaf, in host memory."""
@@ -239,7 +240,7 @@ class _Rows:
         """Return the tree of all rows of this rank, with the sample and the batch of each row."""
         assert self.structure is not None
         leaves: list[Any] = []
-        # Drop each column once it is joined, so that only one column is held twice.
+        # Drop each column after it is joined, so that only one column is held twice.
         while self.pieces:
             column = self.pieces.pop(0)
             is_tensor = isinstance(column[0], Tensor)

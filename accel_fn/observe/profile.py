@@ -52,10 +52,10 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     - `rest`: cutting and weighing the batch, functions of `after_update`, and with
       `compiled(scope="step")` the whole step.
 
-    These times are the host's, and no two of them overlap. Gradients that DDP averages beside the backward
-    count as `backward` until its last operation has run, and as `collectives` from then on. The straggler
-    is the rank that waits least in collectives, since its peers wait for it there; the table names the
-    phase in which it is slower than its peers.
+    These times are measured on the host, and no two of them overlap. Gradients that DDP averages
+    during the backward count as `backward` until its last operation has run, and as `collectives`
+    from then on. The straggler is the rank that waits least in collectives, since its peers wait
+    for it there; the table names the phase in which it is slower than its peers.
 
     On an accelerator a second table has the time in which the device runs the kernels that each
     phase launched, and collectives of NCCL that overlap with nothing. It is tested on traces as
@@ -141,7 +141,7 @@ class Profile(Observer):
         ]
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Begin in the middle of the steps if a run resumes there; end if it has passed them."""
+        """Start in the middle of the steps if a run resumes there; end if it has passed them."""
         if self._is_over:
             return
         trace, number = self._trace, state.step + 1
@@ -216,7 +216,7 @@ class RankTrace:
         """The first profiled step, and the newest step that began."""
 
     def start(self, phases: Sequence[tuple[Any, str, str]]) -> None:
-        """Start to profile, with these methods as phases; without any, another rank profiles."""
+        """Start to profile, with these methods as phases; without them, another rank profiles."""
         if phases and is_profiling():
             raise StateError(
                 "profile: torch's profiler must be free, got one that runs already; profile one plan at a "
@@ -224,8 +224,8 @@ class RankTrace:
             )
         self.is_running = True
         if phases:
-            # torch 2.11 warns that a cycle clears the events of the cycle before; there is only one
-            # cycle.
+            # torch 2.11 warns that a cycle clears the events of the previous cycle; there is only
+            # one here.
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         for owner, name, phase in phases:
@@ -256,7 +256,7 @@ class RankTrace:
             self._enter(f"{STEP} {number}")
 
     def end_step(self) -> None:
-        """End a step: the time until the next one counts as its data."""
+        """End a step: the time until the next step counts as its data."""
         self._enter(DATA)
 
     def _enter(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""progress: tqdm's bar for the loop of a run, with values of the loop, and for long waits."""
+"""progress: show tqdm's bar for the loop of a run, with values of the loop, and for long waits."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def progress(
     """Show a bar of the loop on the main rank: batches, their rate, the time left, the epoch.
 
     The bar is tqdm's, on stderr or in a notebook; if stderr is not a terminal, as with a log file,
-    there is no bar. The result has `show(report)`, which puts the loss beside the bar.
+    there is no bar. The result has `show(report)`, which puts the loss next to the bar.
 
-    Law: the identity on batches, their order, and what is read ahead.
+    Law: the identity on batches, their order, and the batches that are read ahead.
 
     Args:
         loader: the epochs that `loader.epochs(...)` returned, for one bar over the whole run; one
@@ -50,8 +50,9 @@ def progress(
         state: this rank's state.
 
     Returns:
-        The same batches: an iterable of epochs with `show`, an epoch with `show`, or an iterable with `show`.
-        The bar starts where a resumed run does, and ends with the loop, by its end, a `break` or an error.
+        The same batches: an iterable of epochs with `show`, an epoch with `show`, or an iterable
+        with `show`. The bar starts at the position of a resumed run, and ends with the loop, by its
+        end, a `break` or an error.
 
     Raises:
         TypeError: `loader` cannot be iterated.
@@ -79,13 +80,13 @@ def progress(
 
 
 class Shows:
-    """A base class with a bar, beside which a loop can show values."""
+    """A base class with a bar, next to which a loop can show values."""
 
     __slots__ = ()
     _bar: LoopBar
 
     def show(self, report: Report | None = None, **values: float | Tensor) -> None:
-        """Put the loss of a report, and other values by name, beside the bar.
+        """Put the loss of a report, and other values by name, next to the bar.
 
         Args:
             report: the report of a step.
@@ -156,7 +157,7 @@ class ShownEpoch(Epoch[Batch], Shows):
 
 
 class LoopBar:
-    """The bar of a loop, in a terminal or a notebook, and the values beside the bar."""
+    """The bar of a loop, in a terminal or a notebook, with the loop's values."""
 
     def __init__(self, state: DistState) -> None:
         self._is_main = state.is_main
@@ -244,7 +245,7 @@ def open_bar(*, is_main: bool, wanted: bool | None = None, **options: Any) -> An
 
 @contextmanager
 def bytes_bar(text: str, total: int, *, is_main: bool = True) -> Iterator[Callable[[int], object]]:
-    """Show how many of `total` bytes are done, after one second; yield a function to count them."""
+    """After one second, show how many of `total` bytes are done; yield a function to count them."""
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _DELAY_S, "leave": False}
     bar = open_bar(is_main=is_main, desc=text, total=total, **options)
     if bar is None:

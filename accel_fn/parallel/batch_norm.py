@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: layers that normalize by the statistics of the rows of all ranks."""
+"""BatchNorm layers that normalize by the statistics of the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class SyncedBatchNorm:
     """Forwards for the BatchNorm layers of a model, over the rows of all ranks.
 
     Every rank must call the same layers in the same order, in the forward and in the backward. Rows
-    of a spare micro-batch do not enter the statistics.
+    of a spare micro-batch do not count in the statistics.
 
-    Cost: one collective a call of a layer in the forward, and one in the backward.
+    Cost: for each call of a layer, one collective in the forward and one in the backward.
     """
 
     def __init__(self, model: nn.Module, ranks: DistState, *, is_compiled: bool) -> None:
         self._ranks = ranks
         layers = batch_norms(model)
         self._names = [*layers]
-        # All packets have one size: a collective of two sizes would abort the process.
+        # All packets have one size: a collective with two sizes would abort the process.
         self._width = max([0, *(each.num_features for each in layers.values())])
-        # Make the forwards once: for new objects in a step, torch.compile would compile again.
+        # Make the forwards once: if a step made new objects, torch.compile would compile again.
         call = torch.compiler.disable(_forward) if is_compiled else _forward  # type: ignore[no-untyped-call]
         self.forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]] = {
             each: partial(call, self, number, each) for number, each in enumerate(layers.values())
         }
         self.counts = True
-        """Whether the rows of the current micro-batch enter the statistics."""
+        """Whether the rows of the current micro-batch count in the statistics."""
         self.nodes: list[Node | None] = []
         """The autograd nodes of the layers, in the graph of the current micro-batch."""
 
@@ -76,7 +76,7 @@ class SyncedBatchNorm:
 
 
 def _forward(layers: SyncedBatchNorm, number: int, layer: Any, inputs: Tensor) -> Tensor:
-    """Normalize as the layer does, in training mode over the rows of all ranks."""
+    """Normalize as the layer does, but in training mode over the rows of all ranks."""
     if not layer.training:
         return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]
     layer._check_input_dim(inputs)
@@ -90,13 +90,13 @@ def _forward(layers: SyncedBatchNorm, number: int, layer: Any, inputs: Tensor) -
 
 
 class _Call:
-    """One call of a layer: the statistics of the rows of all ranks."""
+    """The statistics of all ranks' rows for one call of a layer."""
 
     def __init__(self, layers: SyncedBatchNorm, number: int, inputs: Tensor, eps: float) -> None:
         self._exchange = layers.exchange
         self._number = number
         self.counts = layers.counts and inputs.numel() > 0
-        # Compute in float32 at least: half precision cannot hold a sum over many rows.
+        # Use at least float32: half precision cannot hold a sum over many rows.
         self.dtype = torch.promote_types(inputs.dtype, torch.float32)
         self._dims = [0, *range(2, inputs.ndim)]
         self._shape = [1, -1] + [1] * (inputs.ndim - 2)
@@ -109,12 +109,13 @@ class _Call:
         counts, means, variances = torch.split(every, [1, num_features, num_features], dim=1)
         self.count = counts.sum()
         if self.count.is_cpu and self.count == 1:
-            # Raise torch's error for one process. All ranks have the same count, so all raise.
+            # Raise the same error as torch on one process. All ranks have the same count, so all
+            # raise.
             raise BatchError(
                 "Expected more than 1 value per channel when training, got 1 on all ranks"
             )
-        # Add up differences from one rank's mean: sums of squares would cancel each other where the
-        # mean is far from 0.
+        # Add up differences from one rank's mean. Sums of squares would lose all digits if the mean
+        # is far from 0.
         shares = counts / self.count
         start = means.index_select(0, counts.argmax().reshape(1))
         self.mean = (start + (shares * (means - start)).sum(0))[0]

@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model, or those that the user names."""
+"""Find the repeated blocks of a model, or the blocks that the user names."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def find_blocks(model: nn.Module, blocks: Blocks, function: str) -> dict[str, nn
     """Return the blocks that have parameters, by name, in the order of the model.
 
     Args:
-        model: not a block itself.
-        blocks: classes, names of modules (the name of a list stands for its items), or None
-            for the repeated blocks, see `repeated`.
+        model: the model, which is not a block itself.
+        blocks: classes, names of modules (the name of a list means its items), or None for the
+            repeated blocks, see `repeated`.
         function: the name of the public function, for errors.
 
     Returns:
@@ -89,8 +89,8 @@ def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> se
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
     """Return the most frequent modules of each outermost `ModuleList` or `Sequential`.
 
-    Of two equally frequent classes, the class with more parameters counts. A module whose class a
-    list holds once is included if another list repeats that class.
+    If two classes are equally frequent, the class with more parameters is used. A module whose
+    class occurs once in a list is included if another list repeats that class.
     """
     held: dict[str, list[nn.Module]] = {}
     for within, _, module in _items(model, "", ""):

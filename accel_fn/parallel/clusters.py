@@ -1,8 +1,9 @@
 """Clusters: read from a job's variables the ranks of a process, or the place of a machine.
 
 srun, jsrun and the mpirun of Open MPI, MPICH and Intel start each process of a world: a `Task`.
-SageMaker, Kubernetes, Vertex AI, Azure ML and PBS start one process on each machine: a `Node`, on which
-`accel-fn launch` starts the ranks. Imports no torch, since the launcher reads these variables too.
+SageMaker, Kubernetes, Vertex AI, Azure ML and PBS start one process on each machine: a `Node`, on
+which `accel-fn launch` starts the ranks. This module does not import torch, since the launcher
+reads these variables too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from accel_fn.errors import WorldError, message
 
-# Stay below the ports that kernels assign to connections by themselves.
+# Stay below the ports that kernels assign to connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 
@@ -44,7 +45,7 @@ class Variables:
     def number(
         self, *names: str, least: int = 0, most: int | None = None, text: str | None = None
     ) -> int:
-        """Return the number in `text`; without it, in the first variable that is not empty."""
+        """Parse `text` as a number; without it, the first variable that is not empty."""
         found = self.text(*names) if text is None else text
         number = int(found) if found.isdecimal() else -1
         if number < least or (most is not None and number > most):
@@ -65,7 +66,7 @@ class Variables:
 
 
 def _port_of(job: str) -> int:
-    """Return the port of a job's rendezvous: the same on all machines, and different for most jobs."""
+    """Return the port of a job's rendezvous: equal on all machines, and different for most jobs."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
@@ -89,12 +90,12 @@ class Task:
 
     @property
     def port(self) -> int:
-        """Return the port of the rendezvous: the same in all processes of a job."""
+        """Return the port of the rendezvous: equal in all processes of a job."""
         return _port_of(self.job)
 
 
 class _Mpi(NamedTuple):
-    """The names of an `mpirun`'s variables; of several, the first that is set counts."""
+    """The names of an `mpirun`'s variables. If several are set, the first one counts."""
 
     rank: str
     world_size: str
@@ -102,7 +103,7 @@ class _Mpi(NamedTuple):
     local_world_size: tuple[str, ...]
 
 
-# Read MPI's variables before Slurm's: Slurm may have started only MPI's daemons, as a step.
+# Read MPI's variables before Slurm's: Slurm may have started only MPI's daemons, as one step.
 _MPIS = {
     "LSF": _Mpi(
         "JSM_NAMESPACE_RANK",
@@ -117,7 +118,7 @@ _MPIS = {
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # Of the local names, Hydra (of MPICH and Intel MPI) sets the first, Cray's PALS the second.
+    # Hydra (of MPICH and Intel MPI) sets the first of the local names, Cray's PALS the second.
     "MPICH": _Mpi(
         "PMI_RANK",
         "PMI_SIZE",
@@ -224,7 +225,7 @@ def _read_slurm(variables: Variables) -> Task | None:
 
 
 def tasks_per_node(layout: str) -> list[int]:
-    """Expand Slurm's run lengths, `4(x2),3`, to one number a node: 4, 4, 3."""
+    """Expand Slurm's run lengths, `4(x2),3`, to one number per node: 4, 4, 3."""
     counts: list[int] = []
     for run in layout.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run)
@@ -235,7 +236,7 @@ def tasks_per_node(layout: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of Slurm's list of hosts: `gpu[07-09,12],login` begins with gpu07."""
+    """Return the first host of Slurm's list: gpu07 for `gpu[07-09,12],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise WorldError(f"init: Slurm's list of nodes must name one, got {nodes!r}")
@@ -247,7 +248,7 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine of a cluster's job, on which the processes are still to be started."""
+    """One machine of a cluster's job, on which no process has been started yet."""
 
     cluster: str
     variables: tuple[str, ...]
@@ -302,7 +303,7 @@ def _by_names(
     machine_rank: str,
     host: tuple[str, ...],
 ) -> Node | None:
-    """Read a cluster that sets each fact in a variable; one machine needs only the count."""
+    """Read a cluster that sets each fact in a variable. One machine needs only the count."""
     if not variables.any_of(*known_by):
         return None
     count = variables.number(num_machines, least=1)
@@ -375,7 +376,7 @@ def _vertex(variables: Variables) -> Node | None:
 
 
 def _pbs(variables: Variables) -> Node | None:
-    # Processes that an MPI starts inherit PBS's variables, but may use only some of its machines.
+    # Processes that MPI starts inherit PBS's variables, but may use only some of its machines.
     if read_task(variables.values, function=variables.function) is not None:
         return None
     hosts, job = _pbs_hosts(variables.values), variables.values.get("PBS_JOBID")

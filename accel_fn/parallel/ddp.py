@@ -49,9 +49,9 @@ def wrap_ddp(
     Args:
         comm_hook: send gradients in "fp16" or "bf16", or as low-rank factors
             ("powersgd"): less traffic, and no longer exact.
-        sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows of
-            all ranks, so W ranks are one process for them too. The layers stay your objects. Under
-            `accumulate` the rows are those of one micro-batch of every rank.
+        sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows
+            of all ranks, so W ranks are one process for them too. The layers stay your objects.
+            Under `accumulate`, the statistics cover one micro-batch of every rank.
         **ddp_options: options of `DistributedDataParallel`, by name. Two defaults differ:
             `gradient_as_bucket_view=True`, and on a CPU `bucket_cap_mb=100`, since there a
             smaller bucket has nothing to overlap with.
@@ -61,21 +61,21 @@ def wrap_ddp(
 
     Raises:
         TypeError: `sync_batchnorm` is not True or False.
-        ValueError: an option that DDP does not have, or that comes from the state;
-            in `build`, `sync_batchnorm` where a layer has another forward than torch's, or beside
-            `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` beside `accumulate` or a
-            `weight_fn` that is a mapping; any option beside `wrap_tp`; in a world of several, an
-            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the backend
-            cannot sum them.
+        ValueError: an option that DDP does not have, or that comes from the state. In `build`:
+            `sync_batchnorm` if a layer has another forward than torch's, or with
+            `accumulate("auto")` or `compiled(fullgraph=True)`; `static_graph` with `accumulate` or
+            a `weight_fn` that is a mapping; any option with `wrap_tp`; in a world of several, an
+            `nn.Embedding` with a `max_norm`, and on accelerators one with sparse gradients, if the
+            backend cannot sum them.
 
-    Cost: one all-reduce of the gradients a step, on an accelerator overlapped with
-    the last backward, and one small collective of weights and losses beside the last backward. On an
-    accelerator, in the first step, and where the weight must be known (several terms, a loss scale,
-    `accumulate("auto")`), two: of weights, started before the first forward, and of losses. With
-    `sync_batchnorm`, two collectives a BatchNorm layer and micro-batch, of twice the features of the
-    widest layer; the weights are awaited before the first forward, and a rank with fewer micro-batches
-    than another computes one of the other's with weight 0. A loss that raises on one rank then
-    leaves the other ranks in a collective until the time-out.
+    Cost: one all-reduce of the gradients per step, on an accelerator overlapped with the last
+    backward, and one small collective of weights and losses during the last backward. On an
+    accelerator, in the first step, and if the weight must be known (several terms, a loss scale,
+    `accumulate("auto")`), there are two small ones: of weights, started before the first forward,
+    and of losses. With `sync_batchnorm`, two collectives per BatchNorm layer and micro-batch, of
+    twice the features of the widest layer; the step waits for the weights before the first forward,
+    and a rank with fewer micro-batches than another computes one of the other's with weight 0. A
+    loss that raises on one rank then leaves the other ranks in a collective until the time-out.
 
     Source: Li et al. 2020, arXiv:2006.15704.
 
@@ -198,10 +198,8 @@ class _Turn:
 
 
 _TURNS: WeakValueDictionary[int, _Turn] = WeakValueDictionary()
-"""The `_Turn` of each parameter, by the parameter's id, since plans may share a model.
-
-The strategies over a parameter keep the parameter and its `_Turn` alive.
-"""
+"""The `_Turn` of each parameter, by the parameter's id, since plans may share a model. The
+strategies over a parameter keep the parameter and its `_Turn` alive."""
 
 
 class DDP(Strategy):
@@ -238,7 +236,7 @@ class DDP(Strategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enclose a batch; with retries, broadcast DDP's buffers before the first forward."""
+        """Enter a batch's context; with retries, first broadcast DDP's buffers."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -266,8 +264,8 @@ class DDP(Strategy):
             # With retries, backwards run under no_sync, where DDP does not wait for gradients.
             self._is_unfinished = not self.retries
             if self._is_unfinished:
-                # Its next forward begins anew. Before that, a trial of the checks may run a backward,
-                # in which the hooks of the failed forward would start all-reduces.
+                # DDP's next forward begins anew. Before that, a trial of the checks may run a
+                # backward, in which the hooks of the failed forward would start all-reduces.
                 self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             raise
 
@@ -288,11 +286,11 @@ class DDP(Strategy):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Enclose forwards and backwards outside of DDP."""
+        """Enter a context for forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # DDP records the parameters that any backward reaches, if it looks for unused ones or takes
-        # the graph as static.
+        # DDP records the parameters that any backward reaches, if it looks for unused ones or
+        # treats the graph as static.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
@@ -313,7 +311,7 @@ class DDP(Strategy):
 
 @contextmanager
 def _requiring_none(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which these parameters require no gradient."""
+    """Enter a context in which these parameters require no gradient."""
     for each in parameters:
         each.requires_grad_(False)
     try:
@@ -328,7 +326,7 @@ class SyncedDDP(SyncedStrategy, DDP):
 
 
 def _fix_buckets(ddp: DistributedDataParallel) -> None:
-    """Run a first backward of zeros, after which DDP lays out its gradient buckets for good.
+    """Run a first backward of zeros, after which DDP's gradient buckets no longer change.
 
     The layout decides the last bit of a sum over three ranks or more. Without this backward, a
     resumed run would differ from an uninterrupted run, and a repeated first step from the first

@@ -1,4 +1,4 @@
-"""Generators of ranks that hold the same rows, and so have one state, and must draw different numbers."""
+"""Seeds for ranks that hold the same rows: their generators are equal, but draws must differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def seed_at(state: Tensor, rank: int) -> int:
-    """Return a seed for a rank whose peers have a generator of the same state."""
+    """Return a seed for a rank whose peers have a generator with the same state."""
     # Hash the state instead of drawing a seed: the host would wait for a number on a device.
     key = state.numpy().tobytes() + str(rank).encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 2**63

@@ -1,4 +1,4 @@
-"""FileLock: one run at a time writes to a folder or a file.
+"""FileLock: only one run at a time writes to a folder or a file.
 
 The lock is a separate file: NFS locks only files that are open for writing. The file holds the name
 of its run, for the error of a second run.
@@ -31,11 +31,11 @@ class FileLock:
             # Leave out O_CREAT: Linux refuses it for another user's file in a sticky folder.
             self._file = os.open(path, flags)
         self._close = finalize(self, os.close, self._file)
-        # Let every user who may save in the folder lock the file. If the file is another user's,
+        # Let every user who may save in the folder lock the file. If another user owns the file,
         # changing the mode fails, but that user's run has set it.
         with suppress(OSError):
             os.fchmod(self._file, path.parent.stat().st_mode & 0o666)
-        # Close the file in forked workers: one that outlives a killed run would keep the lock.
+        # Close the file in forked workers: a worker that outlives a killed run would keep the lock.
         register_after_fork(self, FileLock.close)
         self.owner = None if self._acquire() else self._read_owner()
         """The name of the other run that holds the lock; None if this run does."""
@@ -63,7 +63,7 @@ class FileLock:
                 if left:
                     time.sleep(_WAIT_S)
             except OSError:
-                # The file system has no locks, so the run goes on without one.
+                # The file system has no locks, so the run continues without one.
                 return True
             else:
                 os.truncate(self._file, 0)

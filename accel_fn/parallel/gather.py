@@ -1,4 +1,4 @@
-"""gather: joins the rows of all ranks, in data-set order."""
+"""gather: join the rows of all ranks, in data-set order."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
     tuples, mappings and types that are registered with torch's pytree are structure. A pair of
     tensors that torch has collated is a list: pass `tuple(batch)`.
 
-    A gradient goes through joined tensors, not through items of lists: in the backward it is summed
-    over the ranks, and each rank gets the gradient of its rows. So a loss over the rows of all
-    ranks trains as it does in one process; all ranks must run its backward.
+    Gradients flow through joined tensors, not through items of lists: the backward sums them over
+    the ranks, and each rank gets the gradient of its rows. So a loss over the rows of all ranks
+    trains as it does in one process. All ranks must run its backward.
 
     Args:
         tree: a tree of tensors [num_rows, ...] and lists, of one structure on all ranks; dtypes and
@@ -59,15 +59,14 @@ def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
         were on the host are on the host, others on `state.device`. In a world of one, `tree` itself.
 
     Raises:
-        ValueError: on every rank, before any data moves: structures,
-            dtypes or trailing dimensions differ, an item cannot be pickled, or a leaf has no rows. In a
-            loss under training: beside `accumulate` or `reproducible`, which give it a part of the
-            batch; of a tensor with a graph under `no_grad`, or beside `local_sgd`.
+        ValueError: on every rank, before any data moves: structures, dtypes or trailing dimensions
+            differ, an item cannot be pickled, or a leaf has no rows. In a loss under training: with
+            `accumulate` or `reproducible`, which give the loss only a part of the batch; or a
+            tensor with a graph under `no_grad`, or with `local_sgd`.
 
-    Cost: two small collectives for shapes and lists, then one all-gather for
-    tensors on the host and one for those on the device, of world_size times the
-    largest part; one host synchronisation. The backward: one small collective, and one all-reduce a
-    tensor.
+    Cost: two small collectives for shapes and lists, then one all-gather for tensors on the host
+    and one for those on the device, of world_size times the largest part; one host synchronisation.
+    In the backward, one small collective, and one all-reduce per tensor.
 
     >>> import torch, accel_fn as af
     >>> af.gather({"scores": torch.arange(3), "names": ["a", "b", "c"]}, af.DistState())
@@ -78,12 +77,12 @@ def gather(tree: T, state: DistState, *, axis: str | None = None) -> T:
 
 
 def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
-    """Join the rows of all ranks, for a public function whose parameter gave them."""
+    """Join the rows of all ranks, for a public function and its parameter, which errors name."""
     leaves, structure = flat_rows(tree)
     described = [_describe(leaf) for leaf in leaves]
     problem = inexact(function, leaves, state, joins_rows=True)
     form = str(structure), [leaf for leaf, _ in described], problem
-    # A fault of one rank travels with the shapes, so all ranks raise before any data moves.
+    # An error of one rank is sent with the shapes, so all ranks raise before any data moves.
     every = primitives.exchange(form, state, function, leaves)
     _check(every, f"{function}: {parameter}")
     if state.world_size == 1:
@@ -156,17 +155,17 @@ class _Leaf:
     """A description of a leaf, a tensor or a list of items, for the peers."""
 
     kind: str
-    """A description on which ranks must agree."""
+    """A description that must be equal on all ranks."""
     specs: tuple[_Spec, ...] = ()
     items: bytes = b""
     problem: str = ""
-    """The reason why the leaf cannot be joined, if there is one."""
+    """The reason why the leaf cannot be joined; empty if it can."""
     in_graph: bool = False
-    """Whether a gradient goes through the leaf."""
+    """Whether gradients flow through the leaf."""
 
 
 def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
-    """Describe a leaf for the peers; return its tensors too, which travel as bytes."""
+    """Describe a leaf for the peers; return its tensors too, which are sent as bytes."""
     kind, items, tensors = type(leaf).__name__, b"", []
     if isinstance(leaf, Tensor) and leaf.ndim:
         kind, tensors = f"{leaf.dtype} [rows, {list(leaf.shape[1:])}]", [leaf]
@@ -196,7 +195,7 @@ def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
 
 
 def _check(every: Sequence[tuple[str, list[_Leaf], str]], where: str) -> None:
-    """Raise on all ranks unless the trees of all ranks fit together and can be joined."""
+    """Raise on all ranks unless the trees of all ranks can be joined."""
     rule = (
         f"{where} must have one structure, and one dtype and trailing shape a leaf, on every rank"
     )
@@ -257,7 +256,7 @@ def _exchange_bytes(
 def _join(
     leaf: Any, leaves: Sequence[_Leaf], parts: Sequence[Iterator[Tensor]], state: DistState
 ) -> Any:
-    """Join one leaf of all ranks; `parts` yield the bytes of each rank's tensors in order."""
+    """Join one leaf of all ranks; `parts` yields the bytes of each rank's tensors in order."""
     if isinstance(leaf, Tensor):
         device = leaf.device if leaf.device.type == "cpu" else state.device
         whole = torch.cat([next(part).to(device) for part in parts]).view(leaf.dtype)

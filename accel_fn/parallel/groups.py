@@ -1,6 +1,7 @@
 """Process groups along the axes of a mesh, and Gloo groups whose ranks are threads of one process.
 
-Uses private names of torch; tests/core/test_torch_internals.py fails when one of them changes.
+This module uses private names of torch; tests/core/test_torch_internals.py fails when one of them
+changes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,8 @@ from accel_fn.core.primitives import group_of, nccl_of
 from accel_fn.core.state import Axis, DistState
 
 MakeGroup = Callable[[DistState, str, range], ProcessGroup | None]
-"""Makes a group for a set of ranks along an axis; returns this rank's end.
-
-All ranks call it for every set of ranks along every axis, in the same order.
-"""
+"""A function that makes a group for a set of ranks along an axis, and returns this rank's end of
+it. All ranks call it for every set of ranks along every axis, in the same order."""
 # The tag of a message that no rank sends.
 _NEVER_SENT = 1 << 30
 # Numbers for the names of groups, since threads share torch's table of groups.
@@ -77,7 +76,7 @@ def make_subgroup(
 def _device() -> Any:
     """Return the Gloo device that all groups of this process share, with its one thread.
 
-    With one device for each group, messages in a process would take at least twice the CPU time.
+    With one device per group, messages in a process would take at least twice the CPU time.
     """
     return dist.ProcessGroupGloo.create_default_device()
 
@@ -92,7 +91,7 @@ def make_group(
 ) -> ProcessGroup:
     """Make a thread's end of a Gloo group; returns once all ranks have called it.
 
-    A part is closed and released with the group that it is part of.
+    If `part_of` is given, the new group is closed and released together with that group.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._timeout = [_device()], timedelta(seconds=timeout_s)
@@ -104,8 +103,8 @@ def make_group(
     # Register the group under a name, by which a mesh finds the group.
     group._set_group_name(cast("Any", f"accel_fn {next(_numbers)}"))
     _register_process_group(group.group_name, group)
-    # Destroying such a group can deadlock on the GIL, while a thread of Gloo's releases a tensor.
-    # So an extra reference keeps the group until the process ends, or until `release_group`.
+    # Destroying such a group can deadlock on the GIL, while a Gloo thread releases a tensor. So an
+    # extra reference keeps the group until the process ends, or until `release_group`.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.setdefault((part_of or group).group_name, []).append(group)
     return group
@@ -117,7 +116,7 @@ def num_connections(group: ProcessGroup) -> int:
 
 
 def close_group(group: ProcessGroup) -> None:
-    """Close the connections of a group and its parts: calls that wait fail at once, on all ranks.
+    """Close the connections of a group and its parts: pending calls fail at once, on all ranks.
 
     Gloo closes connections only after a time-out, so provoke a time-out.
     """

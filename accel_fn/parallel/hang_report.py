@@ -1,6 +1,6 @@
 """The parts of a hang report: lines of code, collectives and stacks, each with its ranks.
 
-Does not import torch, since the launcher classifies the lines of a traceback with it.
+This module does not import torch, since the launcher classifies the lines of a traceback with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_upd
 
 
 def is_in_python(file: str) -> bool:
-    """Return whether a file is of the standard library, which reports leave out."""
+    """Return whether a file is in the standard library, which reports leave out."""
     return file.startswith((_PYTHON, "<frozen ")) and not _INSTALLED.search(file)
 
 
@@ -53,7 +53,7 @@ class CodeLine(NamedTuple):
 
 
 def place_of(frame: FrameType | None, libraries: tuple[str, ...]) -> CodeLine | None:
-    """Return the user's innermost line, which is the first one outside of these folders."""
+    """Return the user's innermost line: the first one outside of these folders."""
     while frame is not None:
         if not frame.f_code.co_filename.startswith(libraries):
             return CodeLine(frame.f_code, frame.f_lineno)
@@ -65,7 +65,7 @@ class Collective(NamedTuple):
     """A collective of accel_fn that a rank has entered."""
 
     number: int
-    """The collective's number, equal on all ranks that take part; 0 for a message of two ranks."""
+    """The collective's number, equal on all its ranks; 0 for a message between two ranks."""
     function: str
     axis: str
     """The mesh axis that the collective runs over; empty for all ranks."""
@@ -112,7 +112,7 @@ class Stack:
 
     @classmethod
     def of_error(cls, error: BaseException) -> Stack:
-        """Return the stack of an error: calls that are still running, then those that it left."""
+        """Return the stack of an error: calls that still run, then calls that it has left."""
         trace = error.__traceback__
         inner = tuple(traceback.walk_tb(trace))
         outer = cls.of_thread(trace.tb_frame.f_back if trace else None)
@@ -132,7 +132,7 @@ class Stack:
         return self
 
     def phase(self) -> str:
-        """Return the phase of the step that the stack is in; empty outside of a step."""
+        """Return the phase of the step on the stack; empty outside of a step."""
         names = [_PHASES.get(frame.f_code.co_qualname, "") for frame, _ in reversed(self.calls)]
         return next(filter(None, names), "")
 
@@ -163,11 +163,11 @@ class Ranks:
     """The number of ranks along each axis; empty without a mesh."""
 
     def along(self, axis: str, rank: int) -> range:
-        """Return the ranks that take part in this rank's collectives along an axis."""
+        """Return the ranks of this rank's collectives along an axis."""
         return ranks_along(self.mesh, axis, rank) if axis in self.mesh else range(self.world_size)
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Return ranks and the mesh places that they share as text, such as `ranks 2-3, 7 (dp 1)`."""
+        """Format ranks and the mesh places that they share, such as `ranks 2-3, 7 (dp 1)`."""
         runs: list[list[int]] = []
         for rank in ranks:
             if runs and rank == runs[-1][-1] + 1:
@@ -184,7 +184,7 @@ class Ranks:
         return f"{shown} ({', '.join(shared)})" if shared else shown
 
     def list_work(self, entries: Mapping[int, Entry], shown: Sequence[int]) -> str:
-        """Return a line for all ranks with the same work, and one for ranks without an entry."""
+        """Return one line for each group of ranks with the same work, and one for missing ranks."""
         by_text: dict[str, list[int]] = {}
         for rank in shown:
             by_text.setdefault(entries[rank].doing if rank in entries else "", []).append(rank)

@@ -1,4 +1,4 @@
-"""launch_options: the options of training that a launch sets, for scripts that do not set them."""
+"""launch_options: training options that a launch sets, for scripts that do not set them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Wrapper = Literal["ddp", "fsdp", "deepspeed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of a launch; None for those that it does not set.
+    """The options of a launch; an option that it does not set is None.
 
     Attributes:
         mixed_precision: the default of `with_amp()`.
@@ -71,7 +71,7 @@ def launched_mesh() -> dict[str, int] | None:
 
 
 def parse_mesh(function: str, name: str, text: str) -> dict[str, int]:
-    """Parse axes and sizes, as in `dp=-1,tp=2`."""
+    """Parse axes and sizes, such as `dp=-1,tp=2`."""
     pairs = [pair.partition("=") for pair in text.split(",")]
     try:
         mesh = {axis.strip(): int(size) for axis, _, size in pairs}

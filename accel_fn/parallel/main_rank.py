@@ -1,4 +1,4 @@
-"""Code for the main rank: to run alone or first, to print and to log."""
+"""Code for the main rank: run alone or first, print and log."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
 
     Args:
         state: the state of this rank.
-        local: True: the first rank of each machine runs the body first, where machines share no
+        local: True: the first rank of each machine runs the body first, if machines share no
             folder.
 
     Yields:

@@ -1,9 +1,10 @@
 """Device meshes: the ranks of a world as torch's mesh, and their process groups.
 
-Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process, so
-groups of simulated ranks are not in it, and their mesh is made by hand, as is that of a world of one,
-which has no group. The code is here and not in `testing/`, since `wrap_fsdp` makes meshes of all
-kinds. It uses private names of torch; tests/core/test_torch_internals.py fails when one changes.
+Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process,
+so it does not contain the groups of simulated ranks, and their mesh is made by hand. The mesh of a
+world of one, which has no group, is made by hand too. The code is here and not in `testing/`, since
+`wrap_fsdp` makes meshes of all kinds. It uses private names of torch;
+tests/core/test_torch_internals.py fails when one changes.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ _numbers = itertools.count()
 def device_mesh(state: DistState) -> DeviceMesh:
     """Return torch's mesh of a state's axes, for `parallelize_module`, `fully_shard` and DTensors.
 
-    Axes of one rank are left out. It works in `simulate` too, where torch has no default group.
+    Axes of one rank are left out. It works in `simulate` too, although torch has no default group
+    there.
 
     Args:
-        state: of all ranks. Without a mesh it has one axis, `dp`.
+        state: the state of all ranks. Without a mesh it has one axis, `dp`.
 
     Returns:
         A mesh of the state's own groups, with the names of its axes: `device_mesh(state)["tp"]`.
 
     Raises:
-        ValueError: the state is that of one axis (`along`).
+        ValueError: the state is the state of one axis (`along`).
 
     Cost: no collective.
 
@@ -84,7 +86,7 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
     mesh = init_device_mesh(state.device.type, tuple(ranks.shape), mesh_dim_names=tuple(names))
     nccl = nccl_of(group)
     for part in mesh.get_all_groups() if nccl is not None else ():
-        # torch gives new groups its own default time-out, so set that of the world.
+        # torch gives new groups its own default time-out, so set the world's.
         nccl_of(part)._set_default_timeout(nccl.options._timeout)
     return mesh
 
@@ -104,7 +106,7 @@ def _group_along(axis: Axis) -> ProcessGroup:
 
 
 def _mesh_of(state: DistState, ranks: Tensor, groups: Mapping[str, ProcessGroup]) -> DeviceMesh:
-    """Make a mesh of these groups, one for each axis; by hand, if torch does not know them."""
+    """Make a mesh of these groups, one per axis; by hand, if torch does not know them."""
     kind, names = state.device.type, tuple(groups)
     if not all(map(_is_known, groups.values())):
         return _MeshByHand(kind, state.rank, ranks, groups)
@@ -122,10 +124,10 @@ def _is_known(group: ProcessGroup) -> bool:
 
 
 def silent_meshes(device: torch.device, shape: Mapping[str, int]) -> dict[str, DeviceMesh]:
-    """Return the meshes of the axes of several ranks, whose collectives send nothing and never wait.
+    """Return one mesh for each axis of several ranks; its collectives send nothing.
 
-    With them, tensors without data (torch's fake ones) are divided as they are on the ranks. Only the
-    first rank's place is there.
+    With these meshes, tensors without data (torch's fake tensors) are divided as on real ranks.
+    Each mesh has only the first rank's place.
 
     Cost: no collective.
 
@@ -134,7 +136,7 @@ def silent_meshes(device: torch.device, shape: Mapping[str, int]) -> dict[str, D
     >>> meshes["tp"].size()
     4
     """
-    # The import registers what these collectives make of tensors without data.
+    # The import registers what these collectives return for tensors without data.
     from torch.distributed._tools import fake_collectives  # noqa: F401
 
     several = {name: size for name, size in shape.items() if size > 1}
@@ -156,7 +158,7 @@ def _silent_group(device: torch.device, size: int) -> ProcessGroup:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of simulated ranks. Its rank is that of the thread; torch would use the process's."""
+    """A mesh of simulated ranks. Its rank is the thread's; torch would use the process's."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]

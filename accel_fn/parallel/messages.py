@@ -23,18 +23,18 @@ _HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The error that peers raise; a rank that failed sends it in place of a value."""
+    """The error that peers raise; a rank that failed sends it instead of a value."""
 
     kind: type[AccelError]
     text: str
 
 
 class Channel:
-    """Messages between all ranks for one exchange, such as a pass over the data. Made by `open_channel`.
+    """Messages between all ranks for one exchange, such as a pass over the data.
 
-    Messages of a channel arrive in the order in which they were sent, from any thread. They do not
-    mix with messages of other channels, or with collectives. One thread of a rank uses a channel
-    at a time.
+    `open_channel` makes it. Messages of a channel arrive in the order in which they were sent, from
+    any thread. They do not mix with messages of other channels, or with collectives. Only one
+    thread of a rank uses a channel at a time.
     """
 
     def __init__(self, state: DistState, tag: int) -> None:
@@ -51,10 +51,11 @@ class Channel:
     def via_main(self, value: Any, answers_of: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Send this rank's picklable `value` to rank 0, and return rank 0's answer to this rank.
 
-        Rank 0 alone calls `answers_of`, with all values in rank order, for one answer a
-        rank. If that raises, or a rank called `fail`, all ranks raise.
+        Only rank 0 calls `answers_of`, with all values in rank order, for one answer per rank. If
+        that raises, or a rank called `fail`, all ranks raise.
 
-        Cost: two messages a rank, and one more for each value or answer of over 216 bytes pickled.
+        Cost: two messages per rank, and one more for each pickled value or answer of over 216
+        bytes.
         """
         if not self.state.is_main:
             sent = self.send(value, rank=0)
@@ -83,15 +84,15 @@ class Channel:
         return answers[0]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. Cost: that of `via_main`."""
+        """Return every rank's picklable `value`, in rank order, at the cost of `via_main`."""
         return self.via_main(  # type: ignore[no-any-return]
             value, lambda values: [values] * self.state.world_size
         )
 
     def fail(self, error: Exception) -> None:
-        """Send an error to the peers, which raise at their next exchange; returns at once.
+        """Send an error to the peers, which raise at their next exchange; return at once.
 
-        Does nothing if the exchange is over already.
+        It does nothing if the exchange is over already.
         """
         # Do not wait for the rest of the exchange: in a training loop, peers may be in a step and
         # wait for this rank there.
@@ -144,7 +145,7 @@ class Channel:
         return [work for rank in ranks for work in self.send(failure, rank)]
 
     def _keep(self, works: list[primitives.Work]) -> None:
-        """Keep messages as long as the group lives: one that is released too early is lost."""
+        """Keep messages as long as the group exists: if released too early, they are lost."""
         if self.state.group is not None:
             finalize(self.state.group, works.clear).atexit = False
 

@@ -1,4 +1,4 @@
-"""Reduce the trees of all ranks to one: sums, means, extremes, and the mean of a batch inside a loss."""
+"""Reduce the trees of all ranks to one: sums, means, extremes, and a batch's mean inside a loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SUMMED_AS = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""The dtype to sum in, for dtypes that backends refuse or take for another dtype."""
+"""The dtype to sum in, for dtypes that backends refuse or treat as another dtype."""
 _SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 
 
@@ -49,10 +49,9 @@ _SAME = "must have one structure, and one shape and dtype a leaf, on every rank"
 def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
     """Sum over the ranks, leaf by leaf, on all ranks; on a mesh, over the ranks along `dp`.
 
-    Python integers are summed exactly, however large, and booleans with them as 0 and 1.
-    A tensor is summed in its dtype: integers wrap around where they would there, and a
-    bool tensor is true where any rank's is. A gradient goes through it: in the backward it is
-    summed over the ranks.
+    Python integers are summed exactly, however large, and booleans among them count as 0 and 1. A
+    tensor is summed in its dtype: integers wrap around as in that dtype, and a bool tensor is true
+    if any rank's is. Gradients flow through the sum: the backward sums them over the ranks.
 
     Args:
         tree: a tree of tensors of one shape and dtype on all ranks, in memory
@@ -66,13 +65,13 @@ def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
         for numbers. In a world of one, `tree` itself.
 
     Raises:
-        ValueError: before any data moves: structures, shapes or dtypes differ, on every
-            rank; or this rank's tree holds something else. In a loss under training: a
-            tensor with a graph beside `accumulate`, `reproducible` or `local_sgd`.
-        RuntimeError: another rank's tree holds something else.
+        ValueError: before any data moves: structures, shapes or dtypes differ, on every rank; or
+            this rank's tree holds other values. In a loss under training: a tensor with a graph,
+            with `accumulate`, `reproducible` or `local_sgd`.
+        RuntimeError: another rank's tree holds other values.
 
-    Cost: two small collectives for the check, by which numbers travel too, then one
-    all-reduce a tensor; for those with a graph one more in the backward, and a small collective.
+    Cost: two small collectives, which check the trees and send numbers, then one all-reduce per
+    tensor. For tensors with a graph, one more all-reduce in the backward, and a small collective.
 
     >>> import accel_fn as af
     >>> af.reduce_sum({"right": 9, "seen": 10}, af.DistState())
@@ -85,9 +84,9 @@ def reduce_sum(tree: T, state: DistState, *, axis: str | None = None) -> T:
 def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0, axis: str | None = None) -> T:
     """Average over the ranks, weighted, leaf by leaf, on all ranks; on a mesh, over those along `dp`.
 
-    A mean of per-rank means is the mean over all items only if every rank's
-    mean is weighted by its number of items: give that as `weight`. A gradient goes through it,
-    times the rank's share: in the backward it is summed over the ranks.
+    A mean of per-rank means is the mean over all items only if every rank's mean is weighted by its
+    number of items: pass that number as `weight`. Gradients flow through the mean, times the rank's
+    share: the backward sums them over the ranks.
 
     Args:
         tree: a tree of floating-point tensors of one shape and dtype on all
@@ -120,8 +119,8 @@ def reduce_mean(tree: T, state: DistState, *, weight: float = 1.0, axis: str | N
 def reduce_max(tree: T, state: DistState) -> T:
     """Take the largest value over the ranks, leaf by leaf and element by element, on all ranks.
 
-    NaN on any rank is NaN on all. No gradient goes through it: detach tensors in a loss. On a mesh it
-    goes over all ranks; `state.along("dp")` in place of the state limits it to an axis.
+    NaN on any rank is NaN on all. No gradient flows through it: detach tensors in a loss. On a mesh
+    it runs over all ranks; pass `state.along("dp")` to limit it to an axis.
 
     Args:
         tree: a tree of dense real tensors of one shape and dtype on all ranks, and of numbers.
@@ -136,7 +135,7 @@ def reduce_max(tree: T, state: DistState) -> T:
             or this rank's tree holds something else, or a tensor with a graph.
         RuntimeError: another rank's tree holds such a thing.
 
-    Cost: two small collectives for the check, by which numbers travel too, then one all-gather a
+    Cost: two small collectives, which check the trees and send numbers, then one all-gather per
     tensor, with memory for the tensors of all ranks.
 
     >>> import accel_fn as af
@@ -174,9 +173,9 @@ def reduce_min(tree: T, state: DistState) -> T:
 def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     """Average over the rows of the global batch, those of all ranks, inside a loss.
 
-    For statistics of the batch that a loss reads: the load of experts, a reference point, the loss itself
-    of flooding. A gradient goes through it: in the backward it is summed over the ranks, so W ranks train
-    as one process. On a mesh it goes over the ranks along `dp`.
+    Use it for statistics of the batch in a loss: the load of experts, a reference point, the loss
+    itself of flooding. Gradients flow through it: the backward sums them over the ranks, so W ranks
+    train as one process. On a mesh it runs over the ranks along `dp`.
 
     Law: W ranks give the value and the gradient of `x.mean(0)` on one.
 
@@ -190,12 +189,13 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
 
     Raises:
         TypeError: `x` is not a floating-point tensor with rows, or `name` is not a string.
-        ValueError: on every rank: names, shapes or dtypes differ, or there is no row; in a loss under
-            training beside `accumulate` or `reproducible` (a micro-batch lacks the rows of the
-            others), also without a graph; use one micro-batch. With a graph under `local_sgd`.
+        ValueError: on every rank: names, shapes or dtypes differ, or there is no row. In a loss
+            under training, also without a graph: with `accumulate` or `reproducible`, since a
+            micro-batch lacks the rows of the others; use one micro-batch. With a graph under
+            `local_sgd`.
 
-    Cost: a small collective, and that of `reduce_sum` of a tensor of the shape of a row and a number.
-    In a world of one, none.
+    Cost: a small collective, and the cost of `reduce_sum` of a number and a tensor with the shape
+    of a row. In a world of one, none.
 
     >>> import torch, accel_fn as af
     >>> af.batch_mean(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), af.DistState(), "load")
@@ -209,7 +209,8 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     if not isinstance(name, str):
         raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
     ranks = over(state)
-    # Refuse a loss that sees a part of the rows even without a graph: the value would be wrong.
+    # Refuse a loss that gets only a part of the rows even without a graph: the value would be
+    # wrong.
     leaves = [x if torch.is_grad_enabled() else x.detach()]
     problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
     agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
@@ -232,7 +233,7 @@ def _extreme(
     of_numbers: Callable[[Sequence[Any]], Any],
     of_tensors: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """Pick one of the ranks' values of each leaf, element by element."""
+    """Take the minimum or maximum of each leaf over the ranks, element by element."""
     check_state(function, state)
     leaves, structure = leaves_of(tree)
 
@@ -260,7 +261,7 @@ def _extreme(
 
 
 def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight: Any = 1) -> T:
-    """Sum each leaf over the ranks; for a mean, times its rank's share of the weights."""
+    """Sum each leaf over the ranks; for a mean, first multiply it by its rank's share."""
     check_state(function, state)
     state = over(state, axis)
     if state.world_size == 1:

@@ -1,8 +1,9 @@
-"""The rendezvous of a world of processes: its ranks meet in a store, connect, and leave in the end.
+"""The rendezvous of a world of processes: ranks meet in a store, connect, and leave at the end.
 
-Rank 0 names each try by a random number, and every rank that sees the name leaves a note below it. When
-all notes are there, rank 0 publishes them, and a rank that finds its own among them connects. So a note of a
-rank that died or gave up counts in no later try, however often each rank has tried.
+Rank 0 names each try by a random number, and every rank that reads the name leaves a note under it.
+When all notes are there, rank 0 publishes them, and a rank whose note is among them connects. So
+the note of a rank that died or gave up does not count in later tries, however often each rank has
+tried.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class JoiningRank:
-    """A process that joins a world, and how long it waits."""
+    """A process that joins a world, and its time-outs."""
 
     rank: int
     world_size: int
@@ -72,7 +73,7 @@ class JoiningRank:
     deadline: float
     """The time to give up, on the monotonic clock."""
     task: str
-    """The words for what all ranks must do, for errors."""
+    """The text for errors: what all ranks must do."""
 
 
 def join_world(
@@ -81,7 +82,7 @@ def join_world(
     """Join the world of all processes that call this; return its group and this rank's watchdog.
 
     The processes meet in the file, if there is one, else at the address. A process that is in a
-    world already gets a second group over it.
+    world already gets a second group through that world.
     """
     in_world, file = current_world(), launch.store_file
     if in_world not in (None, (launch.rank, launch.world_size)):
@@ -122,9 +123,9 @@ def join_world(
 
 
 def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, int], T]) -> T:
-    """Wait until all ranks have come; return the group that `make` returns.
+    """Wait until all ranks have joined; return the group that `make` returns.
 
-    `make` is given a store of this world alone, and the largest `num_groups` of all ranks.
+    `make` gets a store for this world only, and the largest `num_groups` of all ranks.
     """
     note = json.dumps([uuid.uuid4().hex, num_groups])
     try:
@@ -143,7 +144,7 @@ def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, 
         with suppress(dist.DistError):
             store.set(tried[me.rank], "")
             with suppress(dist.DistStoreError):
-                # Wait briefly: the other ranks that are alive fail at about the same time.
+                # Wait briefly: the other live ranks fail at about the same time.
                 store.wait(tried, timedelta(seconds=_LINGER_S))
             absent = [rank for rank, key in enumerate(tried) if not store.check([key])]
             if absent:
@@ -177,7 +178,7 @@ def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
     present = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
     absent = [rank for rank in range(me.world_size) if rank not in present]
     failure = _not_seen(me, absent or range(1, me.world_size))
-    # Let peers that wait read the error, since the store may end with this process.
+    # Let waiting peers read the error, since the store may end with this process.
     store.set(f"{world}/begin", json.dumps([str(failure), [*present.values()]]))
     with suppress(dist.DistError):
         read = [f"{world}/read/{rank}" for rank in present if rank]
@@ -186,7 +187,7 @@ def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 
 
 def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
-    """Leave a note in each try that rank 0 names, until a try begins with it; return as `_lead`."""
+    """Leave a note in each try of rank 0 until a try begins with it; return its name and notes."""
     world, pause_s = "", max(_POLL_S, me.world_size / _POLLS_PER_S)
     try:
         while time.monotonic() < me.deadline:
@@ -214,7 +215,8 @@ def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 def _late_follower(store: Store, me: JoiningRank, note: str, world: str) -> WorldTimeoutError:
     if world and store.get(f"{world}/note/{me.rank}").decode() != note:
         return _displaced(me)
-    # Rank 0 has not come, or has begun a try without this rank and named no new one.
+    # Rank 0 has not joined yet, or it has begun a try without this rank and has not named a new
+    # try.
     if not world or store.check([f"{world}/begin"]):
         return _not_seen(me, [0])
     ranks = range(me.world_size)
@@ -294,11 +296,11 @@ def _store_of(group: ProcessGroup) -> Store:
 
 
 def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
-    """Leave a group; leaving a process's first group leaves all. Does nothing the second time.
+    """Leave a group; leaving a process's first group leaves all groups. A second call is a no-op.
 
-    Gloo's threads may still hold the tensors of the last collectives for an instant, and need the
-    interpreter to release them. A thread that is late, when Python is gone, aborts the process.
-    So sleep: the threads get the interpreter meanwhile.
+    Gloo's threads may hold the tensors of the last collectives for a moment, and need the
+    interpreter to release them. A thread that does so after Python has ended aborts the process. So
+    sleep: meanwhile the threads get the interpreter.
     """
     if watchdog is not None:
         watchdog.stop()
@@ -307,7 +309,7 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     ):
         fails = ending_error() is not None or (watchdog is not None and watchdog.has_lost_rank)
         if fails and device_backend(group) is not None:
-            # Destroying a group waits for queued kernels, and their peers may never come.
+            # Destroying a group waits for queued kernels, whose peers may never run them.
             dist.distributed_c10d._abort_process_group(group)
         else:
             dist.destroy_process_group(group)
@@ -358,7 +360,7 @@ def _reach_store(me: JoiningRank, host: str, port: int, serves: bool) -> Store:
 
 
 def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) -> None:
-    """Return once the server accepts connections: torch's own tries outlast the time-out."""
+    """Wait until the server accepts connections: torch's own tries outlast the time-out."""
     while True:
         left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
         try:
@@ -371,7 +373,7 @@ def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) 
 
 
 def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
-    """Make the store in a thread, and leave the thread if the server accepts but never answers."""
+    """Make the store in a thread; abandon the thread if the server accepts but never answers."""
     made: Future[Store] = Future()
 
     def run() -> None:
@@ -385,7 +387,7 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
     try:
         return made.result(max(deadline - time.monotonic(), _ANSWER_S))
     except TimeoutError as error:
-        # A thread that gives up after Python is gone aborts the process: wait for it at exit.
+        # A thread that gives up after Python has ended aborts the process: wait for it at exit.
         atexit.register(thread.join, _ANSWER_S)
         raise WorldTimeoutError(
             str(error) or "connections are accepted, and no store answers"

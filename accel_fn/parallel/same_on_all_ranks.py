@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_fn.core.loop import Strategy
 
 _PIECE, _PIECE_ON_HOST = 2**22, 2**16
-"""Words to read at a time: many, for few kernels; fewer on the host, to fit its cache."""
+"""Number of words to read at a time: many, for few kernels; fewer on the host, to fit its cache."""
 _MIXING = 6364136223846793005
 """An odd number whose bits look random: the multiplier of Knuth's generator for MMIX."""
 
@@ -44,8 +44,8 @@ def check_same_gradients(
             "the same random numbers on these ranks, as after seed_all"
         )
         check_same(strategy, state, losses, words)
-    # A gradient function that forgets to average, or random numbers that differ between ranks,
-    # would otherwise let the replicas diverge silently. The first update shows it.
+    # Otherwise replicas would diverge silently if a gradient function forgets to average, or if
+    # random numbers differ between ranks. The first update shows it.
     names = {id(p): name for name, p in plan.model.named_parameters()}
     tensors = {"the factor": grads.factor}
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
@@ -64,13 +64,13 @@ def check_same(
 ) -> None:
     """Raise an error with these words on every rank, for the first tensor that differs.
 
-    The strategy names the ranks to compare, and the part of a tensor that each rank holds. Ranks
+    The strategy defines the ranks to compare, and the part of a tensor that each rank holds. Ranks
     that lack a tensor are left out of its comparison.
 
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     compared = tuple(strategy.compared_ranks(state))
-    # Every rank has one rank to compare, so all of them return.
+    # Every rank has only one rank to compare, so all of them return.
     if len(compared) == 1:
         return
     prints = fingerprints(list(tensors.values()))
@@ -97,7 +97,7 @@ def check_same(
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
     """Fingerprint each tensor: 64 bits, computed from this rank's bits and their places.
 
-    Equal tensors have equal fingerprints; tensors that differ almost never do.
+    Equal tensors have equal fingerprints; different tensors almost never do.
     """
     # Put zeros on the device of the gradients; otherwise fingerprints would be copied one by one.
     device = next((each.device for each in tensors if each is not None), None)
@@ -134,6 +134,6 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
 
 
 def _factors(size: int, device: torch.device) -> Tensor:
-    """Return factors for places: odd, and not linear, so that places 0 + 3 are not 1 + 2."""
+    """Return factors for places: odd and not linear, so that places 0 + 3 differ from 1 + 2."""
     mixed = torch.arange(size, device=device) * _MIXING
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

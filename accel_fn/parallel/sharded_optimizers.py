@@ -1,4 +1,4 @@
-"""A check of optimizers over sharded parameters."""
+"""A check that an optimizer can update sharded parameters."""
 
 from __future__ import annotations
 

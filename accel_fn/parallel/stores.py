@@ -1,4 +1,4 @@
-"""The stores of a world's rendezvous: a file for one machine, and signed values over torch's server."""
+"""The stores of a rendezvous: a file for one machine, and signed values over torch's server."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SignedStore(Store):
 
     @property
     def served(self) -> Any:
-        """The store that holds the signed values."""
+        """Return the store that holds the signed values."""
         return self._store
 
 

@@ -21,7 +21,7 @@ from accel_fn.parallel.batch_norm import SyncedBatchNorm, batch_norms, has_own_f
 
 
 class _Spare(tuple[float, ...]):
-    """The weight 0 of a spare micro-batch: its rows are another rank's, and count on that rank."""
+    """The weight 0 of a spare micro-batch: its rows belong to another rank, and count there."""
 
 
 _SPARE: Final = _Spare()
@@ -54,16 +54,16 @@ def check_synced(function: str, state: DistState, plan: Plan) -> None:
 
 
 def is_synced(state: DistState, plan: Plan) -> bool:
-    """Return whether there are BatchNorm layers, and several ranks that share a batch."""
+    """Return whether the model has BatchNorm layers, and several ranks share a batch."""
     return state.data.world_size > 1 and bool(batch_norms(plan.model))
 
 
 class SyncedStrategy(PaddingStrategy):
     """A base class before a strategy's: its steps normalize by the rows of all ranks."""
 
-    # A rank without rows joins the collectives of every layer by running another rank's
-    # micro-batch, whose rows count nothing. Without a forward, the rank would not know which layers
-    # come, and its backward would reduce gradients in another order than its peers.
+    # A rank without rows joins the collectives of every layer: it runs another rank's micro-batch,
+    # whose rows do not count. Without a forward, the rank would not know which layers come next,
+    # and its backward would reduce gradients in another order than its peers.
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, *args: Any, **options: Any
@@ -75,18 +75,18 @@ class SyncedStrategy(PaddingStrategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enclose a batch with synced layers, and its backward, where checkpoints call layers."""
+        """Sync the layers in a batch and in its backward, in which checkpoints call layers."""
         try:
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
         finally:
-            # The nodes would keep the graph.
+            # The nodes would keep the graph alive.
             self._layers.nodes.clear()
 
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Add the spare micro-batch until there are `most`; this rank's own always count."""
+        """Repeat the spare micro-batch until there are `most`; keep all of this rank's own."""
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[_SPARE] * lacking]
 
@@ -103,4 +103,4 @@ class SyncedStrategy(PaddingStrategy):
         return loss, metrics
 
     def zero_gradients(self) -> None:
-        """Do nothing: at weight 0, gradients come only through the statistics, and must be kept."""
+        """Do nothing: at weight 0, gradients come only from the statistics, and must be kept."""

@@ -1,6 +1,7 @@
-"""The watchdog: records which step and collective a rank is in, and aborts the world if ranks hang.
+"""The watchdog: records each rank's step and collective, and aborts the world if ranks hang.
 
-Ranks that hang cannot use collectives, so they write their work into the store of the rendezvous.
+Ranks that hang cannot use collectives, so they write their current work to the store of the
+rendezvous.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from accel_fn.parallel.hang_report import (
 T = TypeVar("T")
 
 EXIT_CODE = 124
-"""The exit code of a process whose world timed out, the same as for `timeout` in coreutils."""
+"""The exit code of a process whose world timed out, as for `timeout` in coreutils."""
 
 _OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
 _ABORTED = "another rank has waited for too long"
@@ -48,9 +49,9 @@ _LOG, _ABORT, _REPORTS = "accel_fn/log", "accel_fn/abort", "accel_fn/reports"
 
 
 class StoreLog:
-    """A log that every rank may add to, a request to abort, and a count of reports.
+    """A log that every rank can add to, a request to abort, and a count of reports.
 
-    If the server is gone, calls return at once; they read and write nothing.
+    If the server is gone, calls return at once and do nothing.
     """
 
     def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
@@ -82,7 +83,7 @@ class StoreLog:
         return self._call(lambda store: store.check([_ABORT]), False)
 
     def count_reports(self, more: int = 0) -> int:
-        """Return how many ranks have reported, after adding `more`."""
+        """Add `more` to the number of ranks that have reported, and return the sum."""
         return self._call(lambda store: store.add(_REPORTS, more), 0)
 
     def is_served(self) -> bool:
@@ -98,7 +99,7 @@ class StoreLog:
             return False
 
     def missing_server(self) -> str:
-        """Return a line for a report if the server is gone, else nothing."""
+        """Return a line for a report if the server is gone, else an empty text."""
         if self.is_served() or self._address is None:
             return ""
         host, port = self._address
@@ -164,11 +165,10 @@ class StoreWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and add a last entry for the peers. Does nothing the second time."""
+        """End the thread and add a last entry for the peers. A second call is a no-op."""
         if not self._stopped.is_set():
             self._stopped.set()
-            # This entry explains to a peer that still waits for this rank why its connection
-            # closed.
+            # This entry explains to a waiting peer why this rank closed its connection.
             self._log.add(Entry(self._rank, f"has left{_reason()}{self._history()}", left=True))
             if self._shows_crashes:
                 faulthandler.disable()
@@ -177,7 +177,7 @@ class StoreWatchdog:
     def enter(
         self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
     ) -> Waiting:
-        """Record that a collective of these leaves begins; wait for it within the result."""
+        """Record the start of a collective of these leaves; the caller waits in the result."""
         place = place_of(sys._getframe(1), self._libraries)
         # Do not count messages: only the number of collectives is equal on all ranks.
         if not counts:
@@ -219,13 +219,12 @@ class StoreWatchdog:
                 ),
                 0,
             )
-            # Ranks that abort close their connections, so their abort may be the cause of this
-            # error.
+            # Ranks that abort close their connections, so an abort may be the cause of this error.
             if self._log.is_abort_requested():
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
-        # Ranks outside the axis take no part in the collective, so a missing entry means nothing.
+        # Ranks outside the axis do not run this collective, so their missing entries mean nothing.
         ranks = self._ranks.list_work(entries, peers) + self._log.missing_server()
         along = f" along {axis}" if axis else ""
         rule = f"every rank{along} must stay until all have finished, got one that is gone"
@@ -237,8 +236,8 @@ class StoreWatchdog:
                 self._check(time.monotonic())
 
     def _check(self, now: float) -> None:
-        # Wait a period longer than the timeout, so that Gloo's own error, which has the thread's
-        # stack, comes first.
+        # Wait a period longer than the timeout, so that Gloo raises its own error first: it has the
+        # thread's stack.
         longest = self._timeout_s + self._period_s
         for since, collective in list(self.waits.values()):
             if now - since > longest:
@@ -284,7 +283,7 @@ class StoreWatchdog:
     def _wait_for_entries(
         self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
     ) -> dict[int, Entry]:
-        """Return the entries of the log as soon as they suffice, or time is up."""
+        """Return the log's entries as soon as they suffice, or after a time-out."""
         deadline = time.monotonic() + notice_s + _SLACK_S
         while True:
             entries = self._log.entries()
@@ -306,18 +305,18 @@ class StoreWatchdog:
         return "".join([head, ranks, self._log.missing_server(), *shown])
 
     def _wait_for_reports(self, num_ranks: int) -> None:
-        """Return when `num_ranks` ranks have reported, including this one, or time is up."""
+        """Wait until `num_ranks` ranks have reported, including this one, or until a time-out."""
         deadline = time.monotonic() + self._period_s + _SLACK_S
         num_reports = self._log.count_reports(1)
         while num_reports < num_ranks and time.monotonic() < deadline and self._log.is_served():
             time.sleep(_POLL_S)
             num_reports = self._log.count_reports()
-        # Rank 0 may serve the store, where its peers still read that all ranks have reported.
+        # Rank 0 may serve the store, from which its peers still read that all ranks have reported.
         if self._rank == 0:
             time.sleep(_LINGER_S)
 
     def _entry(self, stack: Stack) -> Entry:
-        """Return an entry with the current work of this rank, found by its stack."""
+        """Return an entry with the current work of this rank, found on its stack."""
         for _, collective in list(self.waits.values()):
             return Entry(self._rank, f"in {collective}{self._history(stack, last=False)}")
         place = stack.place(self._libraries)

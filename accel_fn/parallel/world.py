@@ -37,26 +37,26 @@ def init(
 ) -> DistState:
     """Return the state of this process: its rank, its world and its device.
 
-    Reads the variables that `accel-fn launch`, torchrun and others set (RANK,
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without
-    these two, one process per machine), else those of Slurm's srun, LSF's jsrun and the mpirun of
-    Open MPI, MPICH and Intel MPI, else the world that the script joined by itself through
-    torch.distributed, as under `mp.spawn`; joins the group of processes, and leaves it at exit.
-    Without any of them it is one process on one device. A cluster that gives a job several machines and
-    starts no world on them (SageMaker, Kubernetes, Vertex AI, Azure ML, PBS) needs `accel-fn launch`.
-    Calling it again gives a second state over a separate group.
+    It reads the variables that `accel-fn launch`, torchrun and others set (RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, and LOCAL_RANK with LOCAL_WORLD_SIZE; without these two, one process
+    per machine). Without them it reads the variables of Slurm's srun, LSF's jsrun and the mpirun of
+    Open MPI, MPICH and Intel MPI, or else uses the world that the script joined by itself through
+    torch.distributed, as under `mp.spawn`. It joins the group of processes, and leaves it at exit.
+    Without any of them it is one process on one device. A cluster that gives a job several machines
+    and starts no world on them (SageMaker, Kubernetes, Vertex AI, Azure ML, PBS) needs `accel-fn
+    launch`. Calling it again returns a second state over a separate group.
 
     Args:
-        device: default: the launch's, else the one that Ray Train gave to this worker, else this
-            rank's accelerator (CUDA, MPS, XPU, ...), or the CPU where there is none. An accelerator
-            without an index is that of the local rank, the only one that the process sees, or, in a
-            world that the script joined by itself, the current one.
-        backend: of torch.distributed, for that device; default: the usual one.
-            Gloo is always there too, for tensors on the host.
-        timeout_s: how long to wait for the world, and for any collective later; after that, each rank
-            prints on stderr where it is, and its process ends with exit code 124. Default:
-            the launch's (`--timeout-s`, ACCEL_FN_TIMEOUT_S), else 600.
-        seed: of the data order, >= 0.
+        device: default: the launch's, else the device that Ray Train gave to this worker, else this
+            rank's accelerator (CUDA, MPS, XPU, ...), or the CPU if there is none. For an
+            accelerator without an index, the local rank is the index; if the process has only one,
+            it is that one; in a world that the script joined by itself, it is the current one.
+        backend: the backend of torch.distributed for that device; default: the usual one. Gloo is
+            always available too, for tensors on the host.
+        timeout_s: how long to wait for the world, and later for any collective. After that, each
+            rank prints its current line on stderr, and its process ends with exit code 124.
+            Default: the launch's (`--timeout-s`, ACCEL_FN_TIMEOUT_S), else 600.
+        seed: the seed of the data order, >= 0.
         mesh: the axes that the ranks form and their sizes, such as `{"dp": -1, "tp": 2}`: "pp", "dp", "cp"
             and "tp", outermost first. One may be -1, for all ranks that the others leave; those left
             out have one rank. Ranks that differ in `dp` alone share a global batch; ranks that
@@ -70,7 +70,7 @@ def init(
         RuntimeError: the variables are incomplete or contradict each other, the
             address does not resolve, a machine has fewer devices than processes, or a cluster has
             given several machines without a world.
-        TimeoutError: the address is not reached, or not all ranks come, within `timeout_s`; the
+        TimeoutError: the address is not reached, or not all ranks join, within `timeout_s`; the
             message names the missing ranks. Calling `init` again is a new try, also if the other
             ranks have tried more or fewer times.
         ValueError: an argument is outside its range, or the sizes of `mesh` do not fit the number of ranks
@@ -181,7 +181,7 @@ def _join(
 
 
 def _joined_world(environment: Mapping[str, str]) -> Launch | None:
-    """Return the world that the script joined by itself, as under `mp.spawn`, not a launcher's."""
+    """Return the world that the script joined by itself, as under `mp.spawn`."""
     world = backends.current_world()
     if world is None or _is_launched(environment) or read_task(environment) is not None:
         return None
@@ -189,7 +189,7 @@ def _joined_world(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has set this process's place; a script may set an address alone."""
+    """Return whether a launcher has set this process's place; a script may set only an address."""
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 
@@ -229,7 +229,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _store_file(environment: Mapping[str, str]) -> str | None:
-    """Return the store's file of the launch that started this process; None for other launchers."""
+    """Return the store's file of this process's launch; None for other launchers."""
     # If a rank starts another launcher, its ranks inherit the variable, but have another port.
     path = environment.get("ACCEL_FN_STORE")
     return path if path and path.endswith(f"_{environment.get('MASTER_PORT')}") else None

@@ -53,21 +53,21 @@ def assert_equivalent(
 ) -> None:
     """Train both plans on the same global batches, and raise unless they stay equal.
 
-    Each plan gets a copy of its model, optimizer and frozen models, leaves out `log_to` and `profile`,
-    and trains on as many simulated ranks as given: each rank takes its consecutive part of every
-    batch, empty if there are fewer samples than ranks, and starts from different
-    parameters, which `build` must replace by those of rank 0. After every batch, parameters,
+    Each plan gets a copy of its model, optimizer and frozen models, leaves out `log_to` and
+    `profile`, and trains on the given numbers of simulated ranks. Each rank takes its consecutive
+    part of every batch, which is empty if there are fewer samples than ranks, and starts from
+    different parameters, which `build` must replace by rank 0's. After every batch, parameters,
     buffers and reports are compared, on every rank: loss, weight, verdict, and the norm if both
     report it.
 
     Args:
-        plan_a: one plan. Its `loss_fn` must use the model that it is given.
+        plan_a: one plan. Its `loss_fn` must use the model that is its argument.
         plan_b: the other plan; often the same with one more transform.
         batches: global batches, trees of tensors [num_samples, ...] on the CPU.
         world_sizes: numbers of ranks for `plan_a` and for `plan_b`; more than one needs `wrap_ddp`
             or `wrap_fsdp`.
         rtol: largest difference, relative to the values; for float64.
-        atol: largest difference where values are near 0.
+        atol: largest difference of values near 0.
         timeout_s: the time-out of collectives.
 
     Raises:
@@ -119,7 +119,7 @@ def train(
     timeout_s: float = 30.0,
     records: bool = False,
 ) -> list[Trace]:
-    """Train copies of a plan on simulated ranks; return one trace a rank.
+    """Train copies of a plan on simulated ranks; return one trace per rank.
 
     Ranks start from different parameters and buffers. With `records`, the operations of the last
     batch are recorded.
@@ -149,7 +149,7 @@ def train(
 
 @torch.no_grad()
 def _move(model: torch.nn.Module, rank: int) -> None:
-    """Change parameters and buffers on all ranks but rank 0, whose values `build` must copy."""
+    """Change parameters and buffers on all ranks except rank 0, whose values `build` must copy."""
     for value in [*model.parameters(), *model.buffers()] if rank else []:
         if value.is_floating_point() and value.itemsize > 1:
             value += rank
@@ -221,7 +221,7 @@ def _loss(plan: Plan, batch: Any) -> Tensor:
 
 
 def _tensors(batch: Any) -> Tensor:
-    """Join all tensors of a batch as one tensor of float64."""
+    """Join all tensors of a batch to one tensor of float64."""
     tensors = [each.double().flatten() for each in tree_leaves(batch) if isinstance(each, Tensor)]
     return torch.cat(tensors)
 
@@ -269,7 +269,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
 
 
 def _reported(report: Report) -> dict[str, Any]:
-    """Return the numbers of a report that are compared, by name."""
+    """Return, by name, the numbers of a report that are compared."""
     terms = {f"term {name}": each for name, each in report.terms.items()}
     others = {"applied": report.applied, "grad_norm": report.grad_norm}
     return {"loss": report.loss, **terms, **_weights(report), **others}

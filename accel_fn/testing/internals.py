@@ -113,7 +113,7 @@ def ddp_of(step: Step) -> Any:
 
 
 def with_multiply(multiply: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
-    """Let updates call this function in place of `multiply`, which applies an open factor."""
+    """Make updates call this function instead of `multiply`, which applies an open factor."""
     return patch.object(update, "multiply", multiply)
 
 
@@ -129,7 +129,7 @@ SLACK_S = (watchdog_file, "_SLACK_S")
 
 
 def reasons_to_end(watchdog: StoreWatchdog, now: float) -> list[str]:
-    """Let a watchdog check its waits at the time `now`; return why it would end the process."""
+    """Make a watchdog check its waits at the time `now`; return why it would end the process."""
     reasons: list[str] = []
     with mock.patch.object(watchdog, "_end", side_effect=lambda *given: reasons.append(given[0])):
         watchdog._check(now)
@@ -151,13 +151,13 @@ write_report = watchdog_file._write
 
 
 def count_report_and_wait(watchdog: StoreWatchdog, num_ranks: int) -> None:
-    """Let a rank that has reported wait until `num_ranks` ranks have reported."""
+    """Make a rank that has reported wait until `num_ranks` ranks have reported."""
     watchdog._wait_for_reports(num_ranks)
 
 
 @contextmanager
 def forged_messages(data: bytes) -> Iterator[None]:
-    """Let ranks receive these bytes in place of their peers' pickles."""
+    """Make ranks receive these bytes instead of their peers' pickles."""
     with (
         mock.patch.object(primitives, "signed", return_value=data),
         mock.patch.object(messages, "signed", return_value=data),
@@ -181,7 +181,7 @@ derive_random = rng.derive_random
 def simulations_apart(**limits: int) -> Iterator[None]:
     """Separate simulations from those of other tests; join their lost threads at the end.
 
-    `max_lost_sockets` and `max_idle_sockets` bound the sockets of failed and of waiting worlds.
+    `max_lost_sockets` and `max_idle_sockets` limit the sockets of failed and of waiting worlds.
     """
     changed: dict[str, Any] = {f"_{name.upper()}": value for name, value in limits.items()}
     changed |= {
@@ -315,7 +315,7 @@ def saves_killed_after(num_files: int) -> Iterator[None]:
 # ---- observe
 
 LOGGED_NAMES = frozenset(_NAMES)
-"""The names in a line of a log that the step's own values have."""
+"""The names that the step's own values have in a line of a log."""
 
 LOCK_TRIES = (file_lock, "_TRIES")
 """For `monkeypatch.setattr(*LOCK_TRIES, number)`: the number of times that a second run tries to
@@ -331,7 +331,7 @@ def recorders(step: Step) -> list[Any]:
 
 
 def reading_from(num_ranks: int) -> Callable[[], None]:
-    """Return a function that reads the message of a step, as if so many ranks had sent theirs."""
+    """Return a function that reads a step's message as if `num_ranks` ranks had sent theirs."""
     head = struct.pack("5d", 0.5, 0.0, 8.0, 2.0, 8.0) + b"losses 7".ljust(24, b"\0")
     heads = object.__new__(primitives._Heads)
     heads._received = torch.frombuffer(bytearray(head * num_ranks), dtype=torch.uint8)

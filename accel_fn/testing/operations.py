@@ -1,6 +1,6 @@
 """Name the first operation whose output differs between two steps.
 
-Uses torch's private DebugMode; tests/testing/test_equivalence.py fails when it changes.
+This module uses torch's private DebugMode; tests/testing/test_equivalence.py fails when it changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The promises of `accel-fn test`: one table, each promise with its check over a real world.
 
-A check runs on every rank and returns the error that this rank found, as a number; 0 is right.
+A check runs on every rank and returns this rank's error as a number; 0 means correct.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from accel_fn.transforms.skip import skip_nonfinite
 
 _MAX_NORM, _IGNORED, _SCALE = 0.5, -100, 1024.0
 _SIZES = (7, 6, 5, 9, 2)
-"""The sizes of global batches: odd sizes, and a last one without a sample for a third rank."""
+"""The sizes of global batches: odd sizes, and a last batch without a sample for a third rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within the bound; nan is not."""
+        """Return whether the difference is within the bound; nan is not."""
         return self.largest <= self.bound
 
 
@@ -111,7 +111,7 @@ def _drawn(*shape: int, seed: int, state: DistState, dtype: torch.dtype | None =
 def _small_model(
     state: DistState, num_outputs: int = 1, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Make a small network, the same on every rank."""
+    """Make a small network that is equal on every rank."""
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, num_outputs))
     model.to(dtype or _exact_dtype(state)).to(state.device)
     with torch.no_grad():
@@ -311,7 +311,7 @@ def _num_unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
 
 
 def _resuming(state: DistState) -> float:
-    """Count batches that a run with a stop in the middle gets wrong."""
+    """Count the batches that are wrong in a run that stops in the middle and resumes."""
     sharded = shard_loader(_loader(state), state)
     every = [batch[0] for epoch in sharded.epochs(2) for batch in epoch]
     stopped = replace(state, step=2)

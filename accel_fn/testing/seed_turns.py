@@ -1,4 +1,4 @@
-"""Let simulated ranks, which are threads, take turns at torch's global random generator."""
+"""Make simulated ranks, which are threads, take turns at torch's global random generator."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _seed_in_turn(seed: Any) -> torch.Generator:
 
 
 def end_turn() -> None:
-    """Let other ranks seed; do nothing if this thread has no turn."""
+    """End this thread's turn, so that other ranks can seed; do nothing if it has no turn."""
     if _rank.turn is not None:
         with _rank.lock:
             if _rank.turn in _rank.turns:
@@ -78,7 +78,7 @@ def rank_of(group: ProcessGroup | None) -> Iterator[None]:
     """Make this thread a rank inside the context: after a seed, it draws its own numbers."""
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
     # torch 2.13 sets `torch.compiler.is_compiling()` for the whole process while one thread
-    # compiles; an optimizer that updates in another thread would then count its steps in float32.
+    # compiles. An optimizer that updates in another thread would then count its steps in float32.
     if hasattr(torch.compiler, "_compile_session_context"):
         torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
     _rank.group, _rank.process = group, os.getpid()

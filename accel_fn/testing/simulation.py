@@ -1,6 +1,7 @@
 """simulate: run ranks as threads of one process, over real collectives.
 
-Uses private names of torch; tests/core/test_torch_internals.py fails when one of them changes.
+This module uses private names of torch; tests/core/test_torch_internals.py fails when one of them
+changes.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ T = TypeVar("T")
 
 _POLL_S, _GRACE_S, _SETTLE_S, _END_WITHIN_S = 0.05, 1.0, 0.1, 5.0
 _RELEASE_S = 0.1
-"""The longest time that a thread of Gloo may take to release a tensor after its collective."""
+"""The longest time that a Gloo thread may take to release a tensor after its collective."""
 _MAX_LOST_SOCKETS = 256
 """The most sockets of failed worlds that may stay open: the limit of open files is often 1024."""
 _MAX_IDLE_SOCKETS, _UNUSED_S = 384, 1.0
-"""The most sockets of worlds that wait for the next simulation, and the time for which a world must
-have been unused before its release: a busy machine may stop a thread of Gloo for a while."""
+"""The most sockets of worlds that wait for the next simulation, and the time for which a world
+must have been unused before its release: a busy machine may stop a Gloo thread for a while."""
 
 
 _Key = tuple[int, float, tuple[tuple[str, int], ...]]
@@ -197,11 +198,11 @@ def simulate(
 ) -> list[T]:
     """Call `fn(state)` on every rank of a world of threads, over real DDP and real Gloo.
 
-    Every rank has its own `DistState` on the CPU. Ranks share what `fn` closes over: give each
-    its own copy of a model (`copy.deepcopy`). They share the generators of the process too: after
-    `torch.manual_seed` a rank draws alone until its next collective, so a model that it makes there
-    is reproducible. Numbers that it draws later (dropout) need a seed again, or an explicit
-    generator.
+    Every rank has its own `DistState` on the CPU. Ranks share the variables that `fn` closes over:
+    give each its own copy of a model (`copy.deepcopy`). They share the generators of the process
+    too. After `torch.manual_seed`, only this rank draws until its next collective, so a model that
+    it makes there is reproducible. Numbers that it draws later (dropout) need a seed again, or an
+    explicit generator.
 
     Args:
         fn: the function of one rank.
@@ -306,7 +307,7 @@ def _forget_modules() -> None:
     """Clear the module that DDP holds for the compiler while a forward runs.
 
     At the end of a forward, DDP restores the module that it found at the start. If the forwards of
-    two ranks overlap, that module is the other rank's, and DDP would keep it alive for ever.
+    two ranks overlap, that module is the other rank's, and DDP would keep it alive forever.
     """
     DistributedDataParallel._active_ddp_module = None
 

@@ -1,1 +1,1 @@
-"""The built-in transforms, one idea a file; each fills slots of a plan and nothing else."""
+"""The built-in transforms, one idea per file; each fills slots of a plan and does nothing else."""

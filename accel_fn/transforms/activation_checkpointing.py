@@ -29,22 +29,23 @@ OURS = "of_checkpoint_activations"
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
 """Owner, name and tensor of each buffer."""
 Contents = list[tuple[dict[str, Any], dict[str, Any]]]
-"""For each module: the dict that holds its attributes or its child modules, and a copy of it."""
+"""For each module: the dict of its attributes or of its child modules, and a copy of the dict."""
 Flags = list[tuple[nn.Parameter, bool]]
 """Parameters, and whether each requires a gradient."""
 _LOOKS = (1, 2, 10, 100)
 """The numbers of the steps that compare the outputs of forward and recomputation."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""The difference allowed between two runs, relative to the largest value; 0.02 for other dtypes."""
+"""The difference allowed between two runs, relative to the largest value. Other dtypes allow
+0.02."""
 
 
 @transform
 def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> Transform:
     """Keep only the inputs of each block, and recompute the block in its backward.
 
-    Memory for activations falls from all of the model's to those of one block; the forward of
-    the blocks is computed twice. The second time, torch's global generators, and the buffers, modes
-    and attributes of the block's modules have the values of the first time. So dropout, running
+    Memory for activations falls from the whole model's to one block's; the forward of the blocks is
+    computed twice. The second time, torch's global generators, and the buffers, modes and
+    attributes of the block's modules have the values of the first time. So dropout, running
     statistics, and adapters that are switched in between are the same as without this transform.
     Other values that a block reads may have changed: an object that an attribute holds, an
     attribute of the model around it, Python's `random`. So steps 1, 2, 10 and 100 compare the
@@ -53,7 +54,7 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     Law: the identity, bit for bit; with `compiled`, to rounding.
 
     Args:
-        blocks: classes of modules, or names of modules (the name of a list stands for its items).
+        blocks: classes of modules, or names of modules (the name of a list means its items).
             Default: the modules that are repeated most in the model's outermost lists and
             sequences.
         offload: keep the inputs of each block in host memory.
@@ -64,14 +65,14 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: `blocks` is an empty list. In `build`, on all ranks: they match nothing, or
-            `compiled` is given `scope="step"` or `fullgraph=True`. In steps 1, 2, 10 and 100, on each
+            `compiled` has `scope="step"` or `fullgraph=True`. In steps 1, 2, 10 and 100, on each
             rank: a block has another output when it is computed again.
 
-    Cost: one more forward of the blocks, and a copy of their buffers and, on the host, of the dicts of
-    their modules (a few microseconds a module); in the steps that compare, the outputs of the blocks
-    are kept until their backward, and the host waits for each comparison. With `offload`, a copy of their
-    inputs to the host and back. No host synchronisation on a CPU; on an accelerator that of
-    `save_on_cpu`.
+    Cost: one more forward of the blocks, and a copy of their buffers and, on the host, of the dicts
+    of their modules (a few microseconds per module). In the steps that compare, the outputs of the
+    blocks are kept until their backward, and the host waits for each comparison. With `offload`, a
+    copy of their inputs to the host and back. No host synchronisation on a CPU; on an accelerator,
+    the synchronisation of `save_on_cpu`.
 
     Source: Chen et al. 2016, arXiv:1604.06174; `torch.utils.checkpoint`.
 
@@ -104,7 +105,7 @@ class CheckpointSlot(Stateful):
 
 
 def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) -> ContextFn:
-    """Return the context of forward and loss, in which blocks are checkpointed, for one step."""
+    """Return, for one step, the context of forward and loss in which blocks are checkpointed."""
     found = find_blocks(plan.model, blocks, "checkpoint_activations")
     for name, block in found.items():
         hooks = block._forward_pre_hooks.values()
@@ -145,7 +146,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
             return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
 
-    # Use the same objects in every step: for new ones, torch.compile would compile again.
+    # Use the same objects in every step: for new objects, torch.compile would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     running = {block: partial(outside, block) for block in found.values()}
 
@@ -168,9 +169,10 @@ class _Marked(AbstractContextManager[None]):
 
 
 class _Again(_Marked):
-    """Restores buffers, attributes and flags for the recomputation of a block; torch restores generators.
+    """Restores a block's buffers, attributes and flags before its recomputation.
 
-    A second backward through one graph enters it again.
+    torch itself restores the generators. A second backward through the same graph enters this
+    context again.
     """
 
     def __init__(self, homes: Sequence[dict[str, Any]]) -> None:
@@ -180,7 +182,8 @@ class _Again(_Marked):
             for name, buffer in home["_buffers"].items()
             if buffer is not None
         ]
-        # These include forwards that contexts of the step replaced: a backward runs outside of them.
+        # These include forwards that contexts of the step replaced: a backward runs outside of
+        # these contexts.
         self._contents = _contents([*homes, *(home["_modules"] for home in homes)])
         self._flags = _flags(homes)
         self._now: tuple[Buffers, Contents, Flags] = ([], [], [])
@@ -258,7 +261,7 @@ class _Compared:
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
         self._forward, self._name = forward, name
         self._first: list[tuple[Tensor, int]] | None = None
-        """The first outputs without their graph, and their versions."""
+        """The outputs of the first call without their graph, and their versions."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._forward(*args, **kwargs)

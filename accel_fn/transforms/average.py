@@ -1,4 +1,4 @@
-"""ema and swa: a second set of parameters that follows the trained ones, often better to evaluate."""
+"""ema and swa: averages of the parameters over updates, which often evaluate better."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def ema(decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
             all ranks, after the update is made: the function returns a number outside of [0, 1].
         TypeError: `decay` is neither a number nor a function, or does not return a number.
 
-    Cost: one read of the parameters and one of their average, one write of it; memory as of
-    the parameters, in float32 where they are of half precision. No host synchronisation.
+    Cost: one read of the parameters, and one read and one write of their average; memory for the
+    average, in float32 for parameters in half precision. No host synchronisation.
 
     Source: Polyak and Juditsky 1992; `torch.optim.swa_utils.get_ema_multi_avg_fn`.
 
@@ -97,7 +97,7 @@ def swa(*, num_warmup: int = 0) -> Transform:
     Raises:
         ValueError: `num_warmup` is not an integer >= 0.
 
-    Cost: as that of `ema`.
+    Cost: the same as for `ema`.
 
     Source: Izmailov et al. 2018, arXiv:1803.05407.
 
@@ -156,7 +156,7 @@ def averaged(step: Step) -> Iterator[None]:
 class Average:
     """Means of the parameters of one step, by name.
 
-    torch's `AveragedModel` is not used, since it copies the whole module, counts calls and not
+    torch's `AveragedModel` is not used: it copies the whole module, counts calls instead of
     updates, and rounds the weight of a uniform average to float32. Tests compare the two.
     """
 
@@ -166,7 +166,8 @@ class Average:
         self._num_warmup = num_warmup
         self._updates = UpdateCount(always=plan.always_applies(state))
         self._is_shown = False
-        # Listed once: of a large model that takes longer than the kernels take to start.
+        # List the parameters once: for a large model, listing takes longer than starting the
+        # kernels.
         self._averaged = {
             name: each
             for name, each in self._model.named_parameters()
@@ -189,9 +190,9 @@ class Average:
         return state
 
     def on_filled(self) -> None:
-        """Begin with the parameters, where no checkpoint has given a mean."""
+        """Start the means from the parameters, except those that a checkpoint has given."""
         if self._is_waiting:
-            # A mean of NaN would stay one: NaN + 1.0 * (parameter - NaN).
+            # A mean of NaN would stay NaN: NaN + 1.0 * (parameter - NaN).
             gaps = {
                 name: self._averaged[name] for name, mean in self._means.items() if has_gaps(mean)
             }
@@ -221,7 +222,7 @@ class Average:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Give the model the means, if there are any yet; afterwards restore its parameters."""
+        """Copy the means into the model, if there are any; restore its parameters at the end."""
         if self._is_shown:
             raise StateError(
                 "averaged: step must not be within averaged(step) already, got it twice"
@@ -239,11 +240,11 @@ class Average:
             self._is_shown = False
 
     def check_saved(self) -> None:
-        """Refuse to save means in place of the parameters."""
+        """Refuse to save means instead of the parameters."""
         self._check_own("save")
 
     def check_followed(self) -> None:
-        """Refuse to build a next step, which would begin with means in place of the parameters."""
+        """Refuse to build a next step, which would begin with means instead of the parameters."""
         self._check_own("build")
 
     def check_loaded(self) -> None:

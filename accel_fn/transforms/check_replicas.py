@@ -1,4 +1,4 @@
-"""check_replicas: an error if ranks that must hold the same parameters differ."""
+"""check_replicas: raise an error if ranks that must hold the same parameters differ."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_replicas(every: int) -> Transform:
             RuntimeError that names the first parameter that differs, and the ranks.
 
     Cost: when it compares, one read of the parameters, two small collectives and one host
-    synchronisation; nothing otherwise, nor in a world of one.
+    synchronisation. Otherwise, and in a world of one, nothing.
 
     >>> import accel_fn as af
     >>> af.check_replicas(every=100)(af.Plan(loss_fn, model, optimizer))
@@ -53,14 +53,14 @@ class ReplicaCheck(SlotFunction):
 
 
 class ReplicaComparison(Observer):
-    """The comparison of the parameters of one step."""
+    """Compares the parameters of one step over the ranks."""
 
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState, *, every: int) -> None:
         self._model, self._every = plan.model, every
         self._strategy = strategy
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Compare the parameters of all ranks, if the step is due."""
+        """Compare the parameters of all ranks, every `every` steps."""
         is_updated = report.applied is not None
         if is_updated and state.world_size > 1 and state.step % self._every == 0:
             tensors = {name: each.detach() for name, each in self._model.named_parameters()}

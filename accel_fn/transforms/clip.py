@@ -1,4 +1,4 @@
-"""clip and clip_value: gradients that stay within a bound."""
+"""clip and clip_value: keep gradients within a bound."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def clip(max_norm: float) -> Transform:
     Raises:
         ValueError: `max_norm` is not finite or not > 0 (a TypeError too if it is not a number).
 
-    Cost: one read of the gradients; no write where the optimizer is fused, else
-    one multiply in place; no host synchronisation.
+    Cost: one read of the gradients; no write if the optimizer is fused, else one multiply in place;
+    no host synchronisation.
 
     Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
 

@@ -1,4 +1,4 @@
-"""freeze: some parameters stay as they are, for good or until a given update."""
+"""freeze: keep some parameters unchanged, for good or until a given update."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ after_update=[freeze('weight', until=100)])
 
 
 class ForGood(SlotFunction):
-    """Keeps the gradients of these parameters from being computed."""
+    """Excludes parameters from the backward, so that their gradients are never computed."""
 
     def left_out(self, plan: Plan) -> list[nn.Parameter]:
-        """Return these parameters; the strategy does not give them to autograd's engine."""
+        """Return these parameters; the strategy does not pass them to the autograd engine."""
         names = self.keywords["names"]
         return [
             each
@@ -146,7 +146,7 @@ class Thawing:
             assert report.applied is not None
             self._updates.add(report.applied)
             # One verdict may be pending on the device. Read it if the next update would be number
-            # `until`, provided that the pending update was made.
+            # `until`, provided that the pending update was applied.
             if self._updates.value + 2 >= self._until:
                 self._updates.read()
             self._open()

@@ -1,4 +1,4 @@
-"""place: model and batches go to the device of the state."""
+"""place: move the model and the batches to the device of the state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from accel_fn.errors import ArgumentTypeError, message
 def place(*, frozen_dtype: torch.dtype | None = None) -> Transform:
     """Move models to `state.device` in `build`, and every micro-batch just before its forward.
 
-    Parameters on the meta device, as of `empty`, stay there until `build` gives memory to each rank.
+    Parameters on the meta device, as in a model from `empty`, stay there until `build` allocates
+    memory on each rank.
 
     Law: the identity if everything is on the device already, and no `frozen_dtype` is given.
 

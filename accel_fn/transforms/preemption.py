@@ -20,7 +20,7 @@ class Preemption:
 
     Schedulers send SIGTERM or SIGUSR1 before they take a machine away, often to one process of
     many. If any rank gets one, `report.extras["stop"]` is True on all ranks after the same step.
-    The flag travels with the weights that a step sums anyway.
+    The flag is sent with the weights that a step sums anyway.
 
     Args:
         signals: those to catch inside the `with` block; () for none, so that only `ask` counts.
@@ -60,7 +60,7 @@ class Preemption:
         self._transform = named(fill(should_stop=SlotFunction(self.asked)), "Preemption()")
 
     def __call__(self, plan: Plan) -> Plan:
-        """Return the plan, whose steps report a signal to any rank."""
+        """Return the plan; its steps report a signal to any rank."""
         return self._transform(plan)
 
     def __enter__(self) -> Preemption:
@@ -98,7 +98,8 @@ class Preemption:
     def leave(self) -> NoReturn:
         """End this process with exit code 75, to be restarted and resumed.
 
-        `accel-fn launch --max-restarts` starts the ranks again; otherwise the launch ends so, too.
+        `accel-fn launch --max-restarts` starts the ranks again; otherwise the launch ends with this
+        code too.
         """
         raise SystemExit(os.EX_TEMPFAIL)
 

@@ -1,4 +1,4 @@
-"""skip_nonfinite, skip_spikes: skip harmful updates, the same on all ranks."""
+"""skip_nonfinite, skip_spikes: skip harmful updates, with the same decision on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
 
     Args:
         max_consecutive: number of skipped updates in a row that is an error, >= 1. With float16,
-            allow for a few at the start, until its scale has come down.
+            allow for a few at the start, until the loss scale has decreased.
 
     Returns:
         A transform. The report's `grad_norm` is always there.
@@ -117,8 +117,8 @@ class FiniteNorm:
     """Checks that the norm is finite; raises after too many non-finite norms in a row.
 
     If norms are on an accelerator, the state of the check is there too, and the host reads the
-    count one step late. On the CPU, the state is Python numbers, since a dozen operations on
-    tensors of one element would cost more than the norm.
+    count one step late. On the CPU, the state is Python numbers: a dozen operations on tensors of
+    one element would cost more than the norm.
     """
 
     _RULE = "be finite"
@@ -172,12 +172,12 @@ class FiniteNorm:
             setattr(self, f"_{name}", each.to(device))
 
     def _read(self) -> None:
-        """Turn the state into numbers: at first, and after loading, it is tensors."""
+        """Convert the state to numbers: at first, and after loading, it is tensors."""
         for name, each in self.state_dict().items():
             setattr(self, f"_{name}", each.tolist())
 
     def commit(self) -> None:
-        """Take over the counts of this update; *apply* calls this once nothing can raise."""
+        """Take over the counts of this update; *apply* calls this when nothing can raise."""
         vars(self).update(self._pending)
         self._pending = {}
 
@@ -237,7 +237,7 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = places == self._num_seen % window
-        # A batch of weight 0 has the norm 0, which does not enter the window.
+        # A batch of weight 0 has the norm 0, which is not added to the window.
         counts = ok & (norm > 0)
         norms = torch.where(here & counts, norm, self._norms)
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
@@ -252,7 +252,7 @@ class NormInLine(FiniteNorm):
             mean = math.fsum(known) / len(known)
             spread = math.fsum([(each - mean) ** 2 for each in known]) / (len(known) - 1)
             ok = norm <= max(mean + self.num_sigmas * math.sqrt(spread), _LEAST * mean)
-        # A batch of weight 0 has the norm 0, which does not enter the window.
+        # A batch of weight 0 has the norm 0, which is not added to the window.
         if not ok or norm <= 0:
             return ok, {}
         place = num_seen % window

@@ -1,4 +1,4 @@
-"""when: a transform on a condition, such as an option of a script."""
+"""when: apply a transform on a condition, such as an option of a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""wrap_as_launched: one model on several ranks, by the strategy that the launch names."""
+"""wrap_as_launched: train on several ranks with the strategy that the launch names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from accel_fn.parallel.launch_options import launch_options, source_of
 def wrap_as_launched() -> Transform:
     """Train on all ranks as replicas or as shards, as the launch sets it.
 
-    `accel-fn launch --wrap fsdp`, or `--wrap deepspeed`, a configuration or ACCEL_FN_WRAP sets it; the
-    default is replicas. `explain` shows where it comes from. For options, use `wrap_ddp`, `wrap_fsdp` or
-    `wrap_deepspeed` themselves.
+    `accel-fn launch --wrap fsdp`, or `--wrap deepspeed`, a configuration or ACCEL_FN_WRAP sets it;
+    the default is replicas. `explain` shows the source of the setting. For options, use `wrap_ddp`,
+    `wrap_fsdp` or `wrap_deepspeed` themselves.
 
-    Law: that of all three: W ranks are one rank.
+    Law: as for all three wrappers: W ranks give the result of one rank.
 
     Returns:
         `wrap_ddp()`, `wrap_fsdp()` or `wrap_deepspeed()`.
@@ -26,7 +26,7 @@ def wrap_as_launched() -> Transform:
     Raises:
         ValueError: ACCEL_FN_WRAP is neither "ddp" nor "fsdp" nor "deepspeed".
 
-    Cost: that of the wrapper that it returns.
+    Cost: the cost of the wrapper that it returns.
 
     >>> import accel_fn as af
     >>> af.wrap_as_launched()(af.Plan(loss_fn, model, optimizer))

@@ -1,1 +1,1 @@
-"""Files that accelerate wrote: its configuration, given to a launch, and its checkpoints."""
+"""Read files that accelerate wrote: its configuration for a launch, and its checkpoints."""

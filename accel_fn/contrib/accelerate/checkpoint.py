@@ -1,7 +1,7 @@
 """load_accelerate: resume a run that accelerate's `save_state` saved.
 
-Options, shapes and schedulers are compared here, since torch's `load_state_dict` compares none of them: it
-counts parameters alone.
+Options, shapes and schedulers are compared here, since torch's `load_state_dict` compares only the
+number of parameters.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def load_accelerate(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The content of all files but the weights, checked."""
+    """The checked content of all files except the weights."""
 
     path: Path
     optimizers: Sequence[Mapping[str, Any]]
@@ -146,7 +146,7 @@ class _Saved:
 
 
 def _files(kind: str, count: int) -> list[str]:
-    """Name files as accelerate does: `optimizer.bin`, `optimizer_1.bin`."""
+    """Return accelerate's file names: `optimizer.bin`, `optimizer_1.bin`."""
     return [f"{kind}_{index}.bin" if index else f"{kind}.bin" for index in range(count)]
 
 
@@ -331,7 +331,7 @@ def _by_parameter(
 
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
-    """Overwrite all but the weights, which are only compared; `undo` gets the former values."""
+    """Overwrite everything but the weights, which are only compared; `undo` gets the old values."""
     for optimizer, each in zip(step.plan.optimizers.values(), saved.optimizers, strict=True):
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         state = {

@@ -1,4 +1,4 @@
-"""Translate the file that `accelerate config` writes; warn of keys that accel_fn does not have."""
+"""Translate the file that `accelerate config` writes; warn about keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ _MICROBATCHES = (
 )
 
 _AXES = {"cp": "parallelism_config_cp_size", "tp": "parallelism_config_tp_size"}
-"""Axes of the mesh, beside `dp`, and the keys of their sizes."""
+"""Axes of the mesh other than `dp`, and the keys of their sizes."""
 
 _SPLIT_BY = {
     "cp": "in the script, wrap_cp(dims) cuts sequences along it",
@@ -184,7 +184,7 @@ class UnusedSettingsWarning(UserWarning):
 
 
 def translate(given: Mapping[str, Given]) -> Layer:
-    """Translate accelerate's settings to ours; warn once of all others, and refuse unknown keys.
+    """Translate accelerate's settings to ours; warn once about others, and refuse unknown keys.
 
     Keys whose value is null are left out, even unknown ones: accelerate's dialogue writes null for
     a question without an answer, and a later version may have new questions.
@@ -321,7 +321,7 @@ def _mesh(given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object
 
 
 def _sizes(sections: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return the sizes of axes beside `dp` that have several ranks."""
+    """Return the sizes of axes other than `dp` that have several ranks."""
     section = sections.get("parallelism_config", {})
     return {axis: section[key] for axis, key in _AXES.items() if section.get(key, 1) != 1}
 
@@ -362,7 +362,7 @@ def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Gi
 
 
 def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None:
-    """Warn once of keys to write in the script, and of keys without a counterpart."""
+    """Warn once about keys to write in the script, and about keys without a counterpart."""
     written: list[str] = []
     missing: dict[str, list[str]] = {}
     for section, key, value in entries:

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as a strategy: it averages, clips and updates; the step's loop stays."""
+"""DeepSpeed's engine as a strategy: the engine averages, clips and updates in the step's loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _EMPTY = (
 
 
 class OneRank(Strategy):
-    """A strategy for a world of one, which shards nothing but clips and updates as any plan."""
+    """A strategy for a world of one, which shards nothing, but clips and updates like any plan."""
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, *, clips: Sequence[Any]
@@ -66,7 +66,7 @@ class OneRank(Strategy):
         return signature_of(self._clips)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Clip as the plan does, since the strategy has its clips; then run stage one."""
+        """Clip as the plan does, since the strategy took over its clips; then run stage one."""
         for each in self._clips:
             grads = each(state, grads)
         return super().prepare(plan, state, grads, report)
@@ -104,7 +104,7 @@ class ZeRO(Strategy):
         self.parameters.known = {*self._names}
         trained = {*map(id, self.trained)}
         self._beside = [each for each in self.reachable if id(each) not in trained]
-        """Parameters that require a gradient, and are in no optimizer."""
+        """Parameters that require a gradient, but are in no optimizer."""
         if state.world_size > 1:
             mine = _sent(plan.model)
             for tensor, sent in zip(mine, broadcast(mine, state), strict=True):
@@ -121,7 +121,7 @@ class ZeRO(Strategy):
             )
         self._engine.set_gradient_accumulation_boundary(True)
         # The engine puts flat shards into the optimizer. Between updates, the optimizer must hold
-        # the model's parameters, which the checks of a step, schedules and `explain` expect.
+        # the model's parameters, since the checks of a step, schedules and `explain` read them.
         self._flat = [group["params"] for group in self._optimizer.param_groups]
         self._own = own
         self._put(own)
@@ -159,7 +159,7 @@ class ZeRO(Strategy):
 
     @contextmanager
     def _engine_groups(self) -> Iterator[None]:
-        """Give the optimizer the engine's flat shards."""
+        """Give the optimizer the engine's flat shards inside the context."""
         self._put(self._flat)
         try:
             yield
@@ -168,7 +168,7 @@ class ZeRO(Strategy):
             self._put(self._own)
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
-        """Refuse to go on after a failure: the engine keeps the gradients of the failed batch."""
+        """Refuse to continue after a failure: the engine keeps the failed batch's gradients."""
         if self._is_open and torch.is_grad_enabled():
             raise StateError(
                 "step: wrap_deepspeed must not go on after a step that failed, whose gradients the engine "
@@ -183,11 +183,12 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> tuple[Sequence[Any], Sequence[_Weight]]:
-        """Run the micro-batches with a weight; from stage 1 on, equally many on every rank.
+        """Return the micro-batches with a weight; from stage 1 on, equally many on every rank.
 
-        Ranks reduce gradients in the order in which a backward gives them: from stage 2 on in every backward,
-        and at stage 3 every forward gathers parameters. So a rank that has fewer micro-batches runs one of
-        another rank's with weight 0: times zero, its gradient is zero wherever that rank's is finite.
+        Ranks reduce gradients in the order in which a backward computes them, from stage 2 on in
+        every backward. At stage 3 every forward gathers parameters. So a rank that has fewer
+        micro-batches runs one of another rank's with weight 0. Its gradient is then zero, wherever
+        that rank's gradient is finite.
 
         Cost: from stage 1 on one small collective; a broadcast of a micro-batch if a rank needs one.
         """
@@ -218,7 +219,7 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> None:
-        """Run the micro-batches; in batches 1, 2, 10 and 100, check what the first one reaches."""
+        """Run the micro-batches; in batches 1, 2, 10 and 100, check the parameters in the graph."""
         self._is_due, self._is_open = bool(self.observers.due), True
         super().run(plan, state, mean, parts, weights)
 
@@ -257,7 +258,7 @@ class ZeRO(Strategy):
             raise
 
     def _check_reached(self, loss: Tensor) -> None:
-        """Refuse a loss that reaches no parameter, another engine's, or different ones per rank."""
+        """Refuse a loss that reaches no parameter, another engine's, or varies between ranks."""
         leaves = {id(each): each for each in _leaves(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
         foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
@@ -290,10 +291,10 @@ class ZeRO(Strategy):
         check_equal([", ".join(found) for found, *_ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
-        """Do nothing: own micro-batches of weight 0 do not run, and a spare loss is finite."""
+        """Do nothing: micro-batches of weight 0 do not run here, and a spare loss is finite."""
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
-        """Let the engine reduce remaining gradients, clip and update, by collectives."""
+        """Run the engine's collectives: reduce the remaining gradients, clip and update."""
         for each in self._beside:
             # At stage 0, the engine would count this gradient in the norm for clipping.
             each.grad = None
@@ -312,7 +313,7 @@ class ZeRO(Strategy):
         return state.advanced(None, report.samples, report.weight), report
 
     def _norm_at_stage_0(self) -> Tensor | None:
-        """Return the norm that the engine clips by and does not report; None if it does not clip."""
+        """Return the norm by which the engine clips but does not report; None without clipping."""
         if self._stage or self._max_norm is None:
             return None
         return self.norm([each.grad for each in self.trained if each.grad is not None])
@@ -325,7 +326,8 @@ class ZeRO(Strategy):
     def whole(self, *, writes: bool) -> Iterator[None]:
         """Gather parameters and optimizer state on all ranks; with `writes`, shard them at the end.
 
-        Cost: a gather of each parameter, and of each tensor of its state, and the memory of both.
+        Cost: a gather of each parameter and of each tensor of its state, and memory for all of
+        them.
         """
         if not self._stage:
             yield
@@ -356,7 +358,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _cannot_be_sent(parameter: Tensor) -> bool:
-    """Return whether DeepSpeed fails to send a parameter, which is 0-dim or in channels last."""
+    """Return whether DeepSpeed fails to send a parameter: a 0-dim one, or one in channels last."""
     return not parameter.dim() or parameter.stride(-1) != 1
 
 
@@ -383,7 +385,7 @@ def _unsent(model: nn.Module, *, is_sharded: bool) -> Iterator[None]:
 
 
 class _UnderAutocast(nn.Module):
-    """The loss under the plan's autocast, which the engine's forward would switch off on an accelerator."""
+    """The loss under the plan's autocast, which the engine's forward disables on an accelerator."""
 
     def __init__(self, module: nn.Module, state: DistState, dtype: torch.dtype) -> None:
         super().__init__()

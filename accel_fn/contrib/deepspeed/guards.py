@@ -43,9 +43,9 @@ def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
 
 
 def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
-    """Make `state_dict` and `load_state_dict` of model and optimizer raise where they would be wrong.
+    """Make `state_dict` and `load_state_dict` of model and optimizer raise if they would be wrong.
 
-    Reads would return empty tensors or shards; the engine's next update would overwrite writes.
+    Reads would return empty tensors or shards, and the engine's next update would overwrite writes.
     """
     for module in model.modules():
         # Register functions of this module, not closures, so that a copy of the model can be
@@ -57,7 +57,7 @@ def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_read(module: nn.Module, *_: Any) -> None:
-    # `Any`, since DeepSpeed has added attributes to parameters.
+    # Use `Any`, since DeepSpeed has added attributes to parameters.
     held: list[Any] = [*module.parameters(recurse=False)]
     if any(each.numel() != getattr(each, "ds_numel", each.numel()) for each in held):
         raise StateError(
@@ -88,7 +88,7 @@ def _refuse(function: str) -> Callable[..., None]:
 def is_overwritten(zero: Any, parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether parameters of this rank's shard differ from the engine's copy of them.
 
-    Cost: a comparison of the shard.
+    Cost: one comparison of the shard.
     """
     return any(not _equal_bits(*pair) for pair in _copies(zero, parameters))
 
@@ -101,7 +101,7 @@ def _copies(zero: Any, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Ten
             rank = torch.distributed.get_rank(zero.real_dp_process_group[number])
             yield zero.parallel_partitioned_bit16_groups[number][rank], copy
     elif getattr(zero, "optimizer_swapper", None) is None and not zero.params_in_nvme_and_cpu:
-        # `Any`, since DeepSpeed has added attributes to parameters.
+        # Use `Any`, since DeepSpeed has added attributes to parameters.
         held: list[Any] = [*parameters]
         for each in held:
             size = each.ds_tensor.numel()

@@ -32,7 +32,7 @@ _REPAIRS = {
     "managed_gradient_accumulation": "use accumulate",
     **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "use log_to"),
 }
-"""For each setting that `config` must not have: what to do instead, or why."""
+"""For each setting that `config` must not have: a repair, or the reason."""
 _OTHERS = (
     *("activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile"),
     *("communication_data_type", "data_efficiency", "data_types", "dataloader_drop_last"),
@@ -58,9 +58,7 @@ _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda size: 10 * size,
 }
 """Settings of zero_optimization whose "auto" is computed from the model's hidden size.
-
-transformers computes them in the same way.
-"""
+transformers computes them in the same way."""
 
 
 def read_settings(
@@ -152,7 +150,7 @@ def _differs(key: str, first: Any, second: Any) -> ArgumentError:
 def _decided(section: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out values "auto" and None, which the plan or a default decides.
 
-    An "auto" that is computed from the hidden size stays, for `build` to fill in.
+    An "auto" that depends on the hidden size stays, and `build` fills it in.
     """
     found = {
         key: value
@@ -241,7 +239,7 @@ def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 def _both(
     settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 ) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each setting that is in both configuration and plan, as (key, the two values, repair)."""
+    """Yield each setting in both configuration and plan, as (key, the two values, repair)."""
     if "gradient_accumulation_steps" in settings:
         num = [getattr(each, "keywords", {}).get("num_parts") for each in plan.split] or [1]
         theirs = settings["gradient_accumulation_steps"]
@@ -301,7 +299,7 @@ def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
     if size is not None:
         found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
     if device_of(zero, "offload_optimizer") == "nvme":
-        # DeepSpeed reads a gradient wrongly if it begins inside of a block of the file.
+        # DeepSpeed reads a gradient incorrectly if it begins inside of a block of the file.
         found["sub_group_size"] = 1
         # The buffers hold a parameter, its gradient, and three tensors of state, as many as AdamW
         # has with amsgrad.
@@ -314,7 +312,7 @@ def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the hidden size in a model's configuration; of several sizes, the largest."""
+    """Return the hidden size in a model's configuration; if there are several, the largest."""
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         sizes = getattr(each, "hidden_sizes", None) or ()
@@ -330,5 +328,5 @@ def bound_of(clips: Sequence[Any]) -> float | None:
 
 
 def signature_of(clips: Sequence[Any]) -> dict[str, Any]:
-    """Return the clips in the form that a checkpoint compares: that of functions in their slot."""
+    """Return the clips in the form that a checkpoint compares: as functions of their slot."""
     return {"gradients": ["clip"] * len(clips)} if clips else {}

@@ -104,8 +104,9 @@ def _make_entries(
     parameters: Sequence[nn.Parameter],
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Give a shard's state the entries that the state of its parameters has."""
-    # A 0-dim parameter's state has the shape of a count, so look at the group's other parameters.
+    """Create, in a shard's state, the entries that its parameters' state has."""
+    # A 0-dim parameter's state has the shape of a count, so use the group's other parameters to
+    # tell them apart.
     items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
     of_elements = {
         k for p, k, v in items if p.ndim and isinstance(v, Tensor) and v.shape == p.shape
@@ -146,8 +147,8 @@ def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
         else:
             safe_set_full_optimizer_state(parameter, value, key)
         return
-    # DeepSpeed pads a parameter to shards of one size, and its function for whole values does not.
-    # `Any`, since DeepSpeed has added attributes to parameters.
+    # DeepSpeed pads a parameter to shards of one size, but its function for whole values does not.
+    # Use `Any`, since DeepSpeed has added attributes to parameters.
     held: Any = parameter
     size = held.ds_tensor.numel()
     padded = value.new_zeros(size * torch.distributed.get_world_size())

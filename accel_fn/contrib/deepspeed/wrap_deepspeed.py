@@ -67,7 +67,7 @@ def wrap_deepspeed(
             for missing settings, the plan's value counts, or DeepSpeed's default. Three sizes of
             buckets with "auto" follow the hidden size in `model.config`, if it is there. Settings
             that differ from the plan are refused.
-        stage: the stage of ZeRO. Default: that of `config`, else 2.
+        stage: the stage of ZeRO. Default: the stage in `config`, else 2.
         offload: "cpu": keep optimizer state, and at stage 3 parameters, in host memory. "nvme", at stage 3:
             keep optimizer state in files, and parameters in host memory, or as `offload_param` in `config`.
         nvme_path: the folder of these files, which no other plan may use.
@@ -121,7 +121,7 @@ class DeepSpeedSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: "shards" if a forward gathers parameters, as at stage 3."""
+        """Return the traits, with "shards" if a forward gathers parameters, as at stage 3."""
         shards = {"shards"} if self._stage == 3 else set()
         skips = {"may_skip"} if self._stage else set()
         return frozenset({"collectives_in_apply", *shards, *skips})
@@ -132,7 +132,7 @@ class DeepSpeedSlot(SlotFunction):
         return stage
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return what this stage divides."""
+        """Return the number of parts for each of the names that this stage divides."""
         return dict.fromkeys(("optimizer", "gradients", "parameters")[: self._stage], size)
 
     def share(self, plan: Plan, meshes: Mapping[str, Any]) -> None:
@@ -144,7 +144,7 @@ class DeepSpeedSlot(SlotFunction):
                 group["params"] = [nn.Parameter(torch.empty(-(-size // meshes["dp"].size())))]
 
     def claim(self, plan: Plan) -> Plan:
-        """Take over clipping by norm, which the engine does."""
+        """Remove the transforms that clip by norm from the plan, because the engine clips."""
         clips = tuple(plan.having("clips_norm"))
         rest = tuple(each for each in plan.gradients if each not in clips)
         strategy = tuple(self._with(clips) if each is self else each for each in plan.strategy)
@@ -237,7 +237,7 @@ def _check_parameters(plan: Plan) -> None:
 
 
 def check_installed() -> None:
-    """Import DeepSpeed, which is an extra."""
+    """Import DeepSpeed, which is an optional dependency."""
     try:
         import deepspeed  # noqa: F401
     except ModuleNotFoundError as error:
@@ -268,7 +268,7 @@ def _check_world(state: DistState) -> None:
 
 
 def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
-    """Refuse to start if a killed build has left a lock, for which DeepSpeed would wait forever."""
+    """Refuse to start if a killed build left a lock: DeepSpeed would wait for it forever."""
     from torch.utils.cpp_extension import _get_build_directory
 
     needed = [

@@ -1,4 +1,4 @@
-"""The memory of a training step, estimated without using it; the command `estimate` prints it."""
+"""Estimate the memory of a training step without using it; the command `estimate` prints it."""
 
 import importlib
 from typing import Any

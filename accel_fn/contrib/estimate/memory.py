@@ -121,7 +121,7 @@ def estimate_memory(
         optimizer: a name in `torch.optim`; default: the plan's optimizers, else AdamW.
         precision: "no", "bf16" or "fp16", as for `with_amp`.
         world_sizes: numbers of ranks to estimate for.
-        num_microbatches: numbers of micro-batches, likewise.
+        num_microbatches: numbers of micro-batches to estimate for.
         mesh: axes that each number of ranks forms and their sizes, as for `init`; default: all ranks share
             the batch.
         device: which device's kernels to run; default: the accelerator of this
@@ -223,7 +223,7 @@ def estimates(
     runs: dict[Any, _Run] = {}
     for size, count in product(sizes, counts):
         shape = shapes[size]
-        # A split model is sharded along dp, any other one over all ranks.
+        # A split model is sharded along dp, any other model over all ranks.
         parts = _parts(plan, shape["dp"] if plan.shard_model else size)
         # Replicas are the same on any number of ranks.
         key = size if parts or plan.shard_model else None
@@ -246,7 +246,7 @@ def _slots(plan: Plan) -> list[SlotFunction]:
 
 
 def _parts(plan: Plan, size: int) -> dict[str, int]:
-    """Return in how many parts `size` ranks divide what they do not hold whole."""
+    """Return, by name, into how many parts `size` ranks divide the model's memory."""
     found = {name: num for each in _slots(plan) for name, num in each.num_parts(size).items()}
     return {name: num for name, num in found.items() if num > 1}
 
@@ -259,7 +259,7 @@ def _run(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Run:
-    """Divide the model as the plan does on these ranks, and let its optimizers step once."""
+    """Divide the model as the plan does on these ranks, and run its optimizers once."""
     # The first of the ranks has the largest part. Torch makes meshes of tensors with data.
     meshes = silent_meshes(device, {**shape, "dp": max(parts.values(), default=1)})
     module = None
@@ -311,7 +311,8 @@ def _made(
         try:
             made = make_model()
         except RuntimeError as error:
-            # torch exchanges the parameters of a module that is cast, which these tensors do not allow.
+            # torch swaps the parameters of a module when it casts the module, which these tensors
+            # do not allow.
             if "Couldn't swap" not in str(error):
                 raise
             rule, got = "make the model in its dtype, and not cast it", str(error)
@@ -336,7 +337,7 @@ def _made_frozen(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> Mapping[str, nn.Module]:
-    """Make the frozen models, as `build` leaves them."""
+    """Make the frozen models, in the form in which `build` leaves them."""
     made = {} if make_frozen is None else make_frozen()
     are_models = isinstance(made, Mapping) and all(isinstance(m, nn.Module) for m in made.values())
     if not are_models:
@@ -414,7 +415,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Steps of one model, measured at several sizes of micro-batch."""
+    """Runs steps of one model, and measures them for several sizes of micro-batch."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -424,11 +425,11 @@ class _Run:
     frozen: Sequence[Tensor]
     """Parameters and buffers of frozen models."""
     parts: Mapping[str, int]
-    """In how many parts ranks hold what is whole in this model."""
+    """The number of parts into which ranks divide memory that this model holds whole, by name."""
     sharded: nn.Module | None
     """The loss over shards, which gathers parameters in the step."""
     whole: Sequence[Tensor]
-    """Parameters as they are in a forward."""
+    """The parameters in the form that a forward uses."""
 
     def estimate(
         self, batch: Any, world_size: int, num_places: int, num_microbatches: int
@@ -447,7 +448,8 @@ class _Run:
         if batch is not None:
             part = _microbatch(batch, num_places, num_microbatches)
         several = num_microbatches > 1
-        # DDP's buckets stay. Other gradients come in the backward, and go with the update.
+        # DDP's buckets stay. Other gradients are allocated in the backward, and freed by the
+        # update.
         is_split = any(map(is_sharded, trained))
         kept = self.sharded is None and (several or (num_places > 1 and not is_split))
         gradients = [torch.zeros_like(each) for each in trained]
@@ -596,7 +598,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            # Of shards, count the operations on this rank's part.
+            # For shards, count the operations on this rank's part.
             return NotImplemented
         found = func(*args, **(kwargs or {}))
         for each in tensors_of(found):

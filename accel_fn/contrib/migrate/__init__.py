@@ -1,1 +1,1 @@
-"""Reads a script that uses accelerate: the table of names, and the lines in which they stand."""
+"""Read a script that uses accelerate: a table of names, and the lines that use them."""

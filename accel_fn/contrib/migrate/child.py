@@ -1,4 +1,4 @@
-"""Run a script in a process of its own, and record what each of its updates is made of."""
+"""Run a script in a separate process, and record the losses and rows of each of its updates."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class Part:
     """The loss that enters the backward, divided as the script and accelerate divide it."""
     rows: int
     num_labels: tuple[int, ...] = ()
-    """The labels other than -100, all of them and without the first of each row; () without labels."""
+    """The number of labels other than -100: all of them, and those without the first of each
+    row; () without labels."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of a row in each tensor of the batch."""
+    """The shape of a row in each tensor of the batch."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Seen:
     position: str
     """A checksum of the random generators after the update."""
     draws: bool = False
-    """Whether the step drew from them, as dropout does."""
+    """Whether the step drew from these generators, as dropout does."""
     parts: tuple[Part, ...] = ()
 
 
 @dataclass
 class Recording:
-    """The updates of a script, and which random numbers of accel_fn it uses."""
+    """The updates of a script, and which of accel_fn's random functions it uses."""
 
     updates: list[Seen] = field(default_factory=list)
     uses_draw: bool = False
@@ -68,7 +69,7 @@ class Recording:
 
 
 class _Enough(BaseException):
-    """Ends a script after the last update that is compared; `except Exception` does not catch it."""
+    """Ends a script after the last compared update; `except Exception` does not catch it."""
 
 
 def record(
@@ -79,7 +80,7 @@ def record(
     kind: Literal["old", "new"],
     draws: Literal["global", "state"] = "global",
 ) -> Recording:
-    """Run a script in a folder as `python SCRIPT ARGUMENTS` would, up to some updates; return these."""
+    """Run a script in a folder as `python SCRIPT ARGUMENTS` would, and return its first updates."""
     _enter(folder)
     found = Recording()
     watch = _watched_old if kind == "old" else partial(_watched_new, draws=draws)
@@ -100,7 +101,7 @@ def record(
 
 
 def _enter(folder: Path) -> None:
-    """Go to the folder of the run, and print into a file beside it."""
+    """Change to the folder of the run, and redirect output to a file next to it."""
     output = os.open(f"{folder}_output_{os.environ['RANK']}.txt", os.O_CREAT | os.O_WRONLY)
     for each in (sys.stdout, sys.stderr):
         each.flush()
@@ -133,7 +134,7 @@ def _watched_new(found: Recording, num_updates: int, *, draws: Any) -> Iterator[
 
 @contextmanager
 def _watched_old(found: Recording, num_updates: int) -> Iterator[None]:
-    """Record what enters `backward` between the steps of optimizers, of any loop of torch."""
+    """Record the arguments of `backward` between optimizer steps, in any loop of torch."""
     watch = _Watch(found, num_updates)
     with ExitStack() as stack:
         backward = Tensor.backward
@@ -157,7 +158,7 @@ def _loaders_of_accelerate() -> list[type]:
 
 
 class _Watch:
-    """The losses that entered `backward` since the last update, and the current batch of the loop."""
+    """The losses passed to `backward` since the last update, and the current batch of the loop."""
 
     def __init__(self, found: Recording, num_updates: int) -> None:
         self._found, self._num_updates = found, num_updates
@@ -165,12 +166,12 @@ class _Watch:
         self._is_double = False
         self._batch: Any = None
         self._is_new = True
-        """Whether the batch has entered no backward of this update."""
+        """Whether no backward of this update has used the batch yet."""
         self._is_counted = False
-        """Whether accelerate's backward has counted the loss, which it scales."""
+        """Whether accelerate's backward has recorded the loss, which it then scales."""
 
     def around(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Return `Tensor.backward` that notes its argument."""
+        """Wrap `Tensor.backward`, so that it records its argument."""
 
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             if not self._is_counted:
@@ -180,7 +181,7 @@ class _Watch:
         return backward
 
     def of_accelerate(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Return `Accelerator.backward` that notes its argument without the scale of fp16."""
+        """Wrap `Accelerator.backward`, so that it records its argument without fp16's scale."""
 
         def backward(accelerator: Any, loss: Tensor, **kwargs: Any) -> None:
             self._found.divisor = accelerator.gradient_accumulation_steps
@@ -194,7 +195,7 @@ class _Watch:
         return backward
 
     def batches_of(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Any]:
-        """Return `__iter__` of a loader that notes the batches which it gives."""
+        """Wrap `__iter__` of a loader, so that it records the batches that it yields."""
 
         def batches(loader: Any) -> _Noted:
             return _Noted(iterate(loader), self._take)
@@ -205,7 +206,7 @@ class _Watch:
         self._batch, self._is_new = batch, True
 
     def _note(self, loss: Tensor) -> None:
-        """Add a backward; rows count once if several losses of one update have them."""
+        """Add a backward; if several losses of one update share rows, these count once."""
         rows = _num_rows(self._batch) if self._is_new else 0
         self._is_new = False
         self._is_double = loss.dtype == torch.float64
@@ -213,7 +214,7 @@ class _Watch:
         self._parts.append(Part(float(loss.detach()), rows, labels, shapes))
 
     def end_update(self, *_: Any) -> None:
-        """End an update; a second optimizer that steps for the same losses makes no other."""
+        """End an update; a second optimizer that steps for the same losses begins no new one."""
         if not self._parts:
             return
         parts, self._parts = tuple(self._parts), []

@@ -1,4 +1,4 @@
-"""The command `migrate`: print what takes the place of accelerate in a script."""
+"""The command `migrate`: print the replacements of accelerate in a script."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _print_script(script: Script) -> None:
 
 
 def _print_line(line: Line, reasons: set[str], rows: set[int]) -> None:
-    """Print a line and its replacements, with the reasons and rows that were not printed before."""
+    """Print a line and its replacements, with reasons and rows that were not printed before."""
     click.echo(f"{line.number:>4}  {_cut(line.source)}")
     if line.goes:
         click.echo(f"{_INDENT}-> (goes)")
@@ -187,7 +187,7 @@ def _print_line(line: Line, reasons: set[str], rows: set[int]) -> None:
 
 
 def _print_loop(loop: Loop) -> None:
-    """Print the code that takes the place of a loop, and what is left to do by hand."""
+    """Print the code that replaces a loop, and the work that is left to do by hand."""
     click.echo(f"For the backward in line {loop.number}, below line {loop.after}:\n")
     click.echo(textwrap.indent(loop.program, _INDENT))
     click.echo("\nIn its loop, for the lines from the forward to the update:\n")
@@ -214,7 +214,7 @@ def _cut(source: str) -> str:
 def _replacements(use: Use) -> list[str]:
     """Return the lines that print a name's replacement, wrapped at 80 columns.
 
-    The list is empty if the line of the script stays as it is.
+    The list is empty if the line of the script stays unchanged.
     """
     replacement = "(goes)" if use.replacement is None else use.replacement
     texts = replacement.splitlines() if use.is_known else ["(not known)"]

@@ -24,21 +24,19 @@ _KINDS = {
     "optimizer": r"optim|^opt|Adam|SGD|Adafactor|RMSprop|Lion",
     "loader": r"loader|^dl|_dl$",
 }
-"""Patterns for the kind of an argument of `prepare`, by its name or by the call that makes it.
-
-An argument that matches no pattern is a model.
-"""
+"""Patterns that find the kind of an argument of `prepare`, by its name or by the call that makes
+it. An argument that matches no pattern is a model."""
 _SET_SEED_OF_TRANSFORMERS = "transformers.set_seed"
-"""Scripts import this function in place of accelerate's `set_seed`, which does the same."""
+"""Scripts import this function instead of accelerate's `set_seed`, which does the same."""
 _RANK = r"[\w.]+\.(local_)?process_index"
 _AVERAGE = r"EMA|ExponentialMovingAverage|AveragedModel|ModelEma"
 _DRAWING = r"torch\.(rand|normal|bernoulli|multinomial)|\brandom\.\w+\(|\.(normal_|uniform_)\("
 _LENGTHS = r"(?i)step|warmup|batch|lr\b|rate|loss|len|iter|epoch|T_max|sched"
-"""Names of lengths of schedules, of sizes of batches and of rates."""
+"""Patterns for the names of schedule lengths, batch sizes and rates."""
 Loop: TypeAlias = cst.For | cst.While
 Span = tuple[int, int]
 Edit = tuple[int, int, str]
-"""The beginning and the end of a part of the source, and what takes its place."""
+"""The beginning and the end of a part of the source, and the new text."""
 _TOKENS = r"CausalLM|Seq2Seq|ignore_index|-100|num_items_in_batch"
 
 
@@ -89,7 +87,7 @@ class Facts:
 
     def _imported(self, node: cst.CSTNode) -> str | None:
         names = self._qualified.get(node, ())
-        # libcst has a function in place of the names that it has not computed yet.
+        # libcst stores a function instead of names that it has not computed yet.
         for each in names() if callable(names) else names:
             if each.name.startswith("accelerate.") or each.name == _SET_SEED_OF_TRANSFORMERS:
                 return str(each.name)
@@ -97,7 +95,7 @@ class Facts:
 
     @cached_property
     def _assigned(self) -> dict[str, cst.BaseExpression]:
-        """The value of each assignment, by the source of its target, such as `a, b`."""
+        """Return the value of each assignment, by the source of its target, such as `a, b`."""
         return {
             self.code(target.target): node.value
             for node in self._nodes
@@ -107,7 +105,7 @@ class Facts:
 
     @cached_property
     def _accelerators(self) -> set[str]:
-        """The names of the variables and attributes that hold an accelerator or a state."""
+        """Return the names of the variables and attributes that hold an accelerator or a state."""
         return {
             "accelerator",
             *self._names_of_made_by("Accelerator"),
@@ -115,7 +113,7 @@ class Facts:
         }
 
     def _names_of_made_by(self, maker: str) -> set[str]:
-        """Return the names to which an object of a class of accelerate is assigned."""
+        """Return the names that hold an object of a class of accelerate."""
         return {
             last(name)
             for name, value in self._assigned.items()
@@ -149,7 +147,7 @@ class Facts:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """The kind of each name that is an argument of prepare or takes its result."""
+        """Return the kind of each name that is an argument or a result of prepare."""
         found: dict[str, str] = {}
         for call in self._method_calls(
             "prepare",
@@ -168,7 +166,7 @@ class Facts:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Names in the script that fill the placeholders in the table's texts."""
+        """Return the script's own names for the placeholders in the table's texts."""
         found = {kind: kind for kind in ("model", "optimizer", "loader", "scheduler")}
         found |= {kind: name for name, kind in reversed(self.kinds.items())}
         if self.training_loaders:
@@ -198,7 +196,7 @@ class Facts:
 
     @cached_property
     def _backward_of(self) -> dict[Loop, list[cst.Call]]:
-        """The innermost loops around calls of backward, each with its calls."""
+        """Return the innermost loops around calls of backward, each with its calls."""
         found: dict[Loop, list[cst.Call]] = {}
         for call in self.backwards:
             loop = self.loop_around(call)
@@ -208,17 +206,17 @@ class Facts:
 
     @cached_property
     def losses(self) -> set[str]:
-        """The names of variables that are the argument of backward."""
+        """Return the names of variables that are the argument of backward."""
         return {self.code(each.args[0].value) for each in self.backwards if each.args}
 
     @cached_property
     def training_loops(self) -> dict[Loop, str]:
-        """The loops in which the script trains, and the loader that each goes over."""
+        """Return the loops in which the script trains, each with its loader."""
         loaders = {loop: self._loader_of(loop) for loop in self._backward_of}
         return {loop: loader for loop, loader in loaders.items() if loader}
 
     def _loader_of(self, loop: Loop) -> str:
-        """Return the loader whose batches a loop gets, by its head or by `next`; empty if there is none."""
+        """Return the loader that a loop reads, by its head or by `next`; "" if there is none."""
         given = [loop.iter] if isinstance(loop, cst.For) else []
         given += [
             each.args[0].value
@@ -250,7 +248,7 @@ class Facts:
 
     @cached_property
     def counting_loops(self) -> dict[Loop, str]:
-        """The loops over the batches of one update, `for _ in range(k): next(...)`, and their numbers."""
+        """Return the loops over an update's batches, `for _ in range(k): next(...)`, by k."""
         found = {}
         for loop in self._backward_of:
             outer = self.loop_around(loop)
@@ -262,7 +260,7 @@ class Facts:
 
     @cached_property
     def epoch_loops(self) -> set[cst.For]:
-        """The loops around the training loops, which go over epochs."""
+        """Return the loops around the training loops, which iterate over epochs."""
         outer = [
             self.loop_around(loop) for loop in self.training_loops if isinstance(loop, cst.For)
         ]
@@ -283,7 +281,7 @@ class Facts:
         return next((each for each in around if isinstance(each, cst.FunctionDef)), None)
 
     def function_name(self, node: cst.CSTNode) -> str:
-        """Return the name of the function around a node; "" in the module."""
+        """Return the name of the function around a node; "" for the module."""
         function = self.function_around(node)
         return "" if function is None else str(function.name.value)
 
@@ -305,7 +303,7 @@ class Facts:
 
     @cached_property
     def _calls_on(self) -> dict[str, list[cst.Call]]:
-        """The calls of methods, by the object that they are called on."""
+        """Return the calls of methods, by the object that they are called on."""
         found: dict[str, list[cst.Call]] = {}
         for call in self._calls:
             if isinstance(call.func, cst.Attribute):
@@ -318,7 +316,7 @@ class Facts:
 
     @cached_property
     def averages(self) -> set[str]:
-        """The variables that hold an average of parameters, an EMA."""
+        """Return the variables that hold an average of parameters, such as an EMA."""
         return {
             name
             for name, value in self._assigned.items()
@@ -327,7 +325,7 @@ class Facts:
 
     @cached_property
     def _frozen_by_call(self) -> set[str]:
-        """The models that the script freezes or prepares alone."""
+        """Return the models that the script freezes, or prepares by `prepare_model`."""
         alone = {self.code(each.args[0].value) for each in self._method_calls("prepare_model")}
         return alone | {
             name
@@ -338,7 +336,7 @@ class Facts:
 
     @cached_property
     def trained(self) -> list[str]:
-        """The models that the script prepares, without those that it freezes."""
+        """Return the models that the script prepares, without those that it freezes."""
         alone = [self.code(each.args[0].value) for each in self._method_calls("prepare_model")]
         models = [
             name
@@ -354,7 +352,7 @@ class Facts:
 
     @cached_property
     def _with_optimizer(self) -> set[str]:
-        """The names in the calls that make optimizers."""
+        """Return the names in the calls that make optimizers."""
         return {
             self.code(node)
             for name, kind in self.kinds.items()
@@ -365,7 +363,7 @@ class Facts:
 
     @cached_property
     def frozen(self) -> list[str]:
-        """The models that are placed or frozen and not trained."""
+        """Return the models that are placed or frozen and not trained."""
         placed = {
             name
             for name, calls in self._calls_on.items()
@@ -388,7 +386,7 @@ class Facts:
 
     @cached_property
     def renamed(self) -> dict[str, str]:
-        """Names that take a result of prepare, and the name of its argument, where these differ."""
+        """Return the names of prepare's results, with their arguments' names if these differ."""
         found: dict[str, str] = {}
         for call in self._method_calls("prepare"):
             names = [self.code(each.value) for each in call.args if not each.star]
@@ -405,7 +403,7 @@ class Facts:
 
     @cached_property
     def _optimizer_steps(self) -> dict[str, list[int]]:
-        """The calls `optimizer.step`, and the lines of each."""
+        """Return the calls `optimizer.step`, and the lines of each."""
         found: dict[str, list[int]] = {}
         for call in self._calls:
             name = self.code(call.func.value) if isinstance(call.func, cst.Attribute) else ""
@@ -442,7 +440,7 @@ class Facts:
         ) and bool(call.args)
 
     def is_local_elsewhere(self, name: str, node: cst.CSTNode) -> bool:
-        """Return whether a name is local to the function of a node, which does not prepare."""
+        """Return whether a name is local to a function around the node that never prepares."""
         function = self.function_around(node)
         prepared = {self.function_around(each) for each in self._method_calls("prepare")}
         if function is None or not prepared or function in prepared or name.startswith("self."):
@@ -457,7 +455,7 @@ class Facts:
     def reads_after(
         self, call: cst.Call, names: Iterable[str], leave_out: set[cst.CSTNode]
     ) -> Iterator[tuple[str, int]]:
-        """Yield these names with the first line of each that reads them in the loop, after a call."""
+        """Yield these names, each with the first line that reads it in the loop after a call."""
         loop = self.loop_around(call)
         left = {*names}
         for node in walk(loop.body) if loop is not None else ():
@@ -470,7 +468,7 @@ class Facts:
     # ---- lengths and numbers
 
     def maker(self, name: str) -> str:
-        """Return the function whose result a name holds; "" if it is no call."""
+        """Return the function whose result a name holds; "" if its value is not a call."""
         value = self._assigned.get(name)
         return self.code(value.func) if isinstance(value, cst.Call) else ""
 
@@ -484,13 +482,13 @@ class Facts:
 
     @cached_property
     def prefix(self) -> str:
-        """`self.` if the script keeps its accelerator as an attribute, else empty."""
+        """Return `self.` if the script keeps its accelerator as an attribute, else ""."""
         owners = [self.code(each.func) for each in self.backwards]
         return "self." if owners and owners[0].startswith("self.") else ""
 
     @cached_property
     def step(self) -> str:
-        """The name of the step: one that the script has not used."""
+        """Return a name for the step that the script has not used."""
         return "train_step" if self.assigns("step") or self.assigns("self.step") else "step"
 
     def is_number_of_batches(self, node: cst.BaseExpression) -> bool:
@@ -536,7 +534,7 @@ class Facts:
 
     @cached_property
     def devices(self) -> set[str]:
-        """The variables that hold the device of the accelerator."""
+        """Return the variables that hold the device of the accelerator."""
         return {
             name
             for name, value in self._assigned.items()
@@ -561,7 +559,7 @@ class Facts:
 
     @cached_property
     def has_sampler(self) -> bool:
-        """Whether a loader that the script trains on has a sampler of its own."""
+        """Return whether a loader that the script trains on has its own sampler."""
         names = {
             each.keyword.value
             for call in self._calls
@@ -573,7 +571,7 @@ class Facts:
 
     @cached_property
     def schedulers_of_epochs(self) -> set[str]:
-        """The schedulers that the script steps once an epoch, after its batches."""
+        """Return the schedulers that the script steps once per epoch, after its batches."""
         return {
             name
             for call in self._calls
@@ -585,7 +583,7 @@ class Facts:
 
     @cached_property
     def evaluation_loops(self) -> dict[cst.For, str]:
-        """The loops in which the script gathers and does not train, and the loader of each loop."""
+        """Return the loops in which the script gathers and does not train, each with its loader."""
         found = {}
         for call in self._method_calls("gather", "gather_for_metrics"):
             loop = self.loop_around(call)
@@ -601,7 +599,7 @@ class Facts:
 
     @cached_property
     def counting_ifs(self) -> dict[cst.If, str]:
-        """The `if`s that run `optimizer.step` once in so many batches, each with this number."""
+        """Return the `if`s that run `optimizer.step` once per k batches, each with its k."""
         found = {}
         for node in self._nodes:
             name = self.code(node.value) if isinstance(node, cst.Attribute) else ""
@@ -650,7 +648,7 @@ class Facts:
 
     @cached_property
     def is_grouped(self) -> bool:
-        """Whether updates take several batches of a loader whose batch size the script does not show."""
+        """Return whether updates take several batches of a loader of unknown batch size."""
         made = [each for each in self._calls if self.makes_loader(each)]
         functions = {self.function_around(each) for each in self._method_calls("prepare")}
         is_shown = any(
@@ -663,8 +661,8 @@ class Facts:
     def factored(self, node: cst.CSTNode) -> str | None:
         """Return the source of a length, size or rate without factors that a step does not need.
 
-        These are the number of processes, and under a division the number of batches of an update.
-        None if there is no such factor.
+        These factors are the number of processes and, in a division, the number of batches of an
+        update. Return None if there is no such factor.
         """
         products = [each for each in walk(node) if isinstance(each, cst.BinaryOperation)]
         if not products:
@@ -688,7 +686,7 @@ class Facts:
         return joined(self.edited(node, edits).splitlines()).replace(" )", ")") if edits else None
 
     def _without_factor(self, node: cst.BinaryOperation, *, divides: bool) -> Iterator[Edit]:
-        """Yield the edit that takes a factor out of a product or a quotient, if it has one."""
+        """Yield the edit that removes a factor from a product or a quotient, if it has one."""
         is_product = isinstance(node.operator, cst.Multiply)
         is_quotient = isinstance(node.operator, cst.Divide | cst.FloorDivide)
         (_, left_end), (right_start, _) = self.span(node.left), self.span(node.right)
@@ -706,12 +704,12 @@ class Facts:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """Where each line begins, by its number."""
+        """Return the offsets at which lines begin, by line number."""
         lines = self.text.splitlines(keepends=True)
         return [0, *accumulate(map(len, lines), initial=0)]
 
     def edited(self, node: cst.CSTNode, edits: Iterable[Edit]) -> str:
-        """Return the source of a node with some parts of it replaced; parts inside of others are not."""
+        """Return the source of a node with these edits, without edits inside of other edits."""
         start, end = self.span(node)
         at = self._positions[node].start.column
         text, done = " " * at, start
@@ -728,7 +726,7 @@ class Facts:
 
     @property
     def _divisor_of_late_steps(self) -> str:
-        """The divisor of a loss whose optimizer steps under an `if`, as after some batches; else ""."""
+        """Return the divisor of a loss whose optimizer steps under an `if`; "" for other losses."""
         for loop, calls in self._backward_of.items():
             late = any(
                 isinstance(each, cst.If)
@@ -744,7 +742,7 @@ class Facts:
 
     @cached_property
     def traits(self) -> set[str]:
-        """The traits of the script, as the table names them, that select its differences from accel_fn."""
+        """Return the script's traits, by which the table selects its differences from accel_fn."""
         text = self.text
         kinds = list(self.kinds.values())
         scales = self._constructor.get("mixed_precision", '"no"').strip("\"'") not in ("no", "bf16")
@@ -767,7 +765,7 @@ class Facts:
 
     @cached_property
     def _clears_first(self) -> bool:
-        """Whether a loop calls zero_grad before its backward."""
+        """Return whether a loop calls zero_grad before its backward."""
         return any(
             self._positions[node].start.line < self._positions[call].start.line
             for loop, calls in self._backward_of.items()

@@ -1,4 +1,4 @@
-"""Find the loss that a loop gives to `backward`, and write the loss function and plan that replace it."""
+"""Find the loss that a loop passes to `backward`; write the loss function that replaces it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRAWS = re.compile(
 )
 """The calls that draw random numbers."""
 _OF_ROWS = ("torch.randn", "torch.rand", "torch.randint", "torch.randn_like", "torch.rand_like")
-"""The draws whose first dimension is that of the batch."""
+"""The draws whose first dimension is the batch's."""
 _LABELS = r"\w*(CausalLM|Seq2SeqLM|ConditionalGeneration|MaskedLM|TokenClassification)"
 _ASSIGNS = cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For
 _TRANSPARENT = ("accumulate", "autocast", "no_sync")
@@ -27,25 +27,25 @@ _TRANSPARENT = ("accumulate", "autocast", "no_sync")
 
 @dataclass(frozen=True)
 class Loop:
-    """The code that takes the place of what one `backward` trains."""
+    """The code that replaces the training of one `backward`."""
 
     number: int
     """The line of the backward."""
     after: int
-    """The line below which the program stands."""
+    """The line after which the program is inserted."""
     program: str
     """The loss function, the recipe, the plan and the step."""
     in_loop: str
-    """The lines in the loop in place of the forward, the backward and the update."""
+    """The lines in the loop that replace the forward, the backward and the update."""
     batch: str
     """The name of the batch in the loop."""
     by_hand: list[str]
-    """What is left to do, each with its reason."""
+    """The work that is left to do by hand, each item with its reason."""
 
 
 @dataclass
 class _Draw:
-    """A call in the loss that draws, and the row of the batch that takes its place."""
+    """A call in the loss that draws, and the entry of the batch that replaces it."""
 
     name: str
     code: str
@@ -72,7 +72,7 @@ class Backward:
     # ---- the statements before the backward
 
     def _statements(self, block: Iterable[cst.CSTNode]) -> Iterator[cst.CSTNode]:
-        """Yield the statements of a pass before the backward; contexts of accelerate are left out."""
+        """Yield the statements of a pass before the backward, without contexts of accelerate."""
         for each in block:
             inside = self.call in set(walk(each))
             if isinstance(each, cst.With) and (inside or self._is_transparent(each)):
@@ -103,7 +103,7 @@ class Backward:
         self.by_hand[f"line {self.facts.line(node)}: {why}"] = None
 
     def _undivided(self, value: cst.BaseExpression) -> cst.BaseExpression:
-        """Return the argument of backward without the number of batches of an update."""
+        """Return the argument of backward without its division by the number of batches."""
         if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
             if self.facts.is_number_of_batches(value.right):
                 return value.left
@@ -160,7 +160,7 @@ class Backward:
         return is_batch or self.facts.code(value) == self.facts.code(node.targets[0].target)
 
     def _unmoved(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """Return what an expression moves to the device: `x` of `x.to(device)`; or the expression."""
+        """Return the object that an expression moves: `x` of `x.to(device)`; or the expression."""
         is_move = (
             isinstance(node, cst.Call)
             and isinstance(node.func, cst.Attribute)
@@ -184,7 +184,7 @@ class Backward:
 
     @cached_property
     def _source(self) -> tuple[str, str]:
-        """The target that holds the batch, and the expression in the loop that gives it, or ""."""
+        """Return the target that holds the batch, and the loop's expression for it, or ""."""
         for each in self.before:
             if isinstance(each, cst.Assign) and (call := self._next_in(each)) is not None:
                 is_whole = self._takes_batch(each)
@@ -200,7 +200,7 @@ class Backward:
 
     @cached_property
     def batch(self) -> str:
-        """The name of the batch in the loop."""
+        """Return the name of the batch in the loop."""
         target = self._source[0]
         return target if target.isidentifier() else "batch"
 
@@ -217,14 +217,14 @@ class Backward:
 
     @cached_property
     def _read(self) -> dict[str, None]:
-        """The names and attributes in the statements of the loss, in order."""
+        """Return the names and attributes in the statements of the loss, in order."""
         parts = [*self.kept, *([] if self.loss is None else [self.loss])]
         left = [each for each in parts if not self._draws_rows(each)]
         return dict.fromkeys(name for part in left for name in names_in(part))
 
     @cached_property
     def models(self) -> list[str]:
-        """The models in the loss that its optimizers train."""
+        """Return the models in the loss that its optimizers train."""
         found = [name for name in self._read if name in self.facts.trained]
         if not found and len(self.facts.trained) == 1:
             return self.facts.trained
@@ -242,7 +242,7 @@ class Backward:
 
     @cached_property
     def optimizers(self) -> list[str]:
-        """The optimizers that step after this backward and before the next one; else the script's first."""
+        """Return the optimizers that step between this backward and the next; else the first."""
         return self.own_optimizers or self.facts.steps_between(0, None)[:1]
 
     @cached_property
@@ -254,7 +254,7 @@ class Backward:
 
     @cached_property
     def draws(self) -> dict[cst.Call, _Draw]:
-        """The calls in the loss that draw, each with the draw in the loop that takes its place."""
+        """Return the calls in the loss that draw, with the draws that replace them in the loop."""
         found: dict[cst.Call, _Draw] = {}
         for statement in self.kept:
             for node in walk(statement):
@@ -344,7 +344,7 @@ class Backward:
         return f"{numbers}n, *SHAPE"
 
     def _is_known(self, names: set[str]) -> bool:
-        """Return whether the loop can compute these names from the batch alone."""
+        """Return whether the loop can compute these names from the batch only."""
         statements = self._slice(set(names), note=False)
         read = {name for each in statements for name in names_in(each)} | names
         calls = [node for each in statements for node in walk(each) if isinstance(node, cst.Call)]
@@ -357,9 +357,9 @@ class Backward:
     def written(
         self, transforms: list[str], suffix: str, step: str, in_losses: set[cst.CSTNode]
     ) -> Loop:
-        """Write the code that takes the place of the loop, with the transforms of its recipe.
+        """Write the code that replaces the loop, with the transforms of its recipe.
 
-        The statements in the losses of all loops are `in_losses`.
+        `in_losses` are the statements in the losses of all loops.
         """
         draws = [*self.draws.values()]
         self._check({node for each in in_losses for node in walk(each)})
@@ -411,7 +411,7 @@ class Backward:
         return lines
 
     def _source_of(self, node: cst.CSTNode, by_code: Mapping[str, str]) -> str:
-        """Return the source of a statement in the loss, with the names that the loss has."""
+        """Return the source of a statement in the loss, with the names that the loss uses."""
         return self.facts.edited(
             node, [e for each in walk(node) for e in self._edits(each, by_code)]
         )
@@ -427,7 +427,7 @@ class Backward:
             if facts.is_number_of_batches(node.right):
                 yield facts.span(node.left)[1], end, ""
         elif isinstance(node, cst.AugAssign):
-            # The batch is not the loss function's to change: checks run it several times.
+            # The loss function must not change the batch: checks run it several times.
             name = facts.code(node.target)
             if name in {*self._batch_names, *(each.name for each in self.draws.values())}:
                 operator = facts.code(node.operator).removesuffix("=")
@@ -487,7 +487,7 @@ class Backward:
         return ""
 
     def _check(self, in_losses: set[cst.CSTNode]) -> None:
-        """Note what the loss needs and a loss function does not have."""
+        """Add a note for each thing that the loss needs and a loss function does not have."""
         facts = self.facts
         if self.loss is None:
             self._note(self.call, "backward has no argument")
@@ -515,7 +515,7 @@ class Backward:
             ] = None
 
     def _check_names(self, local: set[str]) -> None:
-        """Note the names in the loss that are neither its own nor those of the script around it."""
+        """Add a note for each name in the loss that is not defined in it or around it."""
         facts = self.facts
         own = {*facts.trained, *facts.frozen, *self.models, *facts.devices, *local}
         changed = {name for each in walk(self._body) for name in writes(each)}
@@ -540,7 +540,7 @@ class Backward:
 
 
 def _returned(lines: list[str], loss: str) -> list[str]:
-    """End a function with its loss; a last line `loss = ...` becomes the return."""
+    """End a function with its loss; if its last line is `loss = ...`, that becomes the return."""
     head = f"    {loss} = "
     if lines[-1].startswith(head):
         return [*lines[:-1], f"    return {lines[-1].removeprefix(head)}"]
@@ -612,7 +612,7 @@ def writes(node: cst.CSTNode) -> Iterator[str]:
 
 
 def _targets(node: cst.CSTNode) -> Iterator[str]:
-    """Yield the names in a target; of `a[i]` and `a.b`, only `a`."""
+    """Yield the names in a target; only `a` for `a[i]` and `a.b`."""
     if isinstance(node, cst.Subscript):
         yield from _targets(node.value)
     else:

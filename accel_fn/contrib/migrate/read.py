@@ -38,7 +38,7 @@ class Use:
 
     name: str
     replacement: str | None
-    """The code in place of the name; None if the name goes, "" if the line stays."""
+    """The code that replaces the name. None: the name is deleted. "": the line stays."""
     part: str = ""
     """The part of the line that is replaced; empty for the whole line."""
     why: str = ""
@@ -48,7 +48,7 @@ class Use:
 
 @dataclass
 class Line:
-    """A statement of the script, or the head of a compound one."""
+    """A statement of the script, or the first line of a compound one."""
 
     number: int
     source: str
@@ -57,7 +57,7 @@ class Line:
 
     @property
     def goes(self) -> bool:
-        """Whether the line goes without a replacement."""
+        """Return whether the line is deleted without a replacement."""
         return all(use.is_known and use.replacement is None and not use.part for use in self.uses)
 
 
@@ -72,14 +72,14 @@ class Script:
 
     @property
     def num_replaced(self) -> int:
-        """The number of lines with a replacement."""
+        """Return the number of lines with a replacement."""
         return sum(
             line.num_lines for line in self.lines if any(use.replacement for use in line.uses)
         )
 
     @property
     def num_going(self) -> int:
-        """The number of lines that go without a replacement."""
+        """Return the number of lines that are deleted without a replacement."""
         return sum(line.num_lines for line in self.lines if line.goes)
 
 
@@ -124,7 +124,7 @@ def _name(transform: str) -> str:
 
 
 class _Arguments(dict[str, str]):
-    """The arguments of a call by name; a missing one reads as three dots."""
+    """The arguments of a call by name; a missing one is printed as three dots."""
 
     def __missing__(self, name: str) -> str:
         return "..."
@@ -135,7 +135,7 @@ def _short(value: str) -> str:
 
 
 class _Reader:
-    """Goes through a script once, and finds its lines and the transforms of its recipe."""
+    """Walks through a script once, and finds its lines and the transforms of its recipe."""
 
     def __init__(self, module: cst.Module) -> None:
         wrapper = MetadataWrapper(module)
@@ -150,13 +150,13 @@ class _Reader:
         self._frozen = {name for each in self._backwards for name in each.frozen}
         updates = [each for each in self._backwards if each.own_optimizers]
         self._updates = updates or self._backwards[-1:]
-        """The backwards that an update follows."""
+        """The backwards that are followed by an update."""
         self._in_loss = {node for each in self._backwards for node in each.kept}
         self._done: set[cst.CSTNode] = set()
         """Nodes in parts of lines that are replaced as a whole."""
 
     def loops(self) -> list[Loop]:
-        """Return the code that takes the place of each loop."""
+        """Return the code that replaces each loop."""
         joined_lines = []
         for each in self._backwards:
             if each not in self._updates:
@@ -175,7 +175,7 @@ class _Reader:
         return [*self.transforms, *([(f"af.accumulate({k}{split})", 0)] if k else [])]
 
     def _suffix(self, backward: Backward) -> str:
-        """Return what the names of a loop end with; "" if the script has one."""
+        """Return the suffix of a loop's names; "" if the script has only one loop."""
         if len(self._updates) < 2:
             return ""
         names = [last(each.models[0]) if each.models else "" for each in self._updates]
@@ -184,7 +184,7 @@ class _Reader:
         return f"_{own}" if is_one else f"_{self._updates.index(backward) + 1}"
 
     def _loop(self, backward: Backward) -> Loop:
-        """Write the code of a loop, with its own part of the transforms if there are several."""
+        """Write the code of a loop; with several loops, each has its own part of the transforms."""
         later = [each for each in self._updates if each.number > backward.number]
         end = later[0].number if later else 10**9
         transforms = [
@@ -210,7 +210,7 @@ class _Reader:
         return False
 
     def _owned(self, text: str) -> str:
-        """Give the state and the step the names that they have in this script."""
+        """Replace the names of the state and the step by the names that this script uses."""
         text = re.sub(r"(?<![\w.'\"{])step\b(?! *[=}].)(?=[,( ])", self.facts.step, text)
         if not self.facts.prefix:
             return text
@@ -318,7 +318,7 @@ class _Reader:
             self._add_use(node, f"accelerator.{name}")
 
     def _loss_read(self, node: cst.Attribute | cst.Name) -> Backward | None:
-        """Return the backward whose loss a name is that is read beside it, as for a log; else None."""
+        """Return the backward whose loss this name is, if it is read elsewhere, as for a log."""
         code = self.facts.code(node)
         if not re.fullmatch(r"[\w.]+", code) or not self.facts.stands_for_itself(node):
             return None
@@ -355,7 +355,7 @@ class _Reader:
         return False
 
     def _read_move(self, node: cst.Attribute) -> None:
-        """Add the use of `x.to(accelerator.device)`, by what x is."""
+        """Add the use of `x.to(accelerator.device)`, according to the kind of x."""
         call = self.parents[self.parents[node]]
         assert isinstance(call, cst.Call)
         assert isinstance(call.func, cst.Attribute)
@@ -397,7 +397,7 @@ class _Reader:
             key = "grouped loader" if self.facts.is_grouped else "loader"
             trains = to in self.facts.training_loaders
             k = self.facts.num_microbatches if trains else "1"
-            # For a sampler of the script, the order is that of the sampler.
+            # If the script has its own sampler, the order is the sampler's.
             order = ', order="torch"' if trains and not self.facts.has_sampler else ""
             values = {"to": to, "loader": name, "k": k, "order": order}
             self._add_use(node, f"accelerator.prepare({key})", values)
@@ -415,7 +415,7 @@ class _Reader:
             self._add_use(node, key, {"name": name})
 
     def _read_loop(self, node: cst.For) -> None:
-        """Add the use of a loop that trains, goes over epochs, or evaluates."""
+        """Add the use of a loop that trains, iterates over epochs, or evaluates."""
         loader = self.facts.training_loops.get(node)
         if node in self.facts.counting_loops:
             self._add_use(node, "count loop")
@@ -453,7 +453,7 @@ class _Reader:
             self._add_use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
 
     def _read_assignment(self, node: cst.Assign | cst.AugAssign) -> bool:
-        """Add the use of a line that goes into the loss function, or out of the loop; return if it is one."""
+        """Add the use of a line that moves into the loss or out of the loop; return if it did."""
         if node in self._in_loss:
             self._add_use(node, "loss")
             return True
@@ -467,7 +467,7 @@ class _Reader:
         return False
 
     def _read_loader(self, node: cst.Call) -> None:
-        """Add the use of a loader that the script trains on, where it is made."""
+        """Add the use of a loader that the script trains on, at the line that makes it."""
         accumulated = self.facts.num_microbatches and not self.facts.is_grouped
         positional = [each for each in node.args if each.keyword is None]
         named = [each for each in node.args if each.keyword and each.keyword.value == "batch_size"]
@@ -520,7 +520,7 @@ class _Reader:
         return replacement.format_map(values)
 
     def _arguments(self, node: cst.CSTNode, names: str) -> dict[str, str]:
-        """Return the arguments of a call by name; for a constructor's argument, this one alone."""
+        """Return the arguments of a call by name; for a constructor's argument, only that one."""
         if isinstance(node, cst.Arg) and node.keyword is not None:
             return {node.keyword.value: self.facts.code(node.value)}
         call = self.parents[node]

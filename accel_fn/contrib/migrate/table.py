@@ -1,4 +1,4 @@
-"""One row for each name of accelerate: what takes its place, why, and where results differ."""
+"""The replacement of each name of accelerate, the reason, and known differences in results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """The replacement for a name of accelerate; `{name}` in it stands for the argument `name`."""
+    """The replacement of a name of accelerate; `{name}` in it is the argument `name`."""
 
     replacement: str | None
-    """The code to write instead; None: delete the name; empty: keep it."""
+    """The code to write instead. None: delete the name. Empty: keep it."""
     why: str = ""
     differences: tuple[int, ...] = ()
-    """Rows of docs/differences.md."""
+    """Numbers of rows in docs/differences.md."""
     arguments: str = ""
     """Names of the positional arguments of a call."""
     transform: str = ""
@@ -22,7 +22,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """A measured case in which accelerate's result is not that of one process."""
+    """A measured case in which accelerate's result differs from one process."""
 
     what: str
     measured: str
@@ -523,10 +523,8 @@ TABLE: dict[str, Row] = {
     "is_torch_version": Row("torch.__version__"),
     "is_*_available": Row("importlib.util.find_spec(...)"),
 }
-"""Rows by name in accelerate.
-
-Names of methods begin with `accelerator.`; arguments are written as `Accelerator(argument)`.
-"""
+"""Rows by name in accelerate. Names of methods begin with `accelerator.`; arguments are written
+as `Accelerator(argument)`."""
 
 DIFFERENCES: dict[int, Difference] = {
     1: Difference(

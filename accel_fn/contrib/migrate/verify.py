@@ -1,4 +1,4 @@
-"""Run a script and the program that it became, and compare them update by update."""
+"""Run a script and the program that replaces it, and compare them update by update."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from accel_fn.contrib.migrate.child import Part, Recording, record
 from accel_fn.errors import RankError
 
 _RELATIVE = {True: 1e-9, False: 1e-4}
-"""The largest relative difference of two losses, by whether the old script's have float64."""
+"""The largest relative difference of two losses. True: the old script computes in float64."""
 _ABSOLUTE = {True: 1e-12, False: 1e-6}
 NOT_COMPARED = "not compared"
 _SHOWN = 30
-"""The number of lines that are shown of what a failed script printed."""
+"""The number of output lines of a failed script that are shown."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Result:
 
     what: str
     num_equal: int
-    """The updates that are equal, from the first."""
+    """The number of equal updates, from the first."""
     difference: str = ""
     """The first update that differs, with both values; empty if all are equal."""
     explanation: str = ""
-    """The known difference that explains it; empty if none does."""
+    """The known difference that explains it; empty if there is none."""
     is_theirs: bool = False
-    """Whether the explanation shows that the old script, and not the new one, is off."""
+    """Whether the explanation shows that the old script is wrong, and not the new one."""
 
     @property
     def is_compared(self) -> bool:
@@ -59,14 +59,15 @@ def verify(
     Args:
         old: a script whose loop calls `backward` and `step` of optimizers.
         new: a program that uses accel_fn.
-        arguments: those of both.
+        arguments: the arguments of both scripts.
         num_updates: the most updates that are compared.
-        say: called with a line as each run begins.
+        say: called with a line of text when each run begins.
 
     Returns:
-        The comparison of OLD with NEW on one process, and that of NEW on one process with NEW on two.
+        The comparison of OLD with NEW on one process, and of NEW on one process with NEW on two.
     """
-    # One accelerator is not shared: then two processes, and what they are compared with, use the CPU.
+    # Two processes cannot share one accelerator: then they, and the runs to which they are
+    # compared, use the CPU.
     has_two = torch.accelerator.device_count() > 1
     cpu = torch.accelerator.is_available() and not has_two
 
@@ -193,13 +194,13 @@ def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -
 
 
 def _draws(run: Recording) -> bool:
-    """Return whether most updates draw from the global generator, and not its loader alone."""
+    """Return whether most updates draw from the global generator, and not only its loader."""
     positions = [each.position for each in run.updates]
     changes = [a != b for a, b in itertools.pairwise(positions)]
     return run.uses_draw or 2 * sum(changes) > len(changes)
 
 
 def a_list(parts: Sequence[Part], place: int) -> str:
-    """Write the numbers of labels of the parts of an update."""
+    """Format the numbers of labels of the parts of an update as a list."""
     numbers = [str(part.num_labels[place]) for part in parts]
     return " and ".join([", ".join(numbers[:-1]), numbers[-1]]) if len(numbers) > 1 else numbers[0]

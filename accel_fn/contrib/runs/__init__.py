@@ -1,1 +1,1 @@
-"""Runs by their logs: the commands `report`, `plot` and `watch`."""
+"""Read the logs of runs: the commands `report`, `plot` and `watch`."""

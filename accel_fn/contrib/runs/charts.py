@@ -19,13 +19,11 @@ COLORS = (
     "#1296a8",
     "#80868f",
 )
-"""The colours of runs, from the first again after the last; all are visible on white and black."""
+"""The colours of runs, repeated after the last one; all are visible on white and black."""
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
-"""Dash patterns, in line widths, that tell names apart in a chart of several runs.
-
-After the last pattern, the first one is used again.
-"""
+"""Dash patterns, in line widths, that distinguish names in a chart of several runs. They repeat
+after the last pattern."""
 
 _MEMORY = "peak_memory (GiB)"
 _FIRST = ("loss",)
@@ -68,7 +66,7 @@ class Chart:
 
     @property
     def names(self) -> dict[str, Curve]:
-        """The first curve of each name."""
+        """Return the first curve of each name."""
         found: dict[str, Curve] = {}
         for curve in self.curves:
             found.setdefault(curve.name, curve)
@@ -76,7 +74,7 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        """Whether the loss is easier to read on a logarithmic axis."""
+        """Return whether the loss is easier to read on a logarithmic axis."""
         finite = [
             value for curve in self.curves for value in curve.column.values if math.isfinite(value)
         ]
@@ -93,7 +91,7 @@ class Marks:
 
 
 def arrange(runs: Sequence[Run]) -> list[Chart]:
-    """Give each kind of value a chart: losses first, then metrics, then the speed and the rest."""
+    """Make a chart for each kind of value: losses first, then metrics, then speed and the rest."""
     names: dict[str, dict[str, None]] = {}
     for name in itertools.chain.from_iterable(run.columns for run in runs):
         if name != "time" and name.rpartition("/")[2] != "skipped_updates":
@@ -151,7 +149,7 @@ def marks(run: Run) -> Marks:
 
 
 def thinned(column: Column, most: int) -> Column:
-    """Keep the lowest and the highest value of each stretch of steps, and the first and last value."""
+    """Keep the lowest and highest value of each range of steps, and the first and last value."""
     steps, values = column
     size = -(-2 * len(steps) // most)
     if size < 3:
@@ -159,7 +157,7 @@ def thinned(column: Column, most: int) -> Column:
     kept = {0, len(steps) - 1}
     for start in range(0, len(steps), size):
         places = range(start, min(start + size, len(steps)))
-        # A value that is not finite is a gap in the curve, which must be seen.
+        # A value that is not finite is a gap in the curve, which must be visible.
         gap = next((place for place in places if not math.isfinite(values[place])), None)
         finite = [place for place in places if math.isfinite(values[place])]
         by_value = sorted(finite, key=values.__getitem__)

@@ -23,16 +23,17 @@ CATEGORIES = {
     "down": "no process ran",
     "other": "skipped updates, ends",
 }
-"""The categories of the wall time of a run, each with its words in a report."""
+"""The categories of the wall time of a run, each with its text in a report."""
 
 _SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluation"}
 """The category of each kind of event that takes time."""
 
 _PAUSED = "paused"
-"""No process ran after one that had ended: nobody waited for the run, so the time counts nowhere."""
+"""No process ran after one that had ended, and nobody waited for the run, so this time counts
+nowhere."""
 
 _PRIORITY = ("down", _PAUSED, "compile", "repeated", "checkpoints", "evaluation", "start", "other")
-"""Categories in order of priority where they overlap: the save of a lost step is lost time."""
+"""Categories in order of priority, for times that overlap: the save of a lost step is lost time."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,19 @@ class Goodput:
     """The time in each category. Integers sum to the wall time exactly."""
 
     paused: int
-    """The time after processes that had ended and before the next ones, which is in no category."""
+    """The time between processes that had ended and the next ones, which is in no category."""
 
     processes: int
     """The number of processes that trained, one after the other."""
 
     @property
     def wall(self) -> int:
-        """Microseconds from the start of the first process to the last entry, less pauses."""
+        """Return the microseconds from the first process's start to the last entry, without pauses."""
         return sum(self.microseconds.values())
 
     @property
     def share(self) -> float:
-        """The share of wall time that went into updates that count; nan without any time."""
+        """Return the fraction of wall time that went into updates that count; nan without time."""
         return self.microseconds["updates"] / self.wall if self.wall else float("nan")
 
 
@@ -63,19 +64,19 @@ class _Entry(NamedTuple):
     """One entry of the log: an event, or a line of values."""
 
     time: int
-    """In microseconds."""
+    """The time in microseconds."""
     step: int
     values: Mapping[str, Any]
     """The values of the event, or of the line."""
 
     @property
     def kind(self) -> str:
-        """The kind of the event; `line` for a line of values, `lost` for a line that a load cut off."""
+        """Return the event's kind: `line` for a line of values, `lost` for a line that was cut."""
         return str(self.values["event"])
 
     @property
     def spent(self) -> int:
-        """Microseconds that the event took. They end at its time."""
+        """Return the microseconds that the event took, up to its time."""
         return max(_microseconds(self.values.get("seconds")) or 0, 0)
 
 
@@ -105,7 +106,7 @@ class _Window(NamedTuple):
     num_steps: int
     data_wait: float
     skipped: float
-    """The share of updates that were skipped."""
+    """The fraction of updates that were skipped."""
 
 
 def goodput(run: Run) -> Goodput:
@@ -231,7 +232,7 @@ def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
 
 
 def _has_ended(process: _Process) -> bool:
-    """Return whether a process came to its end, by no error."""
+    """Return whether a process has ended without an error."""
     last = process.entries[-1] if process.entries else None
     return last is not None and last.kind == "end" and last.values.get("error") is None
 
@@ -253,7 +254,7 @@ def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
 def _stretches(
     claims: list[_Claim], windows: list[_Window], processes: list[_Process]
 ) -> Iterator[_Claim]:
-    """Cut the time wherever a claim or a window begins or ends; yield each piece with its category."""
+    """Cut the time where a claim or a window begins or ends; yield each piece with its category."""
     edges = [
         edge
         for begin, end, category in claims

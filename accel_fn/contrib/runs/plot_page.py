@@ -15,7 +15,7 @@ _POINTS = 1000
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
-    """Write the charts of runs, which show the values at the pointer."""
+    """Write the charts of runs to a page that shows the values at the pointer."""
     data = {
         "runs": [_run(place, run) for place, run in enumerate(runs)],
         "charts": [_chart(chart, len(runs)) for chart in arrange(runs)],

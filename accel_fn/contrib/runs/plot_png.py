@@ -63,7 +63,7 @@ def draw_figure(runs: Sequence[Run]) -> Figure:
 def _draw(chart: Chart, axes: Axes, marked: Sequence[Marks]) -> None:
     for curve in chart.curves:
         steps, values = thinned(curve.column, _POINTS)
-        # Mark the points of a short curve: it is one of evaluations, or its run has just begun.
+        # Mark the points of a short curve: it shows evaluations, or its run has just begun.
         look = {"color": curve.color, "marker": "." if len(steps) < 30 else "", **_dashes(curve)}
         axes.plot(steps, values, linewidth=curve.width, **look)
     bottom = axes.get_xaxis_transform()

@@ -1,4 +1,4 @@
-"""Draw the charts of runs as text; a character of braille has eight dots of a curve."""
+"""Draw the charts of runs as text; one character of braille shows eight dots of a curve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_fn.contrib.runs.run_log import Run
 
 # The fewest columns and lines with which a chart can be read.
 _NARROWEST, _LOWEST = 38, 9
-# The number of columns for the numbers beside an axis.
+# The number of columns for the numbers next to an axis.
 _LABEL = 9
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -25,7 +25,7 @@ _Point = tuple[float, float]
 
 
 class _Frame:
-    """Places steps and values of a chart on characters."""
+    """Maps steps and values of a chart to characters."""
 
     def __init__(self, chart: Chart, num_columns: int, num_lines: int) -> None:
         values = itertools.chain.from_iterable(curve.column.values for curve in chart.curves)
@@ -76,7 +76,7 @@ def draw_text(runs: Sequence[Run], width: int, height: int | None) -> Table:
 
 
 def _draw(chart: Chart, runs: Sequence[Run], width: int, lines: int) -> Text:
-    """Draw a title, the curves beside their axis, and the first and last step."""
+    """Draw a title, the curves with their axis, and the first and last step."""
     frame = _Frame(chart, width - _LABEL - 2, lines - 3)
     cells = _restarts(chart, frame, runs) | _curves(chart, frame)
     labels = {0: frame.high, frame.num_lines // 2: frame.middle, frame.num_lines - 1: frame.low}

@@ -47,7 +47,7 @@ class _Summary:
 
     @property
     def speed(self) -> float | None:
-        """The median of the samples per second, of the first plan if there are several."""
+        """Return the median of the samples per second; with several plans, of the first plan."""
         columns = self.run.of_plans("samples_per_second")
         return median(columns[0].values) if columns else None
 
@@ -132,7 +132,7 @@ def _check_column(option: str, name: str, known: Sequence[str]) -> None:
 
 
 def _columns(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Return the headings of the table of runs, whose values have these names."""
+    """Return the headings of the table of runs; `names` are the names of their values."""
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
     # Show only one loss, so that the table fits 80 columns.
     return list(
@@ -152,7 +152,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a value in the unit of its column."""
+    """Format a value in the unit of its column."""
     if value is None:
         return "-"
     if isinstance(value, float) and not math.isfinite(value):
@@ -207,7 +207,7 @@ def _percent(tenths: int) -> str:
 
 
 def _shares(parts: Sequence[int]) -> list[int]:
-    """Return tenths of a percent that sum to 1000; shares with the largest remainders round up."""
+    """Return tenths of a percent that sum to 1000; the largest remainders round up."""
     whole = sum(parts)
     found = [1000 * part // whole for part in parts]
     by_rest = sorted(range(len(parts)), key=lambda place: -(1000 * parts[place] % whole))

@@ -17,7 +17,7 @@ _LONGEST_S = 1e12
 # Read this many lines to find out whether a file is a log: data sets end in .jsonl too.
 _FEW = 10
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, ends of lines, and surrogates, which UTF-8 cannot encode."""
+"""Control characters, line ends, and surrogates, which UTF-8 cannot encode."""
 
 
 class Column(NamedTuple):
@@ -42,12 +42,12 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step with values or with the newest event; 0 if there are neither."""
+        """Return the last step with values or with the newest event; 0 without both."""
         lasts = [column.steps[-1] for column in self.columns.values()]
         return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
     def of_plans(self, name: str) -> list[Column]:
-        """Return the columns of this name, one for each plan: plans in one log have prefixes."""
+        """Return the columns of this name, one per plan: plans in one log have prefixes."""
         names = [each for each in self.columns if each == name or each.endswith(f"/{name}")]
         return [self.columns[each] for each in names]
 
@@ -66,7 +66,7 @@ def read_runs(function: str, paths: Sequence[Path]) -> tuple[list[Run], list[Pat
         raise ArgumentError(f"{function}: {at} cannot be read: {error.strerror}") from None
     if not runs:
         raise ArgumentError(f"{function}: no log in {', '.join(map(str, paths))}; {_repair(paths)}")
-    # Leave out files without a log: a pattern such as runs/* also matches files beside the runs.
+    # Leave out files without a log: a pattern such as runs/* also matches files next to the runs.
     return runs, [path for path, logs in found.items() if not logs and path.is_dir()]
 
 
@@ -86,7 +86,7 @@ def find_logs(path: Path) -> list[Path]:
             each for each in path.iterdir() if each.suffix in _SUFFIXES and each.is_file()
         )
     logs = [each for each in files if not each.name.endswith(_EVENTS) and _is_log(each)]
-    # A .csv and a .jsonl of one name are of one run; keep the .jsonl, which comes second.
+    # A .csv and a .jsonl of one name belong to one run; keep the .jsonl, which comes second.
     return [*{each.with_suffix(""): each for each in logs}.values()]
 
 
@@ -97,7 +97,7 @@ def _is_log(file: Path) -> bool:
 
 
 def read_run(file: Path, name: str) -> Run:
-    """Read one log and its events. Lines that were cut in their middle are left out."""
+    """Read one log and its events; skip incomplete lines."""
     # Sort by step, since a value that was logged late may come after values of later steps.
     by_step: dict[int, dict[str, float]] = {}
     for line in log_lines(file):
@@ -113,7 +113,7 @@ def read_run(file: Path, name: str) -> Run:
 
 
 def is_time(value: Any) -> bool:
-    """Return whether a value is a number of seconds, of a clock or of a stretch of time."""
+    """Return whether a value is a number of seconds: a clock time or a duration."""
     return type(value) in (int, float) and abs(value) < _LONGEST_S
 
 

@@ -20,13 +20,13 @@ from accel_fn.errors import LossError
 from accel_fn.parallel.cp.blocks import Blocks
 
 _ROWS = 256
-"""For how many queries a causal mask is made at a time, where there is no kernel without one."""
+"""The number of queries for which a causal mask is made at once, if the kernel needs a mask."""
 
 
 class WholeAttention(TorchFunctionMode):
-    """Lets `F.scaled_dot_product_attention` see the keys and values of all ranks along the axis.
+    """A mode in which `F.scaled_dot_product_attention` uses the keys and values of all ranks.
 
-    It is entered around a forward, and around the engine's call of the backward, where activation
+    Enter it for a forward, and for the engine's call of the backward, in which activation
     checkpoints run forwards again.
     """
 
@@ -34,16 +34,16 @@ class WholeAttention(TorchFunctionMode):
         super().__init__()
         self._cp = cp
         self.by_heads = by_heads
-        """Whether each rank attends for some heads, among all tokens: "ulysses"."""
+        """Whether each rank attends for some heads, over all tokens: "ulysses"."""
         self.blocks = Blocks((), 0)
-        """How the sequences are cut that run now."""
+        """The blocks into which the current sequences are cut."""
         self.documents: Tensor | None = None
         """Positions of packed documents in the whole sequences, for masks of transformers."""
         self._is_inside = False
-        """Whether attention that is called is that of `_Attention` itself."""
+        """Whether the call of attention comes from `_Attention` itself."""
 
     def over(self, blocks: Blocks) -> WholeAttention:
-        """Return this mode, for sequences that are cut so from here on."""
+        """Return this mode, set to sequences that are cut into these blocks."""
         self.blocks, self.documents = blocks, None
         return self
 
@@ -63,7 +63,7 @@ class WholeAttention(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Enclose attention that is torch's own."""
+        """Enter a context in which attention is torch's own."""
         self._is_inside = True
         try:
             yield
@@ -82,9 +82,9 @@ class WholeAttention(TorchFunctionMode):
         has_own_rows: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Attend as `F.scaled_dot_product_attention` on the whole sequence; return this rank's rows.
+        """Attend like `F.scaled_dot_product_attention` on whole sequences; return this rank's rows.
 
-        With `has_own_rows`, the mask has only these.
+        With `has_own_rows`, the mask has only this rank's rows.
         """
         blocks = self.blocks
         _check_lengths(query, key, blocks)
@@ -150,14 +150,14 @@ def _check_mask(mask: Tensor, blocks: Blocks) -> None:
 
 
 def _own_rows(mask: Tensor, blocks: Blocks) -> Tensor:
-    """Return the rows of a mask over the whole sequence that are this rank's."""
+    """Return this rank's rows of a mask over the whole sequence."""
     if mask.ndim == 1 or mask.shape[-2] == 1:
         return mask
     return mask.narrow(-2, blocks.offset, blocks.own)
 
 
 def _as_autocast(*tensors: Any) -> list[Any]:
-    """Cast tensors as autocast casts the inputs of attention, before they travel."""
+    """Cast tensors as autocast casts the inputs of attention, before they are sent."""
     query = tensors[0]
     device = query.device.type
     if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
@@ -171,7 +171,7 @@ def _as_autocast(*tensors: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of attention: what forward and backward both need."""
+    """The data of one call of attention that forward and backward both need."""
 
     mode: WholeAttention
     cp: DistState
@@ -180,7 +180,7 @@ class _Call:
     options: Mapping[str, Any]
 
     def pieces(self, query: Tensor) -> Iterator[tuple[slice, int]]:
-        """Yield rows of queries, and how many keys these see."""
+        """Yield slices of queries, and the number of keys that each slice attends to."""
         own, offset = self.blocks.own, self.blocks.offset
         if not self.is_causal:
             yield slice(0, own), self.blocks.num_tokens
@@ -191,7 +191,7 @@ class _Call:
             yield slice(start, stop), offset + stop
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend some queries of this rank, of which the last one sees the last key."""
+        """Attend for some queries of this rank, of which the last one attends to the last key."""
         if self.is_causal:
             mask = _causal_mask(query, keys.shape[-2])
         with self.mode.inside(), torch.autocast(query.device.type, enabled=False):
@@ -236,16 +236,16 @@ class _Call:
 
 
 def _has_causal_kernel(query: Tensor) -> bool:
-    """Return whether torch runs causal attention of the last queries alone without a mask."""
-    # No tensor of another class can be made while a mode watches operations, as the checks do.
+    """Return whether torch has a causal kernel for the last queries only, without a mask."""
+    # While a mode watches operations, as in the checks, no tensor of another class can be made.
     return query.is_cuda and _get_current_dispatch_mode() is None
 
 
 def _causal_mask(query: Tensor, num_keys: int) -> Tensor:
-    """Return the mask, or the bias that stands for it, of queries of which the last one sees all keys."""
+    """Return the causal mask, or a bias, of queries of which the last one attends to all keys."""
     num_queries = query.shape[-2]
     if _has_causal_kernel(query):
-        # Imported here: it imports torch's compiler.
+        # Import it here, since it imports torch's compiler.
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(num_queries, num_keys)
@@ -308,7 +308,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Swap(torch.autograd.Function):
-    """Exchange tokens of all heads for all tokens of some heads, or back; each is the other's backward."""
+    """Exchanges tokens of all heads for all tokens of some heads; the backward does the reverse."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cp: DistState, blocks: Blocks, by_heads: bool) -> Tensor:

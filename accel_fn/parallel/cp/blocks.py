@@ -13,9 +13,9 @@ from accel_fn.errors import BatchError, message
 
 
 class Blocks(NamedTuple):
-    """How many tokens each rank along the axis has, and which of these blocks is this rank's.
+    """The number of tokens of each rank along the axis, and this rank's place.
 
-    Blocks differ by one token at most, so a sequence of any length is cut, and no token is added.
+    Blocks differ by at most one token, so a sequence of any length is cut, and no token is added.
     """
 
     sizes: tuple[int, ...]
@@ -23,21 +23,21 @@ class Blocks(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The number of tokens of this rank."""
+        """Return the number of tokens of this rank."""
         return self.sizes[self.rank]
 
     @property
     def offset(self) -> int:
-        """The place of this rank's first token in the sequence."""
+        """Return the place of this rank's first token in the sequence."""
         return sum(self.sizes[: self.rank])
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the whole sequence."""
+        """Return the number of tokens of the whole sequence."""
         return sum(self.sizes)
 
     def at(self, rank: int) -> Blocks:
-        """Return the same blocks as another rank sees them."""
+        """Return the same blocks with the place of another rank."""
         return self._replace(rank=rank)
 
     def cut(self, batch: Any, dims: Mapping[str, int]) -> Any:
@@ -57,14 +57,14 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(num_tokens: int, cp: DistState) -> Blocks:
-    """Cut sequences of this length; the first ranks have one token more where sizes differ."""
+    """Cut sequences of this length; if sizes differ, the first ranks have one token more."""
     least, more = divmod(num_tokens, cp.world_size)
     sizes = [least + (rank < more) for rank in range(cp.world_size)]
     return Blocks(tuple(sizes), cp.rank)
 
 
 def blocks_in(batch: Any, dims: Mapping[str, int], cp: DistState) -> Blocks:
-    """Return how a batch is cut; refuse one that cannot be."""
+    """Return the blocks of a batch; refuse a batch that cannot be cut."""
     if not isinstance(batch, Mapping):
         rule, repair = "be a mapping of names to tensors with wrap_cp", "return a dict"
         raise BatchError(message("step", "batch", rule, type(batch).__name__, repair))

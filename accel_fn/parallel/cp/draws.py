@@ -26,11 +26,12 @@ def is_of_block() -> bool:
 
 @contextmanager
 def draws_of_block(device: torch.device, rank: int) -> Iterator[None]:
-    """Enclose the forward of a block of tokens, whose draws follow from the generator's state and the rank.
+    """Seed the draws of a block's forward by the generator's state and the rank.
 
-    Ranks along the axis hold the same rows, so their generators have the same state, and dropout would
-    repeat one mask in each block. Afterwards the generators are equal again: as before, or, after draws,
-    one number further. Activation checkpoints restore the generator as it was in the forward.
+    Ranks along the axis hold the same rows, so their generators have the same state, and dropout
+    would repeat one mask in each block. After the context, the generators are equal again:
+    unchanged without draws, else advanced by one number. Activation checkpoints restore the
+    generator's state of the forward.
     """
     _FORWARD.is_of_block = True
     # Without a default group, ranks are simulated by threads, which share the generators.

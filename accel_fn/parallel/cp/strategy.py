@@ -40,7 +40,7 @@ def make_cp(
     attention: str = "gather",
     inner: Callable[[DistState, nn.Module, Plan], Strategy] = Strategy,
 ) -> Strategy:
-    """Make the strategy of `inner`, and let the ranks along the axis share the tokens of sequences."""
+    """Make the strategy of `inner`, with sequences that are cut over the ranks along the axis."""
     is_split = any(map(is_sharded, plan.model.parameters()))
     strategy = inner(state, module, plan)
     cp = state.along(axis)
@@ -54,15 +54,15 @@ def make_cp(
 
 @cache
 def _over_context(kind: type[Strategy]) -> type[Strategy]:
-    """Return the class of a strategy over blocks of tokens."""
+    """Return a subclass of a strategy that runs blocks of tokens."""
     return type(f"ContextParallel{kind.__name__}", (ContextParallel, kind), {})
 
 
 class ContextParallel(Strategy):
     """A base class before a strategy's: ranks along an axis compute blocks of the same sequences.
 
-    Losses are summed over the axis. A backward starts from the share times the number of ranks along it, so
-    the average of the gradients over these ranks is their sum.
+    Losses are summed over the axis. A backward starts from the share times the number of ranks
+    along the axis, so the average of the gradients over these ranks is their sum.
     """
 
     def begin(
@@ -74,23 +74,24 @@ class ContextParallel(Strategy):
         *,
         averages: bool,
     ) -> None:
-        """Take the ranks along the axis, and the dimension of the tokens in each entry of a batch."""
+        """Set the ranks along the axis, and the dimension of the tokens in each batch entry."""
         self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
         self._averages = averages
-        """Whether the strategy itself averages over `dp` alone, as for a model that wrap_tp has split."""
+        """Whether the strategy itself averages over `dp` only, as for a model that wrap_tp has
+        split."""
         self._attention = attention
         self._of_transformers = ModelsOfTransformers(self.model, dims)
         self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
-        """Names and sizes of the metrics, by whether the model trains; the same along the axis."""
+        """Names and sizes of the metrics, by whether the model trains; equal along the axis."""
         self._checked: tuple[Plan, Plan] | None = None
         self._is_whole = False
-        """Whether this rank runs whole sequences, as the checks do."""
+        """Whether this rank runs whole sequences, as in the checks."""
 
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Compute the gradients of the global batch; refuse sequences that cannot be cut."""
-        # A weight_fn runs before the first forward, and its error travels to all ranks.
+        # A weight_fn runs before the first forward, and its error reaches all ranks.
         if self._checked is None or self._checked[0] is not plan:
             self._checked = plan, replace(plan, weight_fn=partial(self._weigh, plan))
         return super().gradients(self._checked[1], state, batch)
@@ -100,7 +101,7 @@ class ContextParallel(Strategy):
         return self.weights_of(plan, part)[0]
 
     def can_run(self, plan: Plan, part: Any) -> bool:
-        """Return whether sequences can be cut, into blocks whose weights add up."""
+        """Return whether sequences can be cut into blocks whose weights add up to the whole."""
         try:
             self.weights_of(plan, part)
         except AccelError:
@@ -108,7 +109,7 @@ class ContextParallel(Strategy):
         return True
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Return loss and metrics of a micro-batch, of which this rank runs its block of tokens."""
+        """Return loss and metrics of a micro-batch; this rank runs its block of tokens."""
         if part is None or self._is_whole:
             return super().outputs(plan, state, part, weight)
         blocks = self.blocks_of(part)
@@ -118,7 +119,7 @@ class ContextParallel(Strategy):
             self._of_transformers.given(part, blocks),
             draws_of_block(state.device, blocks.rank),
         ):
-            # A loss may call `view`, which a whole batch allows.
+            # A loss may call `view`, which works on a whole batch.
             own = map_tensors(Tensor.contiguous, blocks.cut(part, self._dims))
             outcome = super().outputs(plan, state, own, weight)
         if plan.reduction == "sum":
@@ -127,7 +128,7 @@ class ContextParallel(Strategy):
         return self._joined(*outcome, share)
 
     def weights_of(self, plan: Plan, part: Any) -> list[float]:
-        """Return the weight of a micro-batch, then that of each block; refuse others than their sum."""
+        """Return the weights of a micro-batch and its blocks; refuse any that do not add up."""
         blocks = self.blocks_of(part)
         part = self._of_transformers.with_shifted(part)
         dims = self._dims
@@ -149,8 +150,8 @@ class ContextParallel(Strategy):
         if share:
             own = loss * share
         else:
-            # The loss of no items may be 0 / 0. Its gradient is zero up to the attention, which brings the
-            # gradients of other ranks.
+            # The loss of no items may be 0 / 0. Make its gradient zero up to the attention, whose
+            # backward exchanges the gradients of other ranks.
             if loss.grad_fn is not None and torch.is_grad_enabled():
                 leave_out([loss.grad_fn], _attention_behind([loss.grad_fn]))
             own = torch.zeros_like(loss) * torch.nan_to_num(loss, 0.0, 0.0, 0.0)
@@ -191,7 +192,7 @@ class ContextParallel(Strategy):
 
     @contextmanager
     def _attending(self, blocks: Blocks | None = None) -> Iterator[None]:
-        """Enclose a forward of these blocks, or the backward of the last one."""
+        """Enter a context for the forward of these blocks, or for the backward of the last ones."""
         attention = self._attention if blocks is None else self._attention.over(blocks)
         with attention, self._of_transformers.attending():
             yield
@@ -208,7 +209,7 @@ class ContextParallel(Strategy):
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Enclose forwards and backwards of whole sequences on each rank, for the checks."""
+        """Enter a context in which each rank runs whole sequences, for the checks."""
         self._is_whole = True
         try:
             yield
@@ -223,13 +224,14 @@ class ContextParallel(Strategy):
             self._average_along_axis()
 
     def blocks_of(self, part: Any) -> Blocks:
-        """Return how a micro-batch is cut."""
+        """Return the blocks of a micro-batch."""
         return blocks_in(part, self._dims, self._cp)
 
     def start_of(self, part: Any, num_tokens: int) -> Any:
-        """Return the first tokens of each sequence, so many for each rank along the axis.
+        """Return the first `num_tokens` tokens of each sequence for each rank along the axis.
 
-        Entries that are not cut lose the other tokens in all dimensions as long as a sequence, but the first.
+        Entries that are not cut lose the other tokens in every dimension but the first that is as
+        long as a sequence.
         """
         length = self.blocks_of(part).num_tokens
         most = num_tokens * self._cp.world_size
@@ -250,7 +252,7 @@ class ContextParallel(Strategy):
 
 
 def average_over(tensors: Sequence[Tensor], state: DistState) -> None:
-    """Average tensors over the ranks of a state, in place, by one collective for each dtype."""
+    """Average tensors over the ranks of a state, in place, by one collective per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in tensors:
         by_dtype.setdefault(each.dtype, []).append(each)
@@ -270,7 +272,7 @@ def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
 
 
 def _attention_behind(ends: Sequence[Node]) -> list[Node]:
-    """Return the first attention behind these nodes, whose backward exchanges gradients."""
+    """Return the first attention nodes behind these nodes, whose backward exchanges gradients."""
     found: list[Node] = []
     seen: set[Node] = set()
     ahead = [*ends]
@@ -287,7 +289,7 @@ def _attention_behind(ends: Sequence[Node]) -> list[Node]:
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """The sum of a loss over the axis, and of further numbers."""
+    """The sum of a loss and of further numbers over the axis."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, rest: Tensor, cp: DistState) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Blocks of sequences in models of transformers, which reach attention and masks by a registry."""
+"""Split sequences in models of transformers, through its registries of attention and masks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models_of_transformers(model: nn.Module) -> list[Any]:
 
 
 def check_models(model: nn.Module, dims: Mapping[str, int]) -> None:
-    """Refuse models of transformers whose attention or masks cannot see whole sequences."""
+    """Refuse models of transformers whose attention or masks cannot use whole sequences."""
     for each in models_of_transformers(model):
         kind = type(each).__name__
         if not each._can_set_attn_implementation():
@@ -72,14 +72,14 @@ class ModelsOfTransformers:
             _register()
 
     def with_shifted(self, part: Any) -> Any:
-        """Return a micro-batch with the labels that a causal loss compares outputs with."""
+        """Return a micro-batch with the shifted labels to which a causal loss compares outputs."""
         if not self.shifts or "labels" not in part or "shift_labels" in part:
             return part
         return {**part, "shift_labels": _shifted(part["labels"], self._dims["labels"])}
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Enclose a forward or a backward: attention and masks are ours."""
+        """Enter a forward or backward in which models use our attention and masks."""
         before = [each._attn_implementation_internal for each in self._configs]
         for each in self._configs:
             each._attn_implementation_internal = _NAME
@@ -91,7 +91,7 @@ class ModelsOfTransformers:
 
     @contextmanager
     def given(self, part: Any, blocks: Blocks) -> Iterator[None]:
-        """Enclose the forward of a block: models get what a block lacks of the micro-batch."""
+        """Run the forward of a block in this context: models also get whole-sequence data."""
         with ExitStack() as stack:
             for each in self._models:
                 hook = partial(self._complete, part=part, blocks=blocks)
@@ -138,7 +138,7 @@ class ModelsOfTransformers:
     def _documents(
         self, model: Any, given: Mapping[str, Any], part: Any, device: torch.device
     ) -> Tensor | None:
-        """Return the whole positions of packed documents; None if no row has several."""
+        """Return the whole positions of packed documents; None if each row is one document."""
         from transformers.masking_utils import find_packed_sequence_indices
 
         whole = part.get("position_ids")
@@ -174,14 +174,14 @@ def _is_causal(model: Any) -> bool:
 
 
 def _shifted(labels: Tensor, dim: int) -> Tensor:
-    """Return the next label of each token; none for the last one."""
+    """Return the next label of each token; for the last token, the ignored label."""
     last = labels.narrow(dim, labels.shape[dim] - 1, 1)
     rest = labels.narrow(dim, 1, labels.shape[dim] - 1)
     return torch.cat([rest, torch.full_like(last, _IGNORED)], dim)
 
 
 def _mode() -> WholeAttention:
-    """Return the mode around this forward, also in a thread of the engine's."""
+    """Return the mode around this forward, also in a thread of the autograd engine."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next(each for each in reversed(stack) if isinstance(each, WholeAttention))
 
@@ -237,7 +237,7 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make the rows of transformers' whole mask that this rank needs; None where it is causal alone."""
+    """Make this rank's rows of transformers' whole mask; None if the mask is just causal."""
     from transformers import masking_utils as masks
 
     mode = _mode()

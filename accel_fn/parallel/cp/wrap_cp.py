@@ -1,4 +1,4 @@
-"""wrap_cp: sequences whose tokens are shared by the ranks along an axis of the mesh."""
+"""wrap_cp: cut the tokens of sequences over the ranks along an axis of the mesh."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "at
 def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gather") -> Transform:
     """Cut sequences over the ranks of an axis: each computes a block of consecutive tokens.
 
-    The ranks along the axis are given the same batch. Each cuts its block out of the entries in `dims`,
-    and runs model and loss on it; all other entries stay whole. Blocks of a sequence whose length the
-    number of ranks does not divide differ by one token. `F.scaled_dot_product_attention` sees the keys
-    and values of all blocks, from the forward to the end of the backward: `is_causal` means places in
-    the whole sequence, and a mask is of the whole sequence, [..., length, length] or [..., 1, length].
-    `wrap_ddp` or `wrap_fsdp` must stand beside it, and averages gradients over `dp` and the axis;
-    `wrap_tp` may.
+    The ranks along the axis get the same batch. Each cuts its block out of the entries in `dims`,
+    and runs model and loss on it; all other entries stay whole. If the number of ranks does not
+    divide the length of a sequence, its blocks differ by one token.
+    `F.scaled_dot_product_attention` uses the keys and values of all blocks, from the forward to the
+    end of the backward: `is_causal` refers to places in the whole sequence, and a mask covers the
+    whole sequence, [..., length, length] or [..., 1, length]. The plan must also have `wrap_ddp` or
+    `wrap_fsdp`, which averages gradients over `dp` and the axis; it may have `wrap_tp`.
 
-    All else must compute each token by itself, from the batch: give the model its positions as an
-    entry, shift labels before the batch, and use no convolution, recurrence, pooling or norm along the
-    sequence. `weight_fn` must count tokens. A loss must have a graph for a block without labels too. A
-    function that `predict` or `evaluate` is given gets whole sequences on every rank, and runs on them
-    without `wrap_cp`.
+    All other operations must compute each token by itself, from the batch: give the model its
+    positions as an entry, shift labels before the batch, and use no convolution, recurrence,
+    pooling or norm along the sequence. `weight_fn` must count tokens. A loss must have a graph for
+    a block without labels too. The function of `predict` or `evaluate` gets whole sequences on
+    every rank, and runs on them without `wrap_cp`.
 
     Outside of attention, ranks along the axis draw different numbers after `seed_all`.
 
@@ -60,27 +60,27 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
 
     Raises:
         TypeError: `dims` does not map names to integers.
-        ValueError: `dims` is empty, or `axis` or `attention` is not one of these. In `build`, on all
-            ranks: the mesh has no such axis; neither `wrap_ddp` nor `wrap_fsdp` stands beside it;
-            several terms, `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse gradients,
-            `nn.MultiheadAttention`, or dropout inside of attention. In a step, on all ranks: a batch
-            that is no mapping, has none of these entries, has them in several lengths, or has less
-            tokens than ranks along the axis; weights of blocks that do not add up to that of the
-            sequence; in steps 1, 2, 10 and 100, where the start of some sequences runs whole and cut:
-            another loss, gradient or output of a layer. In a step, on each rank along the axis:
-            attention with dropout, among other tokens than those of the block, or with a mask of another
-            shape; `draw` in the loss.
+        ValueError: `dims` is empty, or `axis` or `attention` is not one of these. In `build`, on
+            all ranks: the mesh has no such axis; the plan has neither `wrap_ddp` nor `wrap_fsdp`;
+            several terms, `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse
+            gradients, `nn.MultiheadAttention`, or dropout inside of attention. In a step, on all
+            ranks: a batch that is not a mapping, has none of these entries, has them in several
+            lengths, or has fewer tokens than ranks along the axis; weights of blocks that do not
+            add up to the weight of the sequence; in steps 1, 2, 10 and 100, which run the start of
+            some sequences whole and cut: another loss, gradient or output of a layer. In a step, on
+            each rank along the axis: attention with dropout, among other tokens than those of the
+            block, or with a mask of another shape; `draw` in the loss.
 
-    Cost: for each attention, one all-gather of keys and values over the axis in the forward, one more
-        and one all-to-all of the size of a reduce-scatter in the backward, which computes attention a
-        second time; for each micro-batch one small all-reduce of loss and metrics; beside `wrap_tp`,
-        one all-reduce of the gradients over the axis after the last backward. In the first forward one
-        small exchange. A rank holds the activations of its block, and, in one attention at a time, the
-        keys and values of the sequence. The weights of a micro-batch are counted once more for its
-        blocks. With "ulysses", four all-to-alls of a block of queries, keys, values or outputs in the
-        forward and four in the backward, and attention is computed once. In steps 1, 2, 10 and 100, two
-        more forwards and backwards of the first 64 tokens a rank of two sequences, and with `wrap_ddp`
-        one all-reduce of the gradients over the axis.
+    Cost: for each attention, one all-gather of keys and values over the axis in the forward; in the
+        backward, which computes attention a second time, one more and one all-to-all of the size of
+        a reduce-scatter. For each micro-batch, one small all-reduce of loss and metrics. With
+        `wrap_tp`, one all-reduce of the gradients over the axis after the last backward. In the
+        first forward, one small exchange. A rank holds the activations of its block, and, in one
+        attention at a time, the keys and values of the sequence. The weights of a micro-batch are
+        counted once more for its blocks. With "ulysses", four all-to-alls of a block of queries,
+        keys, values or outputs in the forward and four in the backward, and attention is computed
+        once. In steps 1, 2, 10 and 100, two more forwards and backwards of the first 64 tokens per
+        rank of two sequences, and with `wrap_ddp` one all-reduce of the gradients over the axis.
 
     Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2; Jacobs et al. 2023, arXiv:2309.14509.
 
@@ -107,16 +107,16 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
 
 
 class CPSlot(SlotFunction):
-    """The slot function of wrap_cp: `make_cp` with its settings, and the strategy that it holds."""
+    """The slot function of wrap_cp: `make_cp` with its settings, and the inner strategy."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: those of the strategy, and that of forwards with collectives along an axis."""
+        """Return the inner strategy's traits and `cuts_sequences`."""
         inner = self.keywords.get("inner")
         return frozenset({"cuts_sequences"} | getattr(inner, "traits", frozenset()))
 
     def claim(self, plan: Plan[Batch]) -> Plan[Batch]:
-        """Take over the strategy that stands beside this one."""
+        """Take over the plan's strategy, which becomes the inner strategy."""
         others = [each for each in plan.strategy if not isinstance(each, CPSlot)]
         if len(others) != 1 or len(plan.strategy) != 2:
             return plan
@@ -177,7 +177,7 @@ def _check_attention(name: str, module: nn.Module) -> None:
 
 
 def _size(state: DistState, axis: str) -> int:
-    """Return the number of ranks along the axis, which the mesh must name."""
+    """Return the number of ranks along the axis; refuse an axis that the mesh lacks."""
     mesh = mesh_of(state)
     if axis in mesh or state.world_size == 1:
         return mesh.get(axis, 1)

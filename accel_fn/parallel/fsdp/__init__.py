@@ -1,1 +1,1 @@
-"""Shards of parameters, gradients and optimizer state."""
+"""FSDP: each rank holds shards of parameters, gradients and optimizer state."""

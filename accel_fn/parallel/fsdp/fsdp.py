@@ -60,24 +60,24 @@ def wrap_fsdp(
 ) -> Transform:
     """Train one model in shards on all ranks: parameters, gradients and optimizer state, 1/W on each.
 
-    A block's parameters are unsharded for its forward and its backward. Parameters outside
-    of all blocks are whole from the forward to the end of the backward. The
-    model starts from rank 0's parameters and buffers; `load_model` fills one that `empty` made. Every
-    update gets the exact mean over the items of the global batch, as with `wrap_ddp`. In a world of one
-    it is a no-op, unless `param_dtype` or `offload` is given, or the model needs memory.
+    A block's parameters are unsharded for its forward and its backward. Parameters outside of all
+    blocks are whole from the forward to the end of the backward. The model starts from rank 0's
+    parameters and buffers; `load_model` fills a model that `empty` made. Every update gets the
+    exact mean over the items of the global batch, as with `wrap_ddp`. In a world of one it is a
+    no-op, unless `param_dtype` or `offload` is given, or the model needs memory.
 
-    The user's model keeps its class and its `state_dict` keys; its parameters, and those that
-    the optimizer holds, become shards (torch's `DTensor`) in `build`. The optimizer's state is
-    sharded likewise.
+    The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
+    optimizer holds, become shards (torch's `DTensor`) in `build`. The optimizer's state is sharded
+    in the same way.
 
     Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
 
     Args:
-        blocks: the FSDP units: a class of modules, several, or names of modules (the name
-            of a list stands for its items). Default: the modules that are repeated
-            most in the model's outermost lists and sequences. `""`, the model itself: all
-            parameters are whole from the start of the loss to the end of the backward, so that the loss
-            may use them in any way, by `torch.func` and `torch.autograd.grad` too.
+        blocks: the FSDP units: a class of modules, several, or names of modules (the name of a list
+            means its items). Default: the modules that are repeated most in the model's outermost
+            lists and sequences. `""`, the model itself: all parameters are whole from the start of
+            the loss to the end of the backward, so that the loss may use them in any way, also by
+            `torch.func` and `torch.autograd.grad`.
         ignore: modules whose parameters stay whole on every rank, in their dtype, named as blocks are:
             a frozen encoder or teacher that fits in memory, which is then not gathered.
         replicate: the number of groups of shards, which divides the number of ranks: parameters are
@@ -99,28 +99,28 @@ def wrap_fsdp(
     Raises:
         ValueError: `replicate` is not an integer >= 1 (a TypeError too if it is not an integer), or
             `blocks` or `ignore` is an empty list. In `build`, on all ranks: `replicate` does not
-            divide the number of ranks; there is `accumulate("auto")` and several ranks; `blocks` or
-            `ignore` match nothing; a module in `ignore` is not frozen; or the model holds what FSDP
-            cannot shard, by name: a parameter that is tied across blocks, 0-dim, not contiguous,
-            sharded already, or of another dtype; an optimizer that cannot update shards (one that
-            is not torch's is tried on small tensors); `replicate` beside `wrap_tp`; `param_dtype`
-            or `offload` beside `wrap_tp` with one rank along `dp`, or beside
+            divide the number of ranks; `accumulate("auto")` with several ranks; `blocks` or
+            `ignore` match nothing; a module in `ignore` is not frozen; the model holds a parameter
+            that FSDP cannot shard (the error names it): one that is tied across blocks, 0-dim, not
+            contiguous, sharded already, or of another dtype; an optimizer that cannot update shards
+            (one that is not torch's is tried on small tensors); `replicate` with `wrap_tp`;
+            `param_dtype` or `offload` with `wrap_tp` if one rank is along `dp`, or with
             `compiled(scope="step")`; or, in a world of several, an `nn.Embedding` with a `max_norm`
             or sparse gradients. In a step, on all ranks: the units of ranks or their order differ;
             the loss uses shards of a block's parameters, or puts other parameters into a block; in
-            the first step, the loss or a gradient transform reads a number of shards.
+            the first step, the loss or a gradient transform reads a number from shards.
         TypeError: another argument is of the wrong type.
 
     Warns:
         UserWarning: in `build`, on the main rank: an optimizer that torch does not have draws random numbers.
 
-    Cost: two gathers of each block, one of the rest and one reduce-scatter of the gradients of each a
-        step (with accumulation, the gathers for every micro-batch, and gradients that stay
-        whole until the last); beside them two small collectives on the host and one of a number.
-        In the first step, and where units are used in a new order, one more before each of them.
-        Where ranks have different numbers of micro-batches, those with fewer compute another
-        rank's with weight 0. The global norm costs one collective of a number. With `offload`, the host
-        waits for the gradients at the end of a backward, and for whatever the update reads.
+    Cost: per step, two gathers of each block, one gather of the rest, and one reduce-scatter of the
+        gradients of each. With accumulation, the gathers are for every micro-batch, and gradients
+        stay whole until the last one. Also two small collectives on the host and one of a number.
+        In the first step, and if units are used in a new order, one more before each of them. If
+        ranks have different numbers of micro-batches, ranks with fewer compute another rank's with
+        weight 0. The global norm costs one collective of a number. With `offload`, the host waits
+        for the gradients at the end of a backward, and for the values that the update reads.
 
     Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054.
 
@@ -200,7 +200,7 @@ class FSDPSlot(SlotFunction):
         check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return that ranks divide everything, in each group of shards."""
+        """Return the size of a group of shards for all three names: FSDP divides everything."""
         replicate = self.keywords["replicate"]
         if size % replicate:
             rule = f"divide the number of ranks, {size}"
@@ -219,7 +219,7 @@ class FSDPSlot(SlotFunction):
         before = dict(plan.model.named_parameters())
         module = LossModule(plan.loss_fn, plan.model, plan.terms, plan.frozen)
         sharded = ShardedLoss(module, keeps_whole=not settings["reshard_after_forward"])
-        # Without a world, no rank sends its values to others.
+        # Use a state of one rank: without a world, no rank can send its values.
         alone = DistState(device=next(plan.model.parameters()).device)
         _shard(alone, sharded, meshes["dp"], **settings)
         for optimizer in plan.optimizers.values():
@@ -252,8 +252,8 @@ def make_fsdp(
 class FSDP(PaddingStrategy):
     """Shards of parameters, gradients and optimizer state on every rank, by `fully_shard`."""
 
-    # A rank that lacks micro-batches runs forwards of weight 0. Gathering the whole model in their
-    # place would take the memory that sharding saves.
+    # A rank that lacks micro-batches runs forwards of weight 0. Gathering the whole model instead
+    # would take the memory that sharding saves.
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class FSDP(PaddingStrategy):
         sharded.keep_order(self.order, mesh)
         sharded.refuse_gradients_of_shards()
         # The model holds unsharded parameters in a forward, and shards otherwise. Any other
-        # parameter was put in after `build`.
+        # parameter was added after `build`.
         self.parameters.known = {*map(id, self.in_graph), *map(id, sharded.parameters())}
 
         self.__dict__["prepare"] = self._prepare_first
@@ -300,7 +300,7 @@ class FSDP(PaddingStrategy):
         return prepared
 
     def zero_gradients(self) -> None:
-        """Set gradients of micro-batches of weight 0 to zero, and FSDP's sums in a wider dtype."""
+        """Zero the gradients of micro-batches of weight 0, and FSDP's sums in a wider dtype."""
         super().zero_gradients()
         self.sharded.zero_sums()
 
@@ -394,7 +394,7 @@ def _shard(
     home = torch.device("cpu") if offload else state.device
     # FSDP takes over the new tensors in the first forward, below.
     give_memory(sharded, state.device, shards_on=home)
-    # Keep our method: FSDP has given the module a class with another one.
+    # Keep our method: FSDP gives the module a class with another one.
     sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():

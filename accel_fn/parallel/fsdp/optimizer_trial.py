@@ -1,4 +1,4 @@
-"""A trial of an optimizer: compares its updates of small shards with those of whole tensors."""
+"""A trial of an optimizer: compare its updates of small shards with those of whole tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accel_fn.errors import LossError, PlanError
 
 Group = dict[str, Any]
 LengthFn = Callable[[int], int]
-"""Maps a parameter's number of rows to the number of rows of the small tensor in its place."""
+"""A function from a parameter's number of rows to the number of rows of its small stand-in."""
 NUM_UPDATES = 3
 _LENGTH = 3
 """The most elements along each dimension of a small tensor except the first."""
@@ -39,7 +39,8 @@ def try_optimizer(
 ) -> None:
     """Refuse, on all ranks, an optimizer that updates shards differently from whole parameters.
 
-    An optimizer that cannot be copied, or whose copy fails on small whole tensors, is not refused.
+    It does not refuse an optimizer that cannot be copied, or whose copy fails on small whole
+    tensors.
 
     Cost: for an optimizer that is not torch's, or that has complex parameters, a few updates of
     small tensors, and two collectives.
@@ -77,8 +78,8 @@ def try_optimizer(
 
 
 def _length(size: int, first: int) -> int:
-    """Return a small tensor's number of rows, cut evenly if the parameter's rows are."""
-    # Every rank gets rows. A rank without rows may fail alone, and its peers would wait in vain.
+    """Return a small tensor's number of rows, which are cut evenly if the parameter's rows are."""
+    # Every rank gets rows. A rank without rows may fail alone, and its peers would deadlock.
     return 3 * size - 1 if first % size else 2 * size
 
 
@@ -167,7 +168,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _update(
     twin: Optimizer, parameters: list[nn.Parameter], place: Callable[[Tensor], Tensor]
 ) -> None:
-    """Run some updates with gradients that are the same in every trial."""
+    """Run some updates, with gradients that are equal in every trial."""
     if has_modes(twin):
         twin.train()  # type: ignore[attr-defined]
     for number in range(NUM_UPDATES):
@@ -201,7 +202,7 @@ def _twin(
 
 
 def _is_alike(group: Group, other: Group) -> bool:
-    """Return whether groups differ only in floats and tensors, and have like parameters."""
+    """Return whether groups differ only in floats and tensors, and have similar parameters."""
 
     def kinds(settings: Group) -> dict[str, Any]:
         names = [name for name in settings if name != "params"]
@@ -228,7 +229,7 @@ class _Twins:
         self._kinds: dict[Any, nn.Parameter] = {}
 
     def copied(self, value: Any) -> Any:
-        """Copy containers, tensors, generators and optimizers; return other values as they are."""
+        """Copy containers, tensors, generators and optimizers; return other values unchanged."""
         made = self._made.get(id(value))
         if made is not None:
             return made
@@ -272,7 +273,7 @@ class _Twins:
         return twin
 
     def _small(self, parameter: Tensor, group: int) -> nn.Parameter:
-        """Return the small parameter that stands for all parameters of this kind in a group."""
+        """Return the small parameter that represents all parameters of this kind in a group."""
         first, *others = parameter.shape
         shape = (self._length_of(first), *(min(each, _LENGTH) for each in others))
         kind = group, shape, parameter.dtype, parameter.requires_grad

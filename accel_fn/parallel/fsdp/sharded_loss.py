@@ -1,8 +1,8 @@
-"""The loss as a module whose parameters are shards: FSDP is applied to it, not to the user's model.
+"""The loss as a module of shards: FSDP is applied to it, and not to the user's model.
 
-FSDP changes the class of a module that it is applied to, which would show in the user's `type(model)`,
-errors and pickles. Here a module of the user's has that class only while one of FSDP's own methods is
-called on it.
+FSDP changes the class of a module that it is applied to. The user would see that class in
+`type(model)`, errors and pickles. Here a user's module has that class only while one of FSDP's own
+methods is called on it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShardedLoss(nn.Module):
         self._is_empty = True
         """Whether the last forward had no batch."""
         self._ends: list[Node] = []
-        """The nodes where gradients of shards arrive; the references keep their hooks alive."""
+        """The nodes that receive the gradients of shards; the references keep their hooks alive."""
         self._tops: list[nn.Module] = []
         """The modules that hold parameters outside of all blocks."""
         self._frozen: dict[str, nn.Module] = {}
@@ -72,7 +72,7 @@ class ShardedLoss(nn.Module):
     ) -> None:
         """Shard the parameters of a part of the model, which keeps its class.
 
-        A part that `is_whole` is gathered for every loss, which may use it in any way.
+        A part with `is_whole` is gathered for every loss, which may use it in any way.
         """
         kind = type(unit)
         if not is_whole:
@@ -86,10 +86,10 @@ class ShardedLoss(nn.Module):
             unit.register_forward_pre_hook(self._refuse_others, prepend=True)
 
     def _leave_to_loss(self, unit: nn.Module) -> None:
-        """Keep FSDP out of the calls of a part that the loss has gathered.
+        """Stop FSDP from acting on calls of a part that the loss has gathered.
 
-        FSDP's hooks on outputs would take an inner backward, such as that of `torch.func.grad`, for
-        the backward of the step.
+        FSDP's hooks on outputs would mistake an inner backward, such as that of `torch.func.grad`,
+        for the backward of the step.
         """
         [state] = self._call("_get_fsdp_state", [unit])
         state._pre_forward_hook_handle.remove()
@@ -110,7 +110,7 @@ class ShardedLoss(nn.Module):
     def _refuse_others(self, unit: nn.Module, _inputs: object) -> None:
         """Refuse parameters that the loss has put into a unit, which FSDP would overwrite.
 
-        `torch.func.functional_call` puts them in, for example.
+        For example, `torch.func.functional_call` puts parameters into a unit.
         """
         for each in self._held.get(unit, ()):
             where = each._module_info
@@ -128,7 +128,7 @@ class ShardedLoss(nn.Module):
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
     def _free_alone(self, *_: object) -> None:
-        """Reshard a part that was called outside of a loss; a loss may go on using it."""
+        """Reshard a part that was called outside of a loss; a loss may still need it."""
         if not self._is_running:
             self.free()
 
@@ -179,7 +179,7 @@ class ShardedLoss(nn.Module):
         return outcome
 
     def _explain(self, error: Exception) -> None:
-        """Raise an error with a repair, if torch has failed because a loss computes with shards."""
+        """Raise an error with a repair, if torch failed because a loss computes with shards."""
         is_missed = "appears to not have been used in the graph" in str(error) and self._held
         if isinstance(error, AccelError) or not (is_missed or is_of_shards(error)):
             return
@@ -198,9 +198,9 @@ class ShardedLoss(nn.Module):
         )
 
     def refuse_gradients_of_shards(self) -> None:
-        """Refuse a loss that uses a shard itself, in place of the parameter that a block gathers.
+        """Refuse a loss that uses a shard itself, instead of the parameter that a block gathers.
 
-        FSDP does not add up gradients of shards over the ranks, so each rank would have the
+        FSDP does not add up gradients of shards over the ranks, so each rank would have only the
         gradient of its own loss.
         """
         for shard in self._shards():
@@ -232,7 +232,7 @@ class ShardedLoss(nn.Module):
         return output
 
     def _refuse_early(self, _gradient: Tensor) -> None:
-        # FSDP would take this backward for the step's, and the gradients of the loss would be
+        # FSDP would mistake this backward for the step's, and the gradients of the loss would be
         # wrong.
         if self._is_in_loss:
             raise LossError(
@@ -242,7 +242,7 @@ class ShardedLoss(nn.Module):
 
     def free(self, *_: object) -> None:
         """Reshard everything, unless a backward is still to run."""
-        # FSDP keeps some units whole until the backward, which without gradients never comes.
+        # FSDP keeps some units whole until the backward. Without gradients there is no backward.
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
             if not self._is_in_loss:
@@ -266,7 +266,7 @@ class ShardedLoss(nn.Module):
         self._forget_sums()
 
     def zero_sums(self) -> None:
-        """Fill the sums of gradients that FSDP keeps in a wider dtype with zeros."""
+        """Zero the sums of gradients that FSDP keeps in a wider dtype."""
         for parameter in self._group_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad.zero_()
@@ -277,7 +277,7 @@ class ShardedLoss(nn.Module):
             parameter.unsharded_accumulated_grad = None
 
     def keep_order(self, order: UnitOrder, mesh: DeviceMesh) -> None:
-        """Make the collectives of every unit keep this order, together with the other ranks."""
+        """Make the collectives of every unit keep this order, equal on all ranks."""
         if order.state.world_size == 1:
             return
         shard_axis, *others = mesh.get_all_groups()[::-1]
@@ -296,7 +296,7 @@ class ShardedLoss(nn.Module):
             self._call("set_custom_reduce_scatter", [unit], reduce)
 
     def _group_parameters(self, units: Iterable[nn.Module] | None = None) -> Iterator[Any]:
-        """Return FSDP's own records of parameters."""
+        """Yield FSDP's own records of parameters."""
         for state in self._call("_get_fsdp_state", self._kinds if units is None else units):
             for group in _groups_of(state):
                 yield from group.fsdp_params

@@ -1,4 +1,4 @@
-"""The order of FSDP's collectives in a pass: the same on every rank, or an error on all of them."""
+"""The order of FSDP's collectives in a pass: equal on every rank, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ class Event:
     """A collective of a unit, or the end of a pass."""
 
     code: tuple[int, ...]
-    """A code of the event, equal on ranks whose next collective is the same."""
+    """A code of the event. If two ranks have the same next collective, their codes are equal."""
     text: str = field(compare=False)
     stand_in: Callable[[], object] | None = field(compare=False)
-    """Joins the collective with zeros; None at the end of a pass, where ranks always compare."""
+    """Joins the collective with zeros. None at the end of a pass, where ranks always compare."""
 
 
 class UnitOrder:
     """Keeps the order of FSDP's collectives in a pass: a step, or a batch without gradients.
 
-    If only one event has ever come at a place, the ranks expect it and exchange nothing. At any
+    If only one event has ever occurred at a place, the ranks expect it and exchange nothing. At any
     other place they compare their next events.
     """
 
-    # Backends match collectives by their order alone. A rank that skips an expert, or fails in an
+    # Backends match collectives only by their order. A rank that skips an expert, or fails in an
     # evaluation, would leave its peers in a gather until the time-out. So the rank joins the
     # collectives that its peers expect, up to the next place where ranks compare. There all ranks
-    # raise, or all go on.
+    # raise, or all continue.
 
     def __init__(self, state: DistState, names: Sequence[str]) -> None:
         self.state = state
         self._names = names
         """The names of the trained parameters."""
         self._expected: dict[Place, Event | None] = {}
-        """The event at each place; None where several events have come."""
+        """The event at each place; None if several events have occurred there."""
         self._place: Place | None = None
-        """The current place in the pass; None between passes, where ranks compare every event."""
+        """The current place in the pass; None between passes, when ranks compare every event."""
 
     def begin(self, *kind: int) -> None:
-        """Begin a pass of this kind, the same on every rank."""
+        """Begin a pass of this kind, which must be equal on every rank."""
         self._place = kind, 0, ()
 
     def end(self, unreached: Sequence[int]) -> None:
-        """End a pass once all ranks do; raise if they lack gradients of different parameters."""
+        """End a pass on all ranks; raise if they lack gradients of different parameters."""
         # Without a place, all ranks have raised already.
         if self._place is not None:
             names = ", ".join([self._names[each] for each in unreached[:3]])
@@ -79,7 +79,7 @@ class UnitOrder:
         self._place = None
 
     def meet(self, event: Event) -> None:
-        """Return when this event is next on every rank; raise on all ranks if it is not."""
+        """Wait until this event is next on every rank; raise on all ranks if it is not."""
         place = self._place
         if place is None:
             self._compare(event, None)
@@ -87,7 +87,7 @@ class UnitOrder:
         if event.stand_in is None or self._expected.get(place) != event:
             self._join_peers(place)
             self._compare(event, place)
-            # Once two events have come at one place, ranks compare there in every pass.
+            # After two events have occurred at one place, ranks compare there in every pass.
             if self._expected.setdefault(place, event) != event:
                 self._expected[place] = None
         self._place = _next(place, event)

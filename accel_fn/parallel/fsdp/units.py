@@ -43,7 +43,7 @@ def ignored_in(model: nn.Module, ignore: Blocks) -> set[nn.Parameter]:
 
 
 def tops_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model by name, or the modules that it holds if it is a mere container."""
+    """Yield the model with its name, or the modules in it if it is only a container."""
     if not is_container(module):
         yield name, module
         return
@@ -64,7 +64,7 @@ def check_shardable(
     # Parameters of a frozen model may still require gradients, but no rank adds up the gradients.
     added = [p for p in model.parameters() if p.requires_grad and not is_frozen]
     dtype = added[0].dtype if added else None
-    # A step of ours leaves modules the classes that they had.
+    # An FSDP class means that the user has called `fully_shard`: our own step restores the classes.
     again = _BEFORE if any(isinstance(each, FSDPModule) for each in model.modules()) else _AGAIN
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in ignored:

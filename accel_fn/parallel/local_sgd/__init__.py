@@ -1,1 +1,1 @@
-"""Ranks that update on their own parts and average now and then."""
+"""Local SGD: ranks update on their own batches, and average from time to time."""

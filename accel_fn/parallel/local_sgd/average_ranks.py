@@ -1,4 +1,4 @@
-"""Averages tensors over the ranks, weighted and in place, with the same bits on all ranks."""
+"""Average tensors over the ranks, weighted and in place, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def average(
         mine = flat(bucket)
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
-        # Equal infinities are equal here, but their difference is NaN.
+        # Equal infinities compare equal here, but their difference is NaN.
         equal = mine == first
-        # Infinity on a rank without items, times its share of 0, would be NaN for all ranks.
+        # If a rank without items holds an infinity, the infinity times its share of 0 would be NaN
+        # for all ranks.
         difference = mine.sub_(first).mul_(share) if share else mine.zero_()
         primitives.start_sum(difference.masked_fill_(equal, 0.0), state, "local_sgd").wait()
         write(first.add_(difference), bucket)
@@ -45,7 +46,7 @@ def average(
 def _agreed(
     tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str]
 ) -> list[float]:
-    """Return every rank's weight, once the ranks have agreed on what to average."""
+    """Return every rank's weight, after all ranks have agreed on what to average."""
     lines = [*also, *(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     every = primitives.exchange((weight, digest), state, "local_sgd")
@@ -68,7 +69,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype and device, up to the size that is sent at once."""
+    """Group tensors of one dtype and device, up to the size of one message."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for each in tensors:
         bucket = open_.setdefault((each.dtype, each.device), [])
@@ -80,7 +81,7 @@ def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def flat(bucket: Sequence[Tensor]) -> Tensor:
-    """Copy tensors into one piece; half precision becomes float32."""
+    """Copy tensors into one flat tensor; half precision becomes float32."""
     joined = torch.cat([each.reshape(-1) for each in bucket])
     return joined.float() if joined.dtype in _HALVES else joined
 

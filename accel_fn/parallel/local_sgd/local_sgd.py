@@ -1,4 +1,4 @@
-"""local_sgd: every rank trains on its own for a while, then parameters and optimizer state are averaged."""
+"""local_sgd: each rank trains alone; parameters and optimizer state are averaged now and then."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def local_sgd(every: int) -> Transform:
     since the last average. Ranks start from rank 0's parameters and buffers. In a world of one
     it does nothing.
 
-    A step's loss is still the mean over the global batch, each part with the parameters of its
-    rank. The gradients, their norm, and so the effect of `clip`, are those of the rank alone.
+    A step's loss is still the mean over the global batch, where each rank computes its part with
+    its own parameters. The gradients, their norm, and so the effect of `clip`, are the rank's own.
 
-    Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit;
-    after one, all ranks hold the same bits. With `every=1` and an optimizer that is linear in its
-    gradients (SGD, with momentum, too), W ranks give the result of one rank, also with uneven parts.
+    Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit.
+    After an average, all ranks hold the same bits. With `every=1` and an optimizer that is linear
+    in its gradients (SGD, also with momentum), W ranks give the result of one rank, also with
+    uneven parts.
 
     Args:
         every: number of updates from one average to the next, >= 1.
@@ -50,12 +51,12 @@ def local_sgd(every: int) -> Transform:
         A transform. Adds `own_weight`, the number of items of this rank, to the report.
 
     Raises:
-        ValueError: `every` is not an integer >= 1. From `build`: beside `wrap_ddp` or `wrap_fsdp`;
-            a loss scale, `accept` functions, `ema` or `check_replicas`, which need equal
-            ranks; a `weight_fn` that is a mapping; embeddings with sparse gradients beside momentum, which
-            is sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
-            averages. From the step, a RuntimeError, on every rank: the optimizers of two ranks have
-            come to hold state of different parameters.
+        ValueError: `every` is not an integer >= 1. From `build`: with `wrap_ddp` or `wrap_fsdp`; a
+            loss scale, `accept` functions, `ema` or `check_replicas`, which need equal ranks; a
+            `weight_fn` that is a mapping; embeddings with sparse gradients and momentum, which is
+            sparse too. From `save`, `evaluate` and, in evaluation mode, `step.forward`: between two
+            averages. From the step, a RuntimeError, on every rank: the optimizers of two ranks hold
+            state of different parameters.
 
     Cost: for a step, two small collectives of a number or two, and none of gradients. For an
     average, one broadcast and one all-reduce of parameters and optimizer state (half precision in
@@ -71,7 +72,8 @@ after_update=[local_sgd(every=8)])
     """
     check_count("local_sgd", "every", every)
     return fill(
-        # The average runs first, so that other functions see it, wherever local_sgd is listed.
+        # The average runs first, so that other functions see its result, wherever local_sgd is
+        # listed.
         first=("after_update",),
         strategy=LocalSlot(make_local),
         after_update=Stateful(RankAverage, every=every),
@@ -79,7 +81,7 @@ after_update=[local_sgd(every=8)])
 
 
 class LocalSlot(SlotFunction):
-    """`make_local`, and checks for functions that local_sgd cannot be combined with."""
+    """The slot function of local_sgd: `make_local` with checks of the plan."""
 
     traits = frozenset({"local_gradients"})
 
@@ -136,12 +138,12 @@ def make_local(state: DistState, module: nn.Module, plan: Plan) -> Strategy:
 
 
 class OwnMean(GlobalMean):
-    """A mean whose shares are of this rank's items; no rank waits before the last backward."""
+    """A mean over this rank's items in its shares; no rank waits before the last backward."""
 
     is_exact_over_ranks = False
 
     def share(self, weight: Weight) -> Weight:
-        """Return the factor that the backward of a micro-batch of this weight starts from."""
+        """Return the factor for the backward of a micro-batch of this weight."""
         return shares(weight, self.own_weight)
 
     def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
@@ -149,7 +151,7 @@ class OwnMean(GlobalMean):
         self.add_scaled(loss, metrics, weight)
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
-        """Return mean loss, mean metrics and weight of the global batch; waits for the sums."""
+        """Wait for the sums; return mean loss, mean metrics and weight of the global batch."""
         mean, metrics, total = super().close()
         if not total:
             return mean, metrics, total
@@ -176,14 +178,14 @@ class LocalGradients(Strategy):
         super().__init__(state, module, plan)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Run stage one; record which parameters have a gradient, for the average to compare."""
+        """Prepare the update; record which parameters have a gradient, for the average."""
         for each in plan.after_update:
             if isinstance(each, RankAverage):
                 each.has_gradient = [tensor is not None for tensor in grads.tensors]
         return super().prepare(plan, state, grads, report)
 
     def compared_ranks(self, state: DistState) -> Sequence[int]:
-        """Return this rank alone: ranks have different gradients and parameters."""
+        """Return this rank only: ranks have different gradients and parameters."""
         return (state.rank,)
 
     def evaluating(
@@ -208,7 +210,7 @@ class LocalGradients(Strategy):
 
 
 class RankAverage:
-    """Counts updates, and the items of this rank since the last average, and averages when it is time."""
+    """Counts updates and this rank's items, and averages the ranks after every `every` updates."""
 
     def __init__(self, state: DistState, plan: Plan, *, every: int) -> None:
         self._plan = plan
@@ -237,7 +239,7 @@ class RankAverage:
         return state
 
     def _updated(self) -> list[str]:
-        """Name parameters that all ranks must update together, if each update is averaged.
+        """Return the names of parameters that all ranks must update together, if `every` is 1.
 
         Without momentum and weight decay, a missing gradient acts like a gradient of zeros, so the
         list is empty.
@@ -256,16 +258,16 @@ class RankAverage:
 
     def check_saved(self) -> None:
         """Refuse, on every rank, to save a state that differs between ranks."""
-        # Averaging here would make the run depend on when it is saved; saving every rank's
+        # Averaging here would make the run depend on when it is saved. Saving every rank's
         # parameters would tie the run to this number of ranks.
         self.check_averaged("save")
 
     def check_followed(self) -> None:
-        """Refuse, on every rank, a next step, which would take the ranks for one model."""
+        """Refuse, on every rank, a next step, which would assume that all ranks hold one model."""
         self.check_averaged("build")
 
     def check_averaged(self, function: str) -> None:
-        """Refuse, on every rank, a function that takes the ranks for one model."""
+        """Refuse, on every rank, a function that assumes that all ranks hold one model."""
         if self._has_diverged:
             raise StateError(
                 f"{function}: state must be one at which local_sgd has averaged the ranks, got "

@@ -1,1 +1,1 @@
-"""The same bits for every number of ranks."""
+"""Training with the same bits for every number of ranks."""

@@ -1,4 +1,4 @@
-"""reproducible: the same bits for every number of ranks."""
+"""reproducible: train with the same bits for every number of ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
     It replaces `wrap_ddp`, also in a world of one. `accumulate` splits each slice.
 
     Law: parameters, state of the optimizer, losses and norms are the same to the bit for every
-    number of ranks that divides `num_virtual_ranks`, also in a run that is resumed with another
-    number: with one `num_virtual_ranks`, on the same kind of hardware, with the same torch and as many
-    threads in each process, and where the operations used are deterministic.
+    number of ranks that divides `num_virtual_ranks`, also if a run is resumed with another number.
+    This holds with one `num_virtual_ranks`, on the same kind of hardware, with the same torch and
+    as many threads in each process, and if all operations are deterministic.
 
     Args:
         num_virtual_ranks: a power of two. The number of ranks must divide it. It determines the exact
@@ -48,13 +48,13 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
             gradients are sparse.
         RuntimeError: from the step, the loss raised on another rank; ranks are in different steps.
 
-    Cost: a forward and backward a slice; memory for log2(slices of a rank) gradients more than
-    `wrap_ddp` takes. In a world of several, two small collectives on the host before the first
-    forward, one after the last backward, and then, overlapped with nothing, as much traffic as an
-    all-reduce of the gradients has. It goes by buckets of 32 MB, or of one parameter that is larger, once the
-    memory of the slices is free: where one parameter is nearly all of a model, two ranks hold
-    1.5 gradients more than with `wrap_ddp`, however few the slices are. With metrics, the host waits
-    for an accelerator once a step.
+    Cost: one forward and backward per slice; memory for log2(slices of a rank) more gradients than
+    with `wrap_ddp`. In a world of several, two small collectives on the host before the first
+    forward, one after the last backward, and then as much traffic as in an all-reduce of the
+    gradients, without overlap. The traffic is in buckets of 32 MB, or of one larger parameter, and
+    begins when the memory of the slices is free. If one parameter is nearly all of a model, two
+    ranks hold 1.5 gradients more than with `wrap_ddp`, even with few slices. With metrics, the host
+    waits for an accelerator once per step.
 
     >>> import accel_fn as af
     >>> af.reproducible(num_virtual_ranks=8)(af.Plan(loss_fn, model, optimizer))

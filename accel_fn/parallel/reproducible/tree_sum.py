@@ -1,4 +1,4 @@
-"""Sums in the order of a binary tree: over lists of tensors as they come, and over the ranks."""
+"""Sums in the order of a binary tree: over lists of tensors as they arrive, and over the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tree:
         self._sums: list[tuple[int, Tensors]] = []
 
     def add(self, tensors: Tensors) -> None:
-        """Add the next list; the tree may overwrite its memory from now on."""
+        """Add the next list; from now on the tree may overwrite its memory."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             tensors = _added(self._sums.pop()[1], tensors)
@@ -36,7 +36,7 @@ class Tree:
         self._sums.append((size, tensors))
 
     def total(self) -> Tensors:
-        """Return the sum, once all lists are added."""
+        """Return the sum, after all lists were added."""
         ((_, tensors),) = self._sums
         return tensors
 
@@ -50,21 +50,21 @@ def _added(left: Tensors, right: Tensors) -> Tensors:
 
 
 def sum_over_ranks(tensors: Tensors, like: Sequence[Tensor], state: DistState) -> Tensors:
-    """Sum over the ranks, a power of two, in the order of a tree, in the memory of the tensors.
+    """Sum over the ranks, a power of two, in tree order, in the memory of the tensors.
 
-    Every rank adds up one part of all ranks' tensors and sends the result to the others. So a
-    rank sends as much as in an all-reduce. Where a tensor begins in memory does not depend on the
-    number of ranks, which may matter to the kernels that read it.
+    Every rank adds up one part of all ranks' tensors and sends the result to the others. So a rank
+    sends as much as in an all-reduce. The offset of a tensor in the buffer does not depend on the
+    number of ranks. It may affect the kernels that read the tensor.
 
     Args:
-        tensors: the tensors of this rank; None where it has none.
+        tensors: this rank's tensors; None if it has none.
         like: tensors of the shapes, dtypes and layouts that `tensors` have, or would have.
         state: the state of this rank.
 
     Returns:
-        The sums; None where no rank has a tensor.
+        The sums; None if no rank has a tensor.
 
-    Cost: for each 32 MB two collectives, and a write and a read of these.
+    Cost: for each 32 MB, two collectives, and one write and one read of the data.
     """
     if state.world_size == 1:
         return tensors
@@ -103,7 +103,7 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
     """Replace tensors of one kind by their sums over the ranks."""
     sizes = [tensor.numel() for tensor in bucket]
     lacking = -sum(sizes) % state.world_size
-    # Send bytes: not every backend supports every dtype, and the collectives add up nothing.
+    # Send bytes: not every backend supports every dtype, and these collectives add nothing up.
     mine = _sum_part(bucket, lacking, state).view(torch.uint8)
     whole = torch.cat(primitives.all_gather(mine, state, "step")).view(bucket[0].dtype)
     for tensor, part in zip(bucket, torch.split(whole, [*sizes, lacking]), strict=False):

@@ -1,4 +1,4 @@
-"""VirtualRanks: cut the global batch into fixed slices, and add them up in the same order always."""
+"""VirtualRanks: cut the global batch into fixed slices, and add them up in a fixed order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class VirtualRanks(Strategy):
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Add up the gradients of the virtual ranks as a binary tree, on this rank and then over all."""
+        """Add up the gradients of all virtual ranks, as a binary tree over slices and ranks."""
         for parameter in self.reachable:
             parameter.grad = None
         try:
@@ -249,7 +249,7 @@ class VirtualRanks(Strategy):
             )
 
     def _check_dense(self, plan: Plan) -> None:
-        """Refuse sparse gradients: the sum over virtual ranks supports dense ones only."""
+        """Refuse sparse gradients: the sum over virtual ranks supports only dense ones."""
         for parameter in self.reachable:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 named = plan.model.named_parameters()
@@ -259,7 +259,7 @@ class VirtualRanks(Strategy):
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Find, by name, modules in which a sample's result depends on other samples in training mode."""
+    """Find modules in which, in training mode, a sample's result depends on other samples."""
     return {
         name or "the model": module
         for name, module in model.named_modules()
@@ -269,7 +269,7 @@ def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_tracking(tracking: Mapping[str, nn.Module], function: str) -> None:
-    """Refuse running statistics, which each rank would take from its own samples."""
+    """Refuse running statistics, which each rank would compute from its own samples."""
     for name, module in tracking.items():
         if module.training:
             raise PlanError(
@@ -312,7 +312,7 @@ def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
 
 
 def check_same_step(steps: Sequence[str]) -> None:
-    """Raise on all ranks if steps differ, for example if a rank repeats one after an error."""
+    """Raise on all ranks if steps differ, for example if a rank repeats a step after an error."""
     rank, step = next(
         ((r, each) for r, each in enumerate(steps) if each != steps[0]), (0, steps[0])
     )

@@ -19,21 +19,20 @@ F = TypeVar("F", bound=Callable[..., None])
 def draw_by_shard(model: nn.Module, layers: Mapping[nn.Module, ParallelStyle], rank: int) -> None:
     """Let each rank draw different numbers between column-wise layers and the next row-wise one.
 
-    Ranks of an axis hold the same rows, so their generators have the same state: dropout of an
-    activation that all of them hold has one mask. Where ranks hold different features, dropout
-    would use that one mask for the features of every rank.
+    Ranks along an axis hold the same rows, so their generators have the same state: dropout of an
+    activation that all of them hold has one mask. If ranks hold different features, dropout would
+    use that one mask for the features of every rank.
 
     So a column-wise layer starts a region: it seeds the default generator of the activation's
-    device by the generator's state and the rank. The next row-wise layer ends the region, or the
-    end of the model's forward, even by an error. After a region without draws, the generator has
-    its former state. After any other region, it has drawn one number more than before, on all
-    ranks.
+    device from the generator's state and the rank. The next row-wise layer, the end of the model's
+    forward or an error ends the region. After a region without draws, the generator has its former
+    state. After any other region, it has drawn one number more than before, on all ranks.
 
     All draws follow from the state of that generator, so a resumed run and a recomputation by
     `torch.utils.checkpoint` draw the same numbers again.
 
-    Does nothing if `may_draw(model)` is false. A graph of `torch.compile` breaks at both ends of a
-    region.
+    It does nothing if `may_draw(model)` is false. A graph of `torch.compile` breaks at both ends of
+    a region.
 
     Args:
         model: the root, whose forward calls the layers.
@@ -87,7 +86,7 @@ class _Region:
 
     @_outside_of_graphs
     def start(self, layer: nn.Module, inputs: object, output: Tensor) -> None:
-        """Begin a region: seed the generator by its state and the rank."""
+        """Begin a region: seed the generator from its state and the rank."""
         if self._lasts():
             return
         self._device = output.device
@@ -110,6 +109,6 @@ class _Region:
         self._is_open = False
 
     def _lasts(self) -> bool:
-        # A recomputation may begin a region and stop before its end; then torch restores the
-        # generator, which has another seed again.
+        # A recomputation may begin a region and stop before its end. Then torch restores the
+        # generator, whose seed differs again.
         return self._is_open and generator_of(self._device).initial_seed() == self._seed

@@ -22,12 +22,12 @@ _OF_TRANSFORMERS: dict[str, object] = {
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of heads: each rank has a part of the heads. Torch takes them for a part of the
+    # Norms of heads: each rank has a part of the heads. Torch treats them as a part of the
     # sequence, but the output, and the sum of gradients over the ranks, are the same.
     "replicated_with_grad_allreduce": SequenceParallel(use_local_output=True),
     "replicate": None,
 }
-"""Styles by their name in transformers; None: the module stays whole."""
+"""Styles by their name in transformers. None: the module stays whole."""
 
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that read the weights of their layers without calling them."""
@@ -73,7 +73,7 @@ def _plan(model: nn.Module) -> dict[str, str]:
 
 
 def _without_plan(model: nn.Module) -> str:
-    """Return the message for a model without a plan, with a guess where the styles are clear."""
+    """Return the message for a model without a plan, with a guess if the styles are clear."""
     kind, guess = type(model).__name__, dict[str, str]()
     blocks = {
         name: each for name, each in repeated(model).items() if not isinstance(each, nn.Linear)
@@ -106,7 +106,7 @@ def _without_plan(model: nn.Module) -> str:
 def _guess(block: nn.Module) -> dict[str, str]:
     """Guess the styles of a block's layers: in each part, the last may be rowwise.
 
-    The last layer is rowwise if it takes the output of another layer of the part. If not, the
+    The last layer is rowwise if its input is the output of another layer of the part. If not, the
     styles of the part are empty, for example if one matrix holds queries, keys and values.
     """
     modules = dict(block.named_modules())
@@ -120,7 +120,8 @@ def _guess(block: nn.Module) -> dict[str, str]:
     num_layers = Counter(part_of.values())
     parts: dict[str, list[str]] = {}
     for name, part in part_of.items():
-        # Join layers that are alone in their part, as the two layers of the MLP in a block of BERT.
+        # Join layers that are alone in their part, such as the two layers of the MLP in a block of
+        # BERT.
         parts.setdefault(part if num_layers[part] > 1 else "", []).append(name)
     guess: dict[str, str] = {}
     for *others, last in parts.values():

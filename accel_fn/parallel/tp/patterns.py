@@ -1,4 +1,4 @@
-"""Patterns of module names, in which `*` stands for one name between dots."""
+"""Patterns of module names, in which `*` matches one name between dots."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Refuses a model whose code computes something else once its layers are split over ranks.
+"""Refuse a model whose code computes something else after its layers are split over ranks.
 
-A layer with a part of its columns returns a plain tensor of fewer features, and code may take it for a
-whole one: `q.view(b, t, num_heads, -1)` then makes as many heads, each with fewer features. No shape is
-wrong, and the result is another one.
+A layer with a part of its columns returns a plain tensor of fewer features, and code may mistake it
+for a whole one: `q.view(b, t, num_heads, -1)` then makes as many heads, each with fewer features.
+No shape is wrong, but the result differs.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ _STYLES = ("torch.distributed.tensor", "accel_fn.parallel.tp", "transformers.dis
 """Packages whose hooks and replaced forwards split inputs and make plain tensors."""
 _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
 _BOUND_OF_HALVES = 0.05
-"""How far outputs may differ, as a share of the largest output, for each dtype of a run.
-
-Wrong heads may change little: with small inputs, every head attends to all tokens almost equally.
-So blocks are compared in float64. There a sum in another order differs by 1e-15, and a softmax or a
-norm that the code computes in float32 by 1e-7. Code that fails in float64 runs in the dtype of the
-model. There the bounds allow the rounding of products in TF32, with 10 bits, and in bfloat16, with
-8 bits. Autocast does not convert float64.
-"""
+"""How far outputs may differ, as a fraction of the largest output, for each dtype of a run.
+Wrong heads may change little: with small inputs, every head attends to all tokens almost
+equally. So blocks are compared in float64. There a sum in another order differs by 1e-15, and a
+softmax or a norm that the code computes in float32 by 1e-7. Code that fails in float64 runs in
+the dtype of the model. There the bounds allow the rounding of products in TF32, with 10 bits,
+and in bfloat16, with 8 bits. Autocast does not convert float64."""
 _REPAIR = (
     "take sizes from the tensors, as in q.view(b, t, -1, head_dim), follow each colwise layer by a "
     "rowwise one"
@@ -63,28 +61,28 @@ _SPREAD = 0.05
 def compare_blocks(
     model: nn.Module, styled: Collection[str], state: DistState, axis: str = "tp"
 ) -> None:
-    """In the first forward, compare each kind of block whose layers are split with itself unsplit.
+    """In the first forward, compare each kind of block with split layers to the unsplit block.
 
-    A block is the smallest module around a split layer whose inputs are the same on all ranks along the
-    axis, and whose output has the shape that it has with whole layers. Of blocks of one class with
-    parameters of the same shapes, the first one is compared, in evaluation mode: by the first
-    floating-point tensor that it returns, and by the gradients of a sum of its elements. A block that
-    draws random numbers in evaluation mode, or that cannot run a second time, is not compared, and the
-    main rank warns of it.
+    A block is the smallest module around a split layer whose inputs are equal on all ranks along
+    the axis, and whose output has the same shape as with whole layers. Among blocks of one class
+    with parameters of the same shapes, the first one is compared, in evaluation mode: by the first
+    floating-point tensor that it returns, and by the gradients of a sum of its elements. A block
+    that draws random numbers in evaluation mode, or that cannot run a second time, is not compared,
+    and the main rank warns about it.
 
     Args:
         model: its layers are split; compiled modules inside it have not run yet.
         styled: the names of the modules that have a parallel style.
-        state: of all ranks.
+        state: the state of all ranks.
         axis: the axis that the layers are split over.
 
     Raises:
-        PlanError: from the forward, on all ranks along the axis, if a block returns something else
-            than it would with whole layers, or has other gradients.
+        PlanError: from the forward, on all ranks along the axis, if a block has another output or
+            other gradients than with whole layers.
 
-    Cost: for each kind of block, once, two forwards and backwards, and the memory and the gather of
-    the block's parameters in float64, twice. Layers that no smaller block holds are compared in the
-    whole model. A steady step costs nothing.
+    Cost: for each kind of block, once, two forwards and backwards, and twice the memory and the
+    gather of the block's parameters in float64. Layers that no smaller block holds are compared in
+    the whole model. Later steps cost nothing.
     """
     if styled and state.along(axis).world_size > 1:
         _Comparison(model, styled, state, axis)
@@ -123,7 +121,7 @@ class _Comparison:
             if self._kinds.get(kind):
                 self._open -= self._layers(name)
             # A block that differs keeps its hooks, so that the forward fails again if a program
-            # goes on.
+            # continues.
             for handle in handles if self._open else self._handles:
                 handle.remove()
             calls.clear()
@@ -136,11 +134,11 @@ class _Comparison:
         self._handles += handles
 
     def _layers(self, name: str) -> set[str]:
-        """Return the split layers inside a module that no block holds so far."""
+        """Return the split layers inside a module that are not compared yet."""
         return {each for each in self._open if name in _outward(each)}
 
     def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors are equal on all ranks, and not constant, as parts may be."""
+        """Return whether tensors are equal on all ranks and not constant, as parts may be."""
         values = [whole(each) for each in tensors]
         is_constant = module is not self._model and _is_constant(values)
         own = fingerprints(values) if values else [], is_constant
@@ -204,7 +202,7 @@ class _Outcome(NamedTuple):
     text: str = ""
     failure: str = ""
     is_gradient: bool = False
-    """Whether the difference is one of gradients; then the outputs agree."""
+    """Whether gradients differ, while the outputs agree."""
 
 
 def _compare(
@@ -284,8 +282,9 @@ def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.d
 
 
 def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    """Return the largest difference of outputs, and of each gradient, as a share of the largest number."""
-    # All gradients share one scale, since some are zero except for rounding, such as a key bias's.
+    """Return the largest relative difference of the outputs, and of each gradient."""
+    # All gradients share one scale, since some are zero except for rounding, such as the gradient
+    # of a key's bias.
     scales = [_largest(expected[:1])] + [_largest(expected[1:])] * (len(expected) - 1)
     return [
         _difference(each, other, scale)
@@ -331,7 +330,7 @@ def _are_equal(every: Sequence[object]) -> bool:
 
 
 def _cut_like(tensor: Tensor, like: Tensor, axis: str) -> Tensor:
-    """Cut a whole tensor as `like` is cut along one axis of a mesh, and along no other axis."""
+    """Cut a whole tensor along one axis of a mesh as `like` is cut, and along no other axis."""
     names = like.device_mesh.mesh_dim_names or () if is_sharded(like) else ()
     if not is_sharded(like) or axis not in names:
         return tensor
@@ -388,7 +387,7 @@ def _called(name: str, module: nn.Module) -> str:
 
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
-    """Put the modules inside in evaluation mode; restore all of their attributes at the end."""
+    """Put all inner modules in evaluation mode; restore all of their attributes at the end."""
     before = {each: dict(vars(each)) for each in module.modules()}
     try:
         for each in before:
@@ -403,7 +402,7 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(module: nn.Module, packages: tuple[str, ...]) -> Iterator[None]:
-    """Remove the forward hooks, and replaced forwards, of some packages from all modules inside."""
+    """Remove the forward hooks, and replaced forwards, of some packages from all inner modules."""
     before = [(vars(each), dict(vars(each))) for each in module.modules()]
     try:
         for home, _ in before:
@@ -433,7 +432,7 @@ def _copied(tree: Any, convert: _Convert) -> Any:
         kept = [convert(each) if isinstance(each, Tensor) else each for each in pickler.kept]
         return _Unpickler(io.BytesIO(file.getvalue()), kept).load()
     except (pickle.PicklingError, TypeError, AttributeError):
-        # Closures and objects of local classes cannot be pickled, so copy the tensors alone.
+        # Closures and objects of local classes cannot be pickled, so copy only the tensors.
         return map_tensors(convert, tree)
 
 
@@ -442,7 +441,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Copies everything but tensors and modules."""
+    """Copies everything except tensors and modules."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -33,7 +33,7 @@ def split_model(
     """Split the layers that have a style over an axis, in place, from the values of rank 0.
 
     All other parameters stay whole on every rank, and become DTensors on the same axis too. So an
-    optimizer, an average and a norm get tensors of one kind.
+    optimizer, an average and a norm get only DTensors.
     """
     _send_values(state, model)
     cut_layers(model, styles, device_mesh(state)[axis])
@@ -47,7 +47,7 @@ def split_model(
 
 
 def cut_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Cut the layers that have a style over a mesh of one axis, and make all else replicas."""
+    """Cut the layers that have a style over a mesh of one axis; replicate all other tensors."""
     ties = _ties(model)
     for name, style in styles.items():
         # Without a source rank, each rank cuts its own copy, which has rank 0's values by now.
@@ -112,14 +112,14 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 
 
 class _PlainForward:
-    """The forward of a module, which sees the replicated parameters that it reads as plain tensors.
+    """The forward of a module in which the module's replicated parameters are plain tensors.
 
     So its operations are those of one rank. They avoid the dispatch of DTensors, which costs time
     and does not support all operations. The gradient of each replica is whole, since the module's
-    input is the same on all ranks.
+    input is equal on all ranks.
     """
 
-    # This is not done by hooks: code that recomputes a forward may call it without hooks.
+    # Hooks cannot do this: code that recomputes a forward may call it without hooks.
 
     def __init__(
         self, module: nn.Module, read: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh
@@ -129,7 +129,7 @@ class _PlainForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The compiler does not track a tensor that is put in place of a parameter.
+            # The compiler does not track a tensor that replaces a parameter.
             args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
             output = self._forward(*args, **kwargs)
             return tree_map_only(DTensor, DTensor.to_local, output)
@@ -152,7 +152,7 @@ def _plain(replica: DTensor) -> Tensor:
 def _watch_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
     """Refuse gradients of gradients, which would be wrong: DTensors' backward has no graph."""
     if torch.compiler.is_compiling():
-        # A compiled graph refuses gradients of gradients itself.
+        # A compiled graph itself refuses gradients of gradients.
         return
     for each in tensors_of(output):
         if each.requires_grad:

@@ -15,10 +15,10 @@ from accel_fn.errors import PlanError
 class SplitSequence(ParallelStyle):
     """Split dim 1 of a plain input that is equal on all ranks, and gather the output along dim 1.
 
-    The gradients of the module's parameters are DTensors of placement Partial.
+    The gradients of the module's parameters are DTensors with placement Partial.
     """
 
-    # torch's SequenceParallel takes a plain tensor for the rank's shard. From a tensor that is
+    # torch's SequenceParallel treats a plain tensor as the rank's shard. From a tensor that is
     # equal on all W ranks, it would make a sequence that is W times as long, without an error.
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

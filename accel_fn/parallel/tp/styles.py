@@ -38,8 +38,8 @@ def styles_of(
 
     Args:
         model: its parameters may be on the meta device.
-        styles: styles by pattern of names, in which `*` stands for one name between dots; "auto":
-            the model's own plan, without layers that are tied to a layer that it leaves out.
+        styles: styles by pattern of names, in which `*` matches one name between dots; "auto": the
+            model's own plan, without layers that are tied to a layer outside of it.
         size: the number of ranks along the axis.
 
     Returns:
@@ -65,7 +65,7 @@ def styles_of(
 
 
 def _matched(model: nn.Module, styles: Mapping[str, object]) -> dict[str, object]:
-    """Return the style that is given for each module, by the module's first name."""
+    """Return the style for each module that has one, by the module's first name."""
     # A module in two places of the model has two names.
     names = list(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names)}
@@ -93,7 +93,7 @@ def _style(name: str, module: nn.Module, given: object) -> ParallelStyle:
     if given == "colwise":
         return ColwiseParallel()
     if given == "rowwise":
-        # For an embedding, every rank has all tokens; for a linear layer, a part of its inputs.
+        # An embedding gets all tokens on every rank, a linear layer a part of its inputs.
         is_table = isinstance(module, nn.Embedding)
         return RowwiseParallel(input_layouts=Replicate() if is_table else None)
     if given == "sequence":
@@ -189,7 +189,7 @@ def _cut(module: nn.Module, name: str, style: ParallelStyle | None) -> int | Non
 def _check_heads(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], size: int
 ) -> None:
-    """Refuse styles that would give a rank parts of heads."""
+    """Refuse styles that would give a rank only a part of a head."""
     for name, style in styles.items():
         if not isinstance(style, ColwiseParallel) or _is_whole(style.output_layouts):
             continue
@@ -206,7 +206,7 @@ def _check_heads(
 def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield the numbers of heads that a module, or its configuration, has."""
     holders: dict[str, object] = {"": module}
-    # In transformers, every module may hold the model's configuration, an MLP too. Only attention
+    # In transformers, every module may hold the model's configuration, also an MLP. Only attention
     # has a size of heads.
     if any(hasattr(module, name) for name in _HEAD_SIZE):
         holders["config."] = getattr(module, "config", None)
@@ -229,7 +229,7 @@ def _ties(modules: Mapping[str, nn.Module]) -> list[dict[str, str]]:
 def _check_tie(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], owners: Mapping[str, str]
 ) -> None:
-    """Refuse styles that cut a tied parameter in two ways."""
+    """Refuse styles that cut a tied parameter in two different ways."""
     cuts = {
         f"{name}.{own}": _cut(modules[name], own, styles.get(name)) for name, own in owners.items()
     }

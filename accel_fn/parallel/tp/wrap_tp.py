@@ -1,4 +1,4 @@
-"""wrap_tp: a model whose layers are split over an axis of the mesh."""
+"""wrap_tp: split the layers of a model over an axis of the mesh."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     """Split layers over the ranks of an axis: each holds a part of their weights and of their activations.
 
-    The ranks along the axis are given the same batch. A column-wise layer computes some of its outputs
-    on each rank, and the row-wise layer after it adds up the ranks' results. `wrap_ddp` or
-    `wrap_fsdp` beside it share batches over `dp`; a mesh whose `dp` is one rank needs neither.
+    The ranks along the axis get the same batch. A column-wise layer computes some of its outputs on
+    each rank, and the row-wise layer after it adds up the ranks' results. To share batches over
+    `dp`, add `wrap_ddp` or `wrap_fsdp`; a mesh whose `dp` is one rank needs neither.
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
-    optimizer holds, become `DTensor`s on the axis in `build`. Those of layers without a style are whole on
-    every rank. All start from rank 0's values, but for a model that `empty` made, which `load_model` fills
-    after `build`.
+    optimizer holds, become `DTensor`s on the axis in `build`. Layers without a style are whole on
+    every rank. All parameters start from rank 0's values, except in a model that `empty` made,
+    which `load_model` fills after `build`.
 
     After `seed_all`, ranks along the axis draw one dropout mask of activations that all of them hold. Between
     a column-wise layer and the row-wise one after it, each rank draws a different mask for its
@@ -48,12 +48,13 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     Law: any mesh gives the result of one rank, for uneven parts, any weights, an empty rank.
 
     Args:
-        styles: by name of a module, with `*` for one part of a name, `"colwise"` or `"rowwise"` for a linear
-            layer or an embedding, `"sequence"` for a norm, which then computes a part of the sequence on each
-            rank, or a `ParallelStyle` of torch's. `"auto"`: the plan that the model itself has, as
-            those of transformers do. A model that was split before, by `parallelize_module` on
-            `device_mesh(state)[axis]`, or by `from_pretrained(distributed_config=DistributedConfig(
-            tp_size=2, tp_plan="auto"))` of transformers where the axis is the whole world, is taken as it is.
+        styles: by name of a module, with `*` for one part of a name, `"colwise"` or `"rowwise"` for
+            a linear layer or an embedding, `"sequence"` for a norm, which then computes a part of
+            the sequence on each rank, or a `ParallelStyle` of torch. `"auto"`: the model's own
+            plan, as models of transformers have one. A model that was split before, by
+            `parallelize_module` on `device_mesh(state)[axis]`, or by
+            `from_pretrained(distributed_config=DistributedConfig( tp_size=2, tp_plan="auto"))` of
+            transformers if the axis is the whole world, is used unchanged.
         axis: "tp", or another axis of the mesh than `dp`.
 
     Returns:
@@ -177,7 +178,7 @@ def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
 
 
 def _check_graphs(plan: Plan) -> None:
-    """Refuse `fullgraph=True` beside dropout: seeding the generator breaks graphs."""
+    """Refuse `fullgraph=True` together with dropout: seeding the generator breaks graphs."""
     from accel_fn.parallel.tp.draws import may_draw
 
     if (whole := plan.having("full_graph")) and may_draw(plan.model):
@@ -215,12 +216,12 @@ def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, Paralle
 
 
 def _script() -> str:
-    """Return the program of this process as it was started; `train.py` if it is not a file."""
+    """Return the script that this process runs; `train.py` if it does not run a file."""
     return sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
 
 
 def _size(state: DistState, axis: str) -> int:
-    """Return the number of ranks along the axis, which the mesh must name."""
+    """Return the number of ranks along the axis; refuse an axis that the mesh lacks."""
     mesh = mesh_of(state)
     if axis in mesh or state.world_size == 1:
         return mesh.get(axis, 1)

@@ -1,1 +1,1 @@
-"""Micro-batches."""
+"""Gradient accumulation over micro-batches."""

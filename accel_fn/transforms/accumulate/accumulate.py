@@ -1,4 +1,4 @@
-"""accumulate: the batch in several micro-batches, one after another in memory."""
+"""accumulate: run a batch as several micro-batches, with memory for only one at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def accumulate(
 ) -> Transform:
     """Compute the gradient of a batch in `num_microbatches` parts, in the memory of one.
 
-    The parts are consecutive samples, as even as possible; a batch of fewer
-    samples gives fewer parts. Each counts by its weight, so the gradient is
-    that of the whole batch, to rounding, also if sizes do not divide evenly.
+    The parts are consecutive samples, as even as possible; a batch of fewer samples gives fewer
+    parts. Each part counts by its weight, so the gradient is the gradient of the whole batch, to
+    rounding, also if sizes do not divide evenly.
 
     Law: the identity, for every number of micro-batches, to rounding: gradients of parameters in half
     precision are added up in float32.
@@ -51,17 +51,17 @@ def accumulate(
     Raises:
         ValueError: `num_microbatches` is not an integer >= 1 (a TypeError too if it is not an
             integer). From the step, on all ranks, with `split=None`: a batch is not a list, or too
-            long. Else: a loader's batch has its samples in dimension 1, and the default weight
-            counts dimension 0. In `build`, with "auto": beside `wrap_fsdp` in a world of several,
-            or `reproducible`.
+            long. With other splits: a loader's batch has its samples in dimension 1, and the
+            default weight counts dimension 0. In `build`, with "auto": together with `wrap_fsdp` in
+            a world of several, or with `reproducible`.
         MemoryError: from the step, on all ranks, with "auto": one sample does not fit.
         TypeError: `split` is not one of these.
 
-    Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. Where
-    parameters are in half precision, the sums take 4 bytes a parameter, and one read and write for each
-    micro-batch. "auto" adds a
-    copy of buffers and of random generators' states, and in a world of several a small
-    collective; with `wrap_ddp`, averaging gradients then overlaps with no backward.
+    Cost: one forward and backward per micro-batch; gradients are averaged once, in the last. For
+    parameters in half precision, the sums take 4 bytes per parameter, and one read and write for
+    each micro-batch. "auto" adds a copy of buffers and of random generators' states, and in a world
+    of several a small collective; with `wrap_ddp`, averaging gradients then overlaps with no
+    backward.
 
     >>> import accel_fn as af
     >>> af.accumulate(4)(af.Plan(loss_fn, model, optimizer))
@@ -94,7 +94,7 @@ def _automatic(split: object) -> Transform:
 
 
 class WindowSlot(SlotFunction):
-    """A split of batches that are lists of micro-batches."""
+    """A split for batches that are lists of micro-batches."""
 
     traits = frozenset({"takes_windows"})
 

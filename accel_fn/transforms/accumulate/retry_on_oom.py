@@ -1,4 +1,4 @@
-"""Retry on OOM: if memory runs out, the batch is repeated in smaller micro-batches."""
+"""Retry on OOM: if memory runs out, repeat the batch in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class FittingSplit:
-    """Cuts a batch into as many micro-batches as were found necessary in a world of this size."""
+    """Cuts a batch into as many micro-batches as a world of this size has needed so far."""
 
     def __init__(self, state: DistState, plan: Plan) -> None:
         self.num_parts = 1
@@ -33,7 +33,7 @@ class FittingSplit:
         return split_batch(batch, num_parts=self.num_parts)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of micro-batches, with which a resumed run computes the same bits."""
+        """Return the number of micro-batches, so that a resumed run computes the same bits."""
         return {"num_parts": self.num_parts, "world_size": self.world_size}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:

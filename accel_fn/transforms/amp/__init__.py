@@ -1,1 +1,1 @@
-"""Mixed precision."""
+"""Transforms for training in mixed precision."""

@@ -1,4 +1,4 @@
-"""with_amp: forward and loss under autocast, with a loss scale for float16 and products in float8."""
+"""with_amp: autocast for forward and loss, with a loss scale for float16, or float8 products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {
     torch.float16: torch.float16,
 }
 
-# The first two are of x86, the last is of Arm.
+# The first two are x86 instructions, the last one is for Arm.
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
@@ -33,7 +33,7 @@ class AutocastSlot(SlotFunction):
     """`autocast` as a slot function, with a check of the CPU."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Warn of a CPU that has no instructions for bfloat16 and emulates it."""
+        """Warn about a CPU that has no instructions for bfloat16 and emulates them."""
         known = torch.cpu.get_capabilities()
         emulated = state.device.type == "cpu" and not any(map(known.get, _BF16_INSTRUCTIONS))
         if emulated and self.keywords["dtype"] == torch.bfloat16 and state.is_main:
@@ -55,10 +55,10 @@ def with_amp(
 ) -> Transform:
     """Run forward and loss under autocast; float16 also gets a loss scale in the state.
 
-    The same on a CPU as on a GPU. With "fp16", a gradient that is not finite on
-    any rank skips the update on all, multiplies the scale by `backoff_factor`
-    on all, and `report.applied` is False. The check is of the gradients' global
-    norm, so gradients whose norm is beyond float32 count as not finite too.
+    A CPU and a GPU behave in the same way. With "fp16", a gradient that is not finite on any rank
+    skips the update on all, multiplies the scale by `backoff_factor` on all, and `report.applied`
+    is False. The check uses the gradients' global norm, so gradients whose norm is beyond float32
+    count as not finite too.
 
     "fp8" is bf16, with the products of linear layers whose sizes are multiples of 16 computed
     in float8, by torchao: inputs, weights and gradients of outputs, each scaled by its largest
@@ -66,8 +66,8 @@ def with_amp(
     emulated, slowly.
 
     Law: scaling by any power of two changes nothing, as long as all numbers stay in range. "fp8"
-    is the training of torchao's own layers; since the largest value of a part is not that of
-    the batch, ranks and micro-batches agree to roundings of float8 alone.
+    trains as torchao's own layers do. The largest value of a part differs from that of the batch,
+    so ranks and micro-batches agree only up to roundings of float8.
 
     Args:
         precision: "bf16", "fp16", "fp8", `torch.bfloat16`, `torch.float16`, or "no" for the
@@ -89,10 +89,10 @@ def with_amp(
         TypeError: `skip` is neither a class of modules nor a name.
         ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
-    Cost: of bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on x86)
-    emulates it, up to 16 times as slowly as float32, and `build` warns of it. Of fp16, one read of
-    the gradients for their norm, shared with `clip`; no host synchronisation with a fused
-    optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
+    Cost: with bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on
+    x86) emulates it, up to 16 times as slowly as float32, and `build` warns about it. With fp16,
+    one read of the gradients for their norm, shared with `clip`; no host synchronisation with a
+    fused optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
     update, when its momenta are made.)
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
@@ -107,7 +107,7 @@ def with_amp(
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    # Refuse bad settings here, not in `build`.
+    # Refuse bad settings here, not only in `build`.
     LossScale.start(**settings)
     check_blocks("with_amp", skip, "skip")
     source = ""
@@ -127,7 +127,7 @@ def with_amp(
     if dtype == torch.float16:
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
     if precision == "fp8":
-        # If torchao is not installed, raise here, not in `build`.
+        # If torchao is not installed, raise here, not only in `build`.
         torchao()
         in_slot = Float8Slot(in_float8, skip=skip).with_source(source)
         slots["forward_contexts"] = (slots["forward_contexts"], in_slot)
@@ -137,19 +137,20 @@ def with_amp(
 def compute_dtype(plan: Plan | Step) -> torch.dtype:
     """Find the dtype that a plan's forwards compute in, for parts of yours that should match.
 
-    Frozen encoders and teachers take less memory in it: `encoder.to(af.extend.compute_dtype(plan))`.
+    Frozen encoders and teachers take less memory in this dtype:
+    `encoder.to(af.extend.compute_dtype(plan))`.
 
     Args:
         plan: a plan, or the step that was built from it.
 
     Returns:
         The dtype of `with_amp`, which is `torch.bfloat16` for "fp8", else the `param_dtype` of
-        `wrap_fsdp`, else that of the model's first floating-point parameter.
+        `wrap_fsdp`, else the dtype of the model's first floating-point parameter.
 
     Raises:
         TypeError: `plan` is neither a plan nor a step.
 
-    Cost: a look at the plan on the host; nothing runs on the device.
+    Cost: a check of the plan on the host; nothing runs on the device.
 
     >>> import accel_fn as af
     >>> plan = af.Plan(loss_fn, model, optimizer)
@@ -181,7 +182,7 @@ def autocast(state: DistState, *, dtype: torch.dtype) -> torch.autocast:
 
 
 def scale_loss(state: DistState, *, init_scale: float, **rule: Any) -> DistState:
-    """Add a loss scale to the state; keep the one that another step has added."""
+    """Add a loss scale to the state; keep a scale that another step has added."""
     if state.scaler is None:
         scaler = LossScale.start(init_scale, device=state.device, **rule)
         return replace(state, scaler=scaler)

@@ -27,7 +27,7 @@ class Float8Slot(Stateful):
     """`in_float8` as a slot function, with checks of device and model."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a device that has no kernels for float8, and a model without layers for them."""
+        """Refuse a device without kernels for float8, and a model without layers for them."""
         torchao()
         if state.device.type == "cuda" and torch.version.cuda:
             capability = torch.cuda.get_device_capability(state.device)
@@ -47,7 +47,7 @@ class Float8Slot(Stateful):
 
 
 def torchao() -> Any:
-    """Import torchao's float8, which is an extra."""
+    """Import torchao's float8, which is an optional dependency."""
     try:
         import torchao.float8
     except ModuleNotFoundError as error:
@@ -76,7 +76,7 @@ def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
 def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
     """Make, for one step function, the context in which linear layers compute in float8."""
     emulated = state.device.type != "cuda"
-    # Use the same objects in every step: for new ones, torch.compile would compile again.
+    # Use the same objects in every step: for new objects, torch.compile would compile again.
     forwards: dict[nn.Module, Callable[..., Any]] = {
         layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model, skip)
     }
@@ -98,7 +98,7 @@ def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
 
 
 def _run(layer: nn.Linear, twin: nn.Module, inputs: Tensor) -> Tensor:
-    """Run torchao's layer with the parameters of ours, in the dtype of autocast."""
+    """Run torchao's layer with our layer's parameters, in the dtype of autocast."""
     kind = inputs.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
     parameters = {

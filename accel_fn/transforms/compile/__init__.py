@@ -1,1 +1,1 @@
-"""Torch's compiler."""
+"""Transforms that use torch's compiler."""

@@ -1,4 +1,4 @@
-"""compiled: the loss, the repeated blocks or the whole step through torch's compiler."""
+"""compiled: run the loss, the repeated blocks or the whole step through torch's compiler."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def compiled(
             optimizer into one graph, in a world of one.
         mode: torch.compile's: "default", "reduce-overhead" (CUDA graphs), "max-autotune", ...
         fullgraph: refuse a graph break, which "step" always does. The hooks of `wrap_fsdp` break graphs.
-        dynamic: as for torch.compile: None compiles for the first shape, and for
-            any shape once a second one has come; True for any from the start; False for each one.
+        dynamic: as for torch.compile: None compiles for the first shape, and for any shape after a
+            second one; True for any shape from the start; False for each shape.
 
     Returns:
         A transform.
@@ -97,7 +97,7 @@ class CompileSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return traits of the graphs: `checkpoint_activations`, for example, needs breaks."""
+        """Return traits that other transforms check, such as "full_graph"."""
         full = {"full_graph"} if self.keywords["fullgraph"] else set[str]()
         in_place = {"cuda_graphs"} if self.keywords["mode"] in CUDA_GRAPHS else set[str]()
         whole = {"compiles_loss"} if self.func is compile_loss else set[str]()
@@ -120,7 +120,7 @@ class CompileStepSlot(SlotFunction):
     """The slot function of compiled(scope="step"): it calls `compile_step` with its settings."""
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a plan that one graph cannot hold."""
+        """Refuse a plan that does not fit into one graph."""
         if state.world_size > 1:
             raise PlanError(
                 f'build: compiled(scope="step") must have a world of one, got {state.world_size} ranks, '

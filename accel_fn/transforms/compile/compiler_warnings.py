@@ -11,7 +11,7 @@ _LOGGERS = ("torch", "torch._dynamo", "torch._inductor")
 
 
 class _OnceFromRank0(logging.Filter):
-    """Lets a warning of the compiler pass once, on rank 0; everything else passes."""
+    """A log filter that passes each warning of the compiler once, on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _OnceFromRank0(logging.Filter):
 
 
 def warn_once_from_rank_0() -> None:
-    """Filter what torch's compiler prints in this process, unless the user has set TORCH_LOGS."""
+    """Filter the log of torch's compiler in this process, unless the user has set TORCH_LOGS."""
     if os.environ.get("TORCH_LOGS"):
         return
     for name in _LOGGERS:

@@ -25,11 +25,11 @@ _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
 
 
 class Captured:
-    """`optimizer.step` over given gradients, inside a graph.
+    """`optimizer.step` with given gradients, inside a graph.
 
     torch's compiler treats an `Optimizer` specially, and needs gradients that exist before the
-    graph begins. So the methods of its class run on another object, made in the graph from the
-    optimizer's state, and the new state is written back.
+    graph begins. So the optimizer's methods run on another object, which the graph makes from the
+    optimizer's state. The new state is then written back.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Captured:
         numbers = {each: number for number, each in enumerate(parameters)}
         self._members = [[numbers[p] for p in group["params"] if p in numbers] for group in groups]
         self._parameters = parameters
-        # Compute counts and rates in float64, as the host would, on a CPU only: for an accelerator,
-        # the compiler writes them into each loop over elements, where float64 is slow.
+        # On a CPU, compute counts and rates in float64, as the host would. For an accelerator, the
+        # compiler writes them into each loop over elements, where float64 is slow.
         doubles = (torch.float64, torch.complex128)
         self._is_wide = device.type == "cpu" or any(each.dtype in doubles for each in parameters)
         dtype = torch.float64 if self._is_wide else torch.float32
@@ -56,7 +56,7 @@ class Captured:
     def settings(self) -> list[Group]:
         """Return the current hyperparameters of the groups, except learning rates that are numbers.
 
-        A dict that has not changed stays the same object, which guards check quickly.
+        An unchanged dict stays the same object, which guards check quickly.
         """
         for index, group in enumerate(self._optimizer.param_groups):
             if group != self._seen[index]:
@@ -76,7 +76,7 @@ class Captured:
                 settings.pop(name, None)
             elif name != "params":
                 if moves:
-                    # Make the numbers that change inputs of the graph from now on.
+                    # From now on, make the numbers that change inputs of the graph.
                     self._around = Factored()
                 settings[name] = _IN_A_GRAPH.get(name, value)
 
@@ -86,7 +86,7 @@ class Captured:
         return [state.get(each, {}) for each in self._parameters]
 
     def settle(self) -> None:
-        """Mark the optimizer's state as staying in its memory, which CUDA graphs require."""
+        """Mark the optimizer's state as staying at its address, which CUDA graphs require."""
         for held in self.memory():
             for value in held.values():
                 if isinstance(value, Tensor) and value.is_cuda:
@@ -101,7 +101,7 @@ class Captured:
         gradients: Sequence[Tensor | None],
         ok: Tensor | None,
     ) -> None:
-        """Update parameters and memory as the optimizer's step does, unless `ok` is False."""
+        """Update parameters and state as the optimizer's step does, unless `ok` is False."""
         running = self._kind()
         reached = []
         running.state, running.param_groups = {}, []
@@ -166,7 +166,7 @@ def _nothing(self: Any) -> None:
 def gradients_of(
     loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients as one operation of a graph; None for parameters that the loss does not use."""
+    """Compute gradients in one operation of a graph; None for parameters that the loss lacks."""
     gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     if all(each is None for each in gradients):
         raise LossError(
@@ -240,7 +240,7 @@ def _counts_on_host(group: Group) -> bool:
 
 
 def _plain(trial: Optimizer) -> list[str]:
-    """Return an optimizer's values as text, except tensors of its state, for a comparison."""
+    """Return an optimizer's values as text, without the tensors of its state, for a comparison."""
     state = [
         {name: v for name, v in each.items() if not isinstance(v, Tensor)}
         for each in trial.state.values()
@@ -285,8 +285,8 @@ def _compare(trial: Optimizer, device: torch.device) -> None:
 class Factored(TorchFunctionMode):
     """A mode that replaces an operation with a scalar option by a product, with the same rounding.
 
-    A compiler can take a number as an input of a graph if tensors are multiplied by it. A number
-    that is the weight of `lerp_`, for example, is a part of the graph, and each value of it needs
+    A compiler can make a number an input of a graph if tensors are multiplied by it. If the number
+    is, for example, the weight of `lerp_`, it is a constant of the graph, and each new value needs
     another graph.
     """
 

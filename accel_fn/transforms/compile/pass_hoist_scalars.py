@@ -1,4 +1,4 @@
-"""A pass of torch's compiler that computes an optimizer's numbers of its step count only once."""
+"""A pass for torch's compiler that computes scalars, such as an optimizer's, only once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 _WORTH_IT = 1024
-"""The number of elements from which a buffer for a scalar is cheaper than recomputing it."""
+"""From this number of elements on, a buffer for a scalar is cheaper than recomputing it."""
 
 
 class Hoisting(CustomGraphPass):
     """Keeps 0-dim results in memory if large tensors are computed with them.
 
     Otherwise the compiler writes the computation of a scalar into each loop that reads it. On a
-    CPU, Adam's bias correction, two powers, is then computed anew for every sixteen elements: a
-    C++ compiler must not move it out of the loop, since the values that it reads could change.
+    CPU, Adam's bias correction, two powers, is then computed again for every sixteen elements: a
+    C++ compiler must not move it out of the loop, since its inputs could change.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -33,12 +33,12 @@ class Hoisting(CustomGraphPass):
                 user.replace_input_with(node, kept)
 
     def uuid(self) -> Any:
-        """Return the key of this pass for the cache of graphs: another pass makes other graphs."""
+        """Return the key of cached graphs: another version of this file makes other graphs."""
         return get_hash_for_files((__file__,))
 
 
 def _num_elements(node: Node) -> int:
-    """Return a result's number of elements; 0 if it is no tensor, or of symbolic size."""
+    """Return a result's number of elements; 0 if it is not a tensor, or of symbolic size."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, Tensor) else 0
     return size if isinstance(size, int) else 0

@@ -1,4 +1,4 @@
-"""Guards of a plan: the hooks, functions and parameters that a graph of the whole step was made of."""
+"""Guards of a plan: the hooks, functions and parameters from which a graph of the step was made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_fn.errors import PlanError
 
 
 def hooked(plan: Plan) -> str:
-    """Name an optimizer's step or a parameter that has hooks; empty if there is none."""
+    """Name an optimizer's step or a parameter that has hooks; return "" if there is none."""
     for optimizer in plan.optimizers.values():
         if has_hooks(optimizer):
             return f"{type(optimizer).__name__}.step"
@@ -43,9 +43,9 @@ class PlanGuards:
     def check(self) -> None:
         """Refuse hooks, methods and parameters that were changed after `build`.
 
-        A graph would run without these changes.
+        A graph would ignore these changes.
 
-        Cost: a look at each module and at each parameter.
+        Cost: a check of each module and each parameter.
         """
         held: list[Tensor | None] = [home.get(name) for home, name in self._homes]
         if not all(map(is_, held, self._parameters)):
@@ -54,7 +54,7 @@ class PlanGuards:
             self._refuse(
                 "methods of model and optimizer", "replace them before build, or build again"
             )
-        # If modules were replaced, torch's guards notice it, so only read the methods again.
+        # torch's guards notice replaced modules, so only read the methods again.
         if self._modules.refresh():
             self._functions = self._found()
         if self._modules.hooks() != self._hooks or self._is_hooked(held):
@@ -64,7 +64,7 @@ class PlanGuards:
         return any(map(has_hooks, self._optimizers)) or any(map(_is_hooked, parameters))
 
     def _found(self) -> list[object]:
-        """Return the methods of classes, and the methods that instances have in their place."""
+        """Return the methods of classes, and the methods of instances that replace them."""
         found = [*self._modules.methods(), *[own.get("forward") for own in self._owners]]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")

@@ -34,7 +34,7 @@ _SCALE_FIELDS = ("scale", "good_steps", "skipped")
 
 
 class CompiledStep:
-    """A step of one rank as one compiled function; runs uncompiled stages until that is ready."""
+    """Runs the step of one rank as one compiled function; at first, as uncompiled stages."""
 
     def __init__(
         self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
@@ -73,7 +73,7 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        # The stages set gradients of parts of weight 0 to zero, which the graph does not.
+        # The stages zero the gradients of micro-batches of weight 0, which the graph does not do.
         if () in weights:
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
@@ -100,10 +100,10 @@ class CompiledStep:
         return state.advanced(scaler, rows, report.weight), report
 
     def _shares(self, state: DistState, weights: Weights) -> Tensor:
-        """Return each micro-batch's share in the global mean; one 0 for no micro-batch."""
+        """Return each micro-batch's share in the global mean; a single 0 without micro-batches."""
         total = total_weight(weights)
         every = tuple([shares(weight, total)[0] for weight in weights]) or (0.0,)
-        # Reuse equal shares: copying new ones to a device waits for the previous step.
+        # Reuse equal shares: copying new shares to a device waits for the previous step.
         if every != self._shares_before[0]:
             dtype = torch.float32 if state.device.type == "mps" else torch.float64
             self._shares_before = every, torch.tensor(every, dtype=dtype, device=state.device)
@@ -213,7 +213,7 @@ def _graph_function(
 
 
 def _seed(loss: Tensor, share: Tensor | None, scaler: LossScale | None) -> Tensor | None:
-    """Return the seed of the backward; None for a seed of one."""
+    """Return the seed of the backward; None means 1."""
     factor = share if scaler is None else _times(scaler.scale, share)
     return None if factor is None else factor.to(loss.dtype)
 
@@ -236,7 +236,7 @@ def _widened(tensor: Tensor | None) -> Tensor | None:
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Add two optional tensors."""
+    """Add two tensors, either of which may be None."""
     if first is None or second is None:
         return second if first is None else first
     return first + second

@@ -1,1 +1,1 @@
-"""Learning-rate schedules."""
+"""Transforms that change learning rates during a run."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules advance after updates or after batches, on the host or on the device."""
+"""Advance learning-rate schedules after updates or after batches, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ MetricFn = Callable[[Report], Tensor | float]
 
 
 class Advance:
-    """Advances a scheduler after an update that was made."""
+    """Advances a scheduler after an applied update."""
 
     def __init__(self, scheduler: Any, *, is_main: bool = True) -> None:
         self.scheduler = scheduler
         self.rival = rival_check(scheduler, is_main=is_main)
         self._watches = is_main
-        """Whether to warn of a rate that has ended at 0."""
+        """Whether to warn about a rate that has ended at 0."""
         self._num_zero: int | None = None
-        """The number of updates in a row with a rate of 0; None before the first one above 0."""
+        """The number of updates in a row with a rate of 0; None before the first rate above 0."""
 
     def watch(self) -> None:
-        """Warn once, at the third update in a row with rate 0 in all groups after one above 0."""
+        """Warn once if rates above 0 are followed by three updates with rate 0 in all groups."""
         if not self._watches:
             return
         for group in self.scheduler.optimizer.param_groups:
@@ -57,7 +57,7 @@ class Advance:
             )
 
     def watched(self) -> None:
-        """Watch the rates of the update that was made, then advance."""
+        """Watch the rates of the applied update, then advance."""
         self.watch()
         self()
 
@@ -73,7 +73,7 @@ class Advance:
             rival.begin()
 
     def note(self, state: DistState, report: Report) -> None:
-        """Read from a step's report what the next advance needs; nothing by default."""
+        """Read values for the next advance from a step's report; by default, do nothing."""
 
     def kept(self) -> dict[str, Any]:
         """Return everything that an advance changes."""
@@ -91,7 +91,7 @@ class Advance:
 class AdvanceByMetric(Advance):
     """Advances a scheduler by a metric of the run.
 
-    The metric is that of the applied update, or, on an accelerator, of the update before it.
+    It uses the metric of the applied update or, on an accelerator, of the update before it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class AdvanceByMetric(Advance):
         self._metric = metric
         self._delayed = DelayedRead()
         self._newest: float | None = None
-        """The metric of the last update that was made; None if the scheduler has used it."""
+        """The metric of the last applied update; None if the scheduler has used it."""
 
     def __call__(self) -> None:
         if self._newest is not None:
@@ -138,22 +138,22 @@ class AdvanceByMetric(Advance):
         self._take(self._delayed.last())
 
     def _take(self, known: Tensor | None) -> None:
-        """Keep a metric whose value the host knows, if its update was made."""
+        """Keep a metric whose value the host knows, if its update was applied."""
         if known is not None and known[1]:
             self._newest = known[0].item()
 
 
 class Schedule:
-    """Advances a scheduler after every update that was made; the host waits for each verdict."""
+    """Advances a scheduler after every applied update; the host waits for each verdict."""
 
     def __init__(self, advance: Advance, *, always: bool) -> None:
         self._advance = advance
         self._always = always
-        """Whether every update is made."""
+        """Whether every update is applied."""
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler: torch's, or another library's."""
+        """Return the scheduler, of torch or of another library."""
         return self._advance.scheduler
 
     def __call__(self, state: DistState, report: Report) -> DistState:
@@ -224,7 +224,7 @@ class StateSchedule(Schedule):
     def __init__(self, advance: Advance, seen: list[DistState]) -> None:
         super().__init__(advance, always=True)
         self._seen = seen
-        """A list of one state, which the function reads."""
+        """A list with one state, which the function reads."""
 
     def __call__(self, state: DistState, report: Report) -> DistState:
         self._advance.watch()
@@ -264,7 +264,7 @@ class Schedules:
         return {name: each.state_dict() for name, each in self.schedules.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the saved state."""
+        """Restore the state of a checkpoint."""
         for name, each in self.schedules.items():
             each.load_state_dict(saved[name])
 
@@ -305,7 +305,7 @@ class Rates:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.advanced = self._shown()
-        """The rates, on the assumption that every update with a pending verdict was made."""
+        """The rates, on the assumption that every update with a pending verdict was applied."""
         self.before = self.advanced
         """The rates before the newest update."""
         self._held = [torch.tensor(rate, device=device) for rate in self.advanced]
@@ -333,7 +333,7 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set the saved rates; keep the optimizer's if there are none, or their number differs."""
+        """Set the saved rates; keep the optimizer's if there are none, or if the number differs."""
         if saved is None or len(saved) != len(self._held):
             self.begin()
         else:
@@ -355,12 +355,12 @@ class Rates:
 
 
 class DeviceSchedule(Schedule):
-    """Advances a scheduler before the host knows whether the device has made the update.
+    """Advances a scheduler before the host knows whether the device has applied the update.
 
-    The learning rate is a tensor on the device, which chooses the rate for an update that was made
-    or for a skipped one. If the host has advanced for a skipped update, it restores the scheduler's
-    former state when it reads the verdict, one update later. Counting updates would not be enough:
-    schedulers have a state, and cannot go back.
+    The learning rate is a tensor on the device, which chooses the rate for an applied or a skipped
+    update. If the host has advanced for a skipped update, it restores the scheduler's former state
+    when it reads the verdict, one update later. Counting updates would not be enough: schedulers
+    have a state, and cannot go back.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class DeviceSchedule(Schedule):
 
     @contextmanager
     def rates_as_numbers(self) -> Iterator[None]:
-        """Enclose code that uses the rates as numbers; put them on the device at the end."""
+        """Keep the rates as numbers in this context; put them on the device at its end."""
         self.rates.show_numbers()
         yield
         self.rates.load(None)
@@ -429,7 +429,7 @@ def schedules_made(plan: Plan) -> Iterator[Schedule]:
 
 
 def by_optimizer(entry: object) -> Mapping[str, Schedule]:
-    """Return a slot function's schedules by optimizer name, "" for a single one; {} for others."""
+    """Return a slot function's schedules by optimizer name ("" for a single one); {} for others."""
     if isinstance(entry, Schedules):
         return entry.schedules
     return {"": entry} if isinstance(entry, Schedule) else {}

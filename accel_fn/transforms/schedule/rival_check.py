@@ -11,12 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_fn.core.warn import warn_user
 
 LOOKS = (1, 2, 10, 100)
-"""The advances, by number, after which learning rates are recorded, to compare at the next one."""
+"""The advances, by number, after which learning rates are recorded. The next advance compares
+the rates."""
 _CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
-"""Each scheduler's check, by the scheduler's id, since several steps may advance a scheduler.
-
-A check keeps its scheduler alive.
-"""
+"""Each scheduler's check, by the scheduler's id, since several steps may advance a scheduler. A
+check keeps its scheduler alive."""
 
 
 def rival_check(scheduler: Any, *, is_main: bool) -> RivalCheck:
@@ -68,7 +67,7 @@ class RivalCheck:
         return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
 
     def _rivals(self) -> list[Any]:
-        """Find other schedulers that have set the current rates, in memory: torch has no list of them."""
+        """Search memory for other schedulers with the current rates: torch does not list them."""
         optimizer, rates = self._scheduler.optimizer, self._rates()
         found: list[Any] = [
             each for each in gc.get_objects() if issubclass(type(each), LRScheduler)

@@ -1,4 +1,4 @@
-"""schedule: the learning rate changes after updates that are made, or after batches or epochs."""
+"""schedule: change the learning rate after applied updates, or after batches or epochs."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def schedule(
     the step is called with.
 
     Args:
-        scheduler_or_fn: any of `torch.optim.lr_scheduler`'s, or another library's, over the
-            plan's optimizer: it advances in place, as the optimizer does. Or a function from
-            the number of updates made so far to a finite number, by which the learning rate that
-            each group had is multiplied. A function whose parameter is named `state` is given the
-            state of the run in place of that number, before each step: `state.items` is the number
-            of tokens (or of other items that `weight_fn` counts), `state.samples` that of rows, and
-            `state.step` that of batches, over all ranks, in the batches before this one, including
-            skipped ones.
+        scheduler_or_fn: a scheduler of `torch.optim.lr_scheduler` or of another library, over the
+            plan's optimizer: it advances in place, as the optimizer does. Or a function from the
+            number of updates made so far to a finite number, which multiplies each group's initial
+            learning rate. If its parameter is named `state`, the function gets the state of the run
+            instead of that number, before each step: `state.items` is the number of tokens (or of
+            other items that `weight_fn` counts), `state.samples` the number of rows, and
+            `state.step` the number of batches, over all ranks, in the batches before this one,
+            including skipped ones.
         every: a loader that `shard_loader` returned, or `group_batches` made of one: advance in the step of
             the last batch of each epoch. Or a number of batches. Batches count by `state.step`, also those
             whose update is skipped. Default: every update that is made.
         metric: for `ReduceLROnPlateau` and transformers' `GreedyLR`, `report -> number`; default:
-            the loss of the batch. On an accelerator the scheduler advances by that of the update made
-            before, so that nothing waits for it.
+            the loss of the batch. On an accelerator the scheduler advances by the metric of the
+            previous update, so that nothing waits for it.
         optimizer: the name of one of the plan's optimizers, whose learning rates a function
             multiplies; default: those of every one.
 
@@ -77,22 +77,22 @@ def schedule(
     Raises:
         TypeError: `scheduler_or_fn` is neither a scheduler nor a function, or a function of `state`
             and more; `every` is neither a loader whose epochs have one known length nor a number.
-        ValueError: a scheduler over another optimizer than the plan's, or than the one named; a name
-            that no optimizer of the plan has; a function that gives no finite number; a `metric` for a
-            scheduler that takes none; `every` is < 1, or beside a function of the state. In `build`: a
-            function beside another schedule of its optimizer.
+        ValueError: a scheduler over another optimizer than the plan's, or than the named one; a
+            name that no optimizer of the plan has; a function that returns no finite number; a
+            `metric` for a scheduler that takes none; `every` is < 1, or combined with a function of
+            the state. In `build`: a function and another schedule of the same optimizer.
 
     Warns:
         UserWarning: once, on the main rank: the loop steps a scheduler of the same optimizer itself; at the
             third update in a row whose rate is 0 in all groups, after one above 0.
 
-    Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also
-    where updates may be skipped: the learning rate is then a tensor on the device, chosen there
-    between that of an update made and that of one skipped. (Other values that a scheduler
-    changes, such as OneCycleLR's momentum, then follow a skip one update late.) What the state counts is on
-    the host, so a function of it never waits. With parameters on
-    the host (`wrap_fsdp(offload=True)`) the host waits, as for the update itself; so it does where a
-    schedule with `every` stands beside one of the updates of its optimizer.
+    Cost: the scheduler's own, on the host. No host synchronisation with a fused optimizer, also if
+    updates may be skipped: the learning rate is then a tensor on the device, which chooses the rate
+    for an applied or a skipped update. (Other values that a scheduler changes, such as OneCycleLR's
+    momentum, then follow a skip one update late.) The counts of the state are on the host, so a
+    function of them never waits. With parameters on the host (`wrap_fsdp(offload=True)`) the host
+    waits, as for the update itself. It also waits if an optimizer has both a schedule with `every`
+    and one that counts updates.
 
     >>> import accel_fn as af
     >>> af.schedule(lambda num_updates: 0.5**num_updates)(af.Plan(loss_fn, model, optimizer))
@@ -238,7 +238,7 @@ def takes_metric(scheduler: object) -> TypeGuard[ReduceLROnPlateau]:
 
 
 def takes_state(function: object) -> bool:
-    """Return whether a function has a parameter `state`; refuse further required parameters."""
+    """Return whether a function has a parameter `state`; refuse other required parameters."""
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -258,7 +258,7 @@ def takes_state(function: object) -> bool:
 
 
 def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
-    """Make a function of the number of updates, which may read `seen`, and checks its value."""
+    """Make a function of the number of updates that may read `seen`; it checks its result."""
     # Use a closure: if this were an object, a checkpoint would store its attributes.
     of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
 
