@@ -114,7 +114,7 @@ def _parts(plan: Plan, state: DistState) -> str:
             names.setdefault(count, []).append(name)
     texts = [f"{', '.join(held)} in {count} parts" for count, held in names.items() if count > 1]
     for split in plan.shard_model:
-        axis = getattr(split, "keywords", {}).get("axis")
+        axis = getattr(split, "keywords", {}).get("axis", "")
         count = mesh_of(state).get(axis, 1)
         if count > 1:
             texts.append(f"layers with a style in {count} parts along {axis}")
