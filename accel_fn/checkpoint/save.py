@@ -315,7 +315,7 @@ def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
 def _frozen_entries(
     left_out: Mapping[str, Tensor], notes: dict[str, Any], state: DistState
 ) -> dict[str, FrozenEntry]:
-    """Hash tensors that are left out, unless their hash is known; refuse changed ones."""
+    """Hash the frozen tensors that are left out; raise if one changed since the last save or load."""
     before = notes.get("frozen", {})
     found = compare.hashed(left_out, state, before, "save")
     # All ranks have the same hashes, so all raise.

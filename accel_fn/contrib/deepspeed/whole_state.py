@@ -104,7 +104,7 @@ def _make_entries(
     parameters: Sequence[nn.Parameter],
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Create, in a shard's state, the entries that its parameters' state has."""
+    """Add the parameters' state entries to their shard: zeros per element, copies of other values."""
     # A 0-dim parameter's state has the shape of a count, so use the group's other parameters to
     # tell them apart.
     items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
