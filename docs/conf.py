@@ -25,7 +25,8 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "changes", "inventories"]
+templates_path = ["_templates"]
+exclude_patterns = ["_build", "_templates", "changes", "inventories"]
 html_theme = "furo"
 html_title = f"accel_fn {release}"
 html_static_path = ["_static"]
@@ -38,6 +39,24 @@ default_role = "code"
 highlight_language = "text"
 myst_heading_anchors = 3
 autodoc_default_options = {"member-order": "bysource"}
+# Each public name has a page, docs/api/FULL.NAME.rst, by docs/_templates/autosummary.
+autosummary_context = {
+    "shown_members": {  # those of other classes are not shown; "" is all
+        "accel_fn.DistState": "is_main, data, along",
+        "accel_fn.Grads": "present, norm, norm_read, scaled, map, values",
+        "accel_fn.Preemption": "__call__, asked, ask, leave",
+        "accel_fn.ShardedLoader": "__len__, __iter__, epochs, loader, indices, global_indices, "
+        "state_dict, load_state_dict, differences_from",
+        "accel_fn.Step": "__call__, forward, grads, update",
+        "accel_fn.extend.LossScale": "start, adjust",
+        "accel_fn.extend.Observer": "",
+        "accel_fn.extend.Strategy": "",
+        "accel_fn.observe.progress.Progress": "__len__, show",
+        "accel_fn.observe.progress.ShownEpoch": "show",
+    }
+}
+for page in (Path(__file__).parent / "api").glob("*.rst"):
+    page.unlink()  # a page of a name that is gone would be in no table, which is an error
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
@@ -140,6 +159,19 @@ def keep_colons(app, what, name, obj, options, lines):
             lines[before + 1] = f"{' ' * indent}: {text}"
 
 
+FIELDS = ("Law: ", "Cost: ", "Source: ")
+
+
+def mark_fields(app, what, name, obj, options, lines):
+    """Turn the paragraphs that begin with a word of FIELDS into fields, beside Returns and Raises."""
+    inside = False
+    for at, line in enumerate(lines):
+        starts = line.startswith(FIELDS)
+        inside = starts or (inside and bool(line))
+        if inside:
+            lines[at] = f":{line}" if starts else f"   {line.lstrip()}"
+
+
 def defining_module(app, module, name):
     """Return the module whose source the link beside a name shows."""
     return DEFINED_IN.get((module, name.partition(".")[0]), module)
@@ -158,8 +190,16 @@ def list_names(app, docname, source):
         source[0] = source[0].replace("EVERY_NAME", names)
 
 
+def shorten_sidebar(app, page, template, context, doctree):
+    """Leave the pages of names out of the sidebar: with them, the build takes twice as long."""
+    if full := context.get("toctree"):
+        context["toctree"] = lambda **options: full(**{**options, "maxdepth": 2})
+
+
 def setup(app):
     app.connect("source-read", list_names)
+    app.connect("html-page-context", shorten_sidebar, priority=400)  # before furo
     app.connect("viewcode-follow-imported", defining_module)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", mark_fields, priority=600)  # after it

@@ -89,6 +89,10 @@ def build(
             shape; a `state` that is older than that of the step.
         RuntimeError: ranks build different plans.
 
+    Law: without transforms, a step is the loop by hand, to the bit. Any order of the transforms
+    gives the same step, or is refused. Tests: `tests/laws/law01_no_transforms.py`,
+    `tests/laws/law04_order_of_transforms.py`.
+
     Cost: in a world of several, four small collectives, on a mesh two more for each axis other than
     `dp`, and the cost of transforms: those that train on several ranks broadcast the parameters;
     frozen models are broadcast. `check_loss` costs six or seven forwards and backwards of 8 to 15

@@ -124,6 +124,9 @@ def load(
             "program": a scheduler that follows a metric, ends before the saved update or is beyond it.
         ValueError: on every rank: an argument breaks its rule or differs between ranks.
 
+    Law: the run continues as if it had not stopped: bit for bit in a world of the same size, to
+    rounding in another. Tests: `tests/laws/law09_resuming.py`.
+
     Cost: each rank reads the data that it needs, and all ranks together read the checkpoint once
         more to check hashes. No memory for tensors that are on the host in their saved layout, else
         memory for the largest tensor for each thread that reads. A few small collectives.

@@ -124,6 +124,9 @@ def save_model(
     Warns:
         UserWarning: on the main rank: not all ranks see the folder, so the main rank writes all files.
 
+    Law: any number of ranks writes the files that one process writes, to the byte.
+    Tests: `tests/laws/law09_saving_by_ranks.py`.
+
     Cost: one write of the model, each rank its files, and a wait for the disk; on the host, a copy
     of one tensor. For a sharded model, one gather of each sharded tensor along each axis that cuts
     it, a broadcast of each other tensor, and about ten small collectives. With `only`, one read of

@@ -100,6 +100,9 @@ def load_model(
             index is not to be trusted; the model is in use by `wrap_deepspeed` from stage 1 on. The model
             does not change. After the files are read: `init` raises, or leaves a parameter without a value.
 
+    Law: the model gets what `save_model` was given, for any model and any division into files.
+    Tests: `tests/laws/law09_weights.py`.
+
     Cost: one read of the files, mapped, one tensor at a time, and of parameters that they leave out as
     frozen. For shards, two small collectives, and a gather of each of these parameters. With `init`, the
     memory of one module's own parameters, and for shards two more collectives and a gather of those of these

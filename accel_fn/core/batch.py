@@ -60,6 +60,9 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
     Raises:
         TypeError: `items` is a tensor, a mapping or a string, or cannot be iterated.
 
+    Law: a step on them is the loop by hand, for every world size and number of micro-batches.
+    Tests: `tests/laws/law03_samples.py`.
+
     Cost: a list of references.
 
     >>> import torch, accel_fn as af

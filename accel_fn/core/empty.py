@@ -47,6 +47,7 @@ def empty(fn: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     other classes than `nn.Parameter` stay as they are made.
 
     Law: after `load_model`, training is the same as with a model that was made and loaded whole.
+    Tests: `tests/laws/law13_born_empty.py`.
 
     Args:
         fn: makes and returns the model: a class of modules, or `AutoModelForCausalLM.from_config`.

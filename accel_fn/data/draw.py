@@ -31,6 +31,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
 
     Law: the draws of the ranks, joined, are the draw of one rank, for every number of ranks. A run
     that resumes from a checkpoint draws the same numbers as an uninterrupted run.
+    Tests: `tests/laws/law03_draws.py`.
 
     Args:
         fn: draws from the generator, which is on the host, and returns a tree of tensors

@@ -32,6 +32,7 @@ def group_batches(
     `accumulate(k)` does the same and needs no window.
 
     Law: a step over a window is the step over its batches joined.
+    Tests: `tests/laws/law03_window.py`.
 
     Args:
         loader: a loader that `shard_loader` returned, one of its epochs, or anything else

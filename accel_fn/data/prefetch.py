@@ -55,6 +55,7 @@ def prefetch(
 
     Law: the identity on batches and positions. A state counts batches that the loop
     was given, so a resumed run neither loses nor repeats those read ahead.
+    Tests: `tests/laws/law08_prefetch.py`.
 
     Args:
         loader: from `shard_loader` or `group_batches`, one of its epochs, a `DataLoader`,

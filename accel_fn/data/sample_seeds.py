@@ -84,6 +84,9 @@ def seed_samples(data: Dataset[Any], state: DistState) -> SeededSamples:
             by `prefetch` without workers, since its thread would share the generators with
             the loop.
 
+    Law: the random numbers of a sample depend neither on workers, nor on ranks, nor on the reading
+    order. Tests: `tests/laws/law08_seeding.py`.
+
     Cost: a batch is read sample by sample, and Python's, NumPy's and torch's generators are seeded
     for each and put back after each batch.
 

@@ -23,6 +23,7 @@ def shard_batch(tree: T, state: DistState) -> T:
     rank trains on its part.
 
     Law: the parts of the ranks, joined, are the batch; a step over the parts is a step over the batch.
+    Tests: `tests/laws/law03_parts.py`.
 
     Args:
         tree: tensors [num_rows, ...] and `samples`, in tuples, lists, dicts, any `Mapping`, and

@@ -52,6 +52,7 @@ def shard_loader(
 
     Law: the parts of the ranks are the global batch. The batches, and their number, are the same
     for every world size. If a stream is split, every item is used once per epoch.
+    Tests: `tests/laws/law08_sharding.py`, `tests/laws/law08_streams.py`.
 
     Args:
         loader: a loader over any data set; its collate_fn, workers, pinning and so on are kept.

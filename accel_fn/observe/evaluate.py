@@ -74,6 +74,7 @@ def evaluate(
     does not depend on how the samples are spread over batches and ranks.
 
     Law: the one-process figure, to rounding, for every world size and batch size.
+    Tests: `tests/laws/law11_evaluation.py`.
 
     Args:
         step: the step that `build` returned.

@@ -97,7 +97,7 @@ def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
     evaluations and ends of the run.
 
     Law: the step computes the same bits as without it. The log is the same for all numbers of ranks
-    and micro-batches, except for times.
+    and micro-batches, except for times. Tests: `tests/observe/test_log_to.py`.
 
     Args:
         *writers: each a path that ends in .jsonl (one object per line) or .csv, where `~` is your

@@ -53,6 +53,7 @@ def predict(
     order in which they are read: by batch, and in a batch by rank.
 
     Law: the rows of one process, to rounding, for every world size.
+    Tests: `tests/laws/law11_predict.py`.
 
     Args:
         step: the step that `build` returned.

@@ -65,7 +65,7 @@ def profile(folder: str | os.PathLike[str], *, steps: range = range(11, 14)) -> 
     them, even by an exception, each rank writes the trace so far, and there is no table. Ranks that
     are threads of one process share its profiler, which the first of these ranks starts.
 
-    Law: the step computes the same bits as without it.
+    Law: the step computes the same bits as without it. Tests: `tests/observe/test_profile.py`.
 
     Args:
         folder: the folder for traces and table; made if missing; `~` is your home folder. Earlier

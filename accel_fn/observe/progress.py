@@ -43,6 +43,7 @@ def progress(
     there is no bar. The result has `show(report)`, which puts the loss next to the bar.
 
     Law: the identity on batches, their order, and the batches that are read ahead.
+    Tests: `tests/observe/test_progress.py`.
 
     Args:
         loader: the epochs that `loader.epochs(...)` returned, for one bar over the whole run; one

@@ -45,6 +45,7 @@ def wrap_ddp(
     of times.
 
     Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
+    Tests: `tests/laws/law03_worlds.py`.
 
     Args:
         comm_hook: send gradients in "fp16" or "bf16", or as low-rank factors

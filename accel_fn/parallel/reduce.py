@@ -178,6 +178,7 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     train as one process. On a mesh it runs over the ranks along `dp`.
 
     Law: W ranks give the value and the gradient of `x.mean(0)` on one.
+    Tests: `tests/parallel/test_batch_mean.py`.
 
     Args:
         x: [num_rows, ...], floating-point; ranks may have different numbers of rows, also none.

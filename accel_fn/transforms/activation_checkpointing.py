@@ -52,6 +52,7 @@ def checkpoint_activations(*, blocks: Blocks = None, offload: bool = False) -> T
     outputs. With `compiled`, graphs begin and end with a block.
 
     Law: the identity, bit for bit; with `compiled`, to rounding.
+    Tests: `tests/laws/law02_checkpoint_activations.py`.
 
     Args:
         blocks: classes of modules, or names of modules (the name of a list means its items).

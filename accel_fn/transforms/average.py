@@ -43,6 +43,7 @@ def ema(decay: float | DecayFn, *, num_warmup: int = 0) -> Transform:
     after the first one, it is the parameter itself. Use it by `averaged`.
 
     Law: equal on all ranks; an update that is skipped does not move it.
+    Tests: `tests/laws/law10_average.py`.
 
     Args:
         decay: in (0, 1); 0.999 looks back on about a thousand updates. Or a function of the number
@@ -87,6 +88,7 @@ def swa(*, num_warmup: int = 0) -> Transform:
     """Keep the mean of the parameters over all updates, as SWA does.
 
     Law: equal on all ranks; an update that is skipped does not move it.
+    Tests: `tests/laws/law10_average.py`.
 
     Args:
         num_warmup: number of updates at the start, >= 0, that do not count.

@@ -23,7 +23,7 @@ def check_replicas(every: int) -> Transform:
     With `wrap_fsdp(replicate=...)`, ranks that hold the same shard are compared; a single group
     of shards has nothing to compare. Your own strategy sets `placements` and `compared_ranks`.
 
-    Law: the step computes the same bits as without it.
+    Law: the step computes the same bits as without it. Tests: `tests/laws/law14_replicas.py`.
 
     Args:
         every: number of steps between comparisons, as `state.step` counts them, >= 1.

@@ -22,6 +22,7 @@ def clip(max_norm: float) -> Transform:
 
     Law: the norm is at most the bound; inactive means bit-identical; clipping twice is clipping
     once, but for the 1e-6 that is added to the norm, as torch does.
+    Tests: `tests/laws/law06_clipping.py`.
 
     Args:
         max_norm: the bound, finite and > 0, in units of the unscaled gradient.
@@ -64,6 +65,7 @@ def clip_value(max_value: float) -> Transform:
     The direction is not kept. NaN stays NaN.
 
     Law: no element beyond the bound; inactive means bit-identical; clamping twice is clamping once.
+    Tests: `tests/laws/law06_clipping.py`.
 
     Args:
         max_value: the bound, finite and > 0, in units of the unscaled gradient.

@@ -27,6 +27,7 @@ def freeze(names: str | Sequence[str], *, until: int | None = None) -> Transform
     update that is skipped does not count.
 
     Law: the loop in which these parameters' `.grad` is None until then.
+    Tests: `tests/laws/law10_freezing.py`.
 
     Args:
         names: names of parameters or of modules, as in `model.named_parameters()`; a module's

@@ -23,6 +23,7 @@ def place(*, frozen_dtype: torch.dtype | None = None) -> Transform:
     memory on each rank.
 
     Law: the identity if everything is on the device already, and no `frozen_dtype` is given.
+    Tests: `tests/laws/law03_parts.py`.
 
     Args:
         frozen_dtype: the dtype of the floating-point tensors of frozen models, such as

@@ -29,7 +29,7 @@ class Preemption:
         ValueError: a signal cannot be caught, or the `with` block is not in the main thread.
         TypeError: `signals` are not signals.
 
-    Law: the step computes the same bits as without it.
+    Law: the step computes the same bits as without it. Tests: `tests/laws/law09_preemption.py`.
 
     Cost: one more number in a collective of the step; nothing on one rank.
 

@@ -30,7 +30,7 @@ def skip_nonfinite(max_consecutive: int = 10) -> Transform:
     the global norm before clipping, so all ranks decide the same. A norm beyond float32
     counts as not finite, as it does for float16.
 
-    Law: the run over the other batches, bit for bit.
+    Law: the run over the other batches, bit for bit. Tests: `tests/laws/law07_skipping.py`.
 
     Args:
         max_consecutive: number of skipped updates in a row that is an error, >= 1. With float16,
@@ -67,7 +67,7 @@ def skip_spikes(
     spike and does not enter the window. As with `skip_nonfinite`, all ranks decide the same, and
     nothing else changes.
 
-    Law: the run over the other batches, bit for bit.
+    Law: the run over the other batches, bit for bit. Tests: `tests/laws/law07_skipping.py`.
 
     Args:
         num_sigmas: finite and > 0.

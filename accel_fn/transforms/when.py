@@ -14,6 +14,7 @@ def when(condition: object, then: Transform | Callable[[], Transform]) -> Transf
     """Apply a transform if a condition is true.
 
     Law: the transform if the condition is true, else the identity.
+    Tests: `tests/transforms/test_when.py`.
 
     Args:
         condition: anything that `if` takes, the same on every rank, as the whole plan is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import operator
 import re
 import traceback
 from pathlib import Path
@@ -130,12 +131,20 @@ def test_lines_to_write_for_a_larger_model_stand_in_the_program_of_the_page() ->
     assert side(change, "+") in program
 
 
+SUBMODULES = ("checkpoint", "contrib.estimate", "data", "errors", "extend", "launcher", "testing")
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     pages = sorted((ROOT / "docs" / "api").glob("*.md"))
-    reference = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    documented = re.findall(r":: accel_fn\.(\w+)(?:\(.*\))?$", reference, re.MULTILINE)
-    assert sorted({*documented, "errors"}) == sorted({*af.__all__, "errors"})
+    tables = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    documented = re.findall(r"^   ~?([\w.]+)$", tables, re.MULTILINE)
     assert len(documented) == len(set(documented))
+    below = {
+        f"{name}.{each}" for name in SUBMODULES for each in operator.attrgetter(name)(af).__all__
+    }
+    aliases = {"errors.AccelError", "testing.strategies"}
+    assert {*af.__all__, *below} - aliases <= set(documented)
+    assert {each for each in documented if "." not in each} == set(af.__all__)
 
 
 def test_every_class_of_error_is_in_troubleshooting() -> None:

@@ -29,9 +29,9 @@ from tests.tools import readme
 WIDTHS = (1400, 400)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 SEARCHES = {
-    "gradient accumulation": "api/transforms.html#gradient-accumulation",
-    "mixed precision": "api/transforms.html#mixed-precision",
-    "gradient clipping": "api/transforms.html#gradient-clipping",
+    "gradient accumulation": "memory.html#accumulate-gradient-accumulation",
+    "mixed precision": "precision.html#with-amp-mixed-precision",
+    "gradient clipping": "optimisation.html#clip-gradient-clipping-by-norm",
     "cosine": "recipes.html#index-0",
     "noise scale": "recipes.html#gradient-noise-scale",
     "gather_for_metrics": "evaluation.html#index-0",

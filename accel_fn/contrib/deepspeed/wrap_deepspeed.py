@@ -61,6 +61,7 @@ def wrap_deepspeed(
     gradient of zeros. A model has one engine: after a step that failed, make it again, and build.
 
     Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
+    Tests: `tests/contrib/deepspeed/engine/test_deepspeed.py`.
 
     Args:
         config: DeepSpeed's configuration: a mapping, or the path of its JSON file. For "auto" and

@@ -45,7 +45,7 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
     Outside of attention, ranks along the axis draw different numbers after `seed_all`.
 
     Law: any mesh gives the result of one rank, for sequences of any length, causal or masked, uneven
-    parts, an empty rank, blocks without a label.
+    parts, an empty rank, blocks without a label. Tests: `tests/laws/law13_context_parallel.py`.
 
     Args:
         dims: the dimension of the tokens in each entry of a batch that is cut, by its name. Entries

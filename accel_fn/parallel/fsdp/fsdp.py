@@ -71,6 +71,7 @@ def wrap_fsdp(
     in the same way.
 
     Law: W ranks give the result of one rank, for every W, uneven parts, any weights, an empty rank.
+    Tests: `tests/laws/law03_fsdp.py`.
 
     Args:
         blocks: the FSDP units: a class of modules, several, or names of modules (the name of a list

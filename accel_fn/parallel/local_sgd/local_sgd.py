@@ -42,7 +42,7 @@ def local_sgd(every: int) -> Transform:
     Law: between averages, a rank computes a step of a world of one over its own parts, bit for bit.
     After an average, all ranks hold the same bits. With `every=1` and an optimizer that is linear
     in its gradients (SGD, also with momentum), W ranks give the result of one rank, also with
-    uneven parts.
+    uneven parts. Tests: `tests/laws/law03_local_sgd.py`.
 
     Args:
         every: number of updates from one average to the next, >= 1.

@@ -31,6 +31,7 @@ def reproducible(num_virtual_ranks: int = 8) -> Transform:
     number of ranks that divides `num_virtual_ranks`, also if a run is resumed with another number.
     This holds with one `num_virtual_ranks`, on the same kind of hardware, with the same torch and
     as many threads in each process, and if all operations are deterministic.
+    Tests: `tests/laws/law03_reproducible.py`.
 
     Args:
         num_virtual_ranks: a power of two. The number of ranks must divide it. It determines the exact

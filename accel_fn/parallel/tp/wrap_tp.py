@@ -46,6 +46,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
     with "drop".
 
     Law: any mesh gives the result of one rank, for uneven parts, any weights, an empty rank.
+    Tests: `tests/laws/law13_tensor_parallel.py`.
 
     Args:
         styles: by name of a module, with `*` for one part of a name, `"colwise"` or `"rowwise"` for

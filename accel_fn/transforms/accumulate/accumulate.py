@@ -34,6 +34,7 @@ def accumulate(
 
     Law: the identity, for every number of micro-batches, to rounding: gradients of parameters in half
     precision are added up in float32.
+    Tests: `tests/laws/law02_accumulation.py`, `tests/laws/law02_half_precision.py`.
 
     Args:
         num_microbatches: >= 1; default: the launch's (`--num-microbatches` or

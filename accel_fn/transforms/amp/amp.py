@@ -68,6 +68,7 @@ def with_amp(
     Law: scaling by any power of two changes nothing, as long as all numbers stay in range. "fp8"
     trains as torchao's own layers do. The largest value of a part differs from that of the batch,
     so ranks and micro-batches agree only up to roundings of float8.
+    Tests: `tests/laws/law07_scaling.py`.
 
     Args:
         precision: "bf16", "fp16", "fp8", `torch.bfloat16`, `torch.float16`, or "no" for the

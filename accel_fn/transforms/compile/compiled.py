@@ -67,6 +67,7 @@ def compiled(
             `reproducible`, unless the scope is "step".
 
     Law: the identity, to rounding. The loss draws other random numbers.
+    Tests: `tests/laws/law02_compilation.py`.
 
     Cost: compiling, in the first steps. No host synchronisation. Torch's compiler prints each of its warnings
     once, on rank 0, unless the variable TORCH_LOGS is set.

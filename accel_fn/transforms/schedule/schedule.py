@@ -52,6 +52,7 @@ def schedule(
     Law: the learning rate of an update is a function of the number of updates made before it; with
     `every`, of the number of batches consumed before it; of a function of the state, of the state that
     the step is called with.
+    Tests: `tests/laws/law10_schedule.py`, `tests/laws/law10_schedule_of_batches.py`.
 
     Args:
         scheduler_or_fn: a scheduler of `torch.optim.lr_scheduler` or of another library, over the
