@@ -1,4 +1,4 @@
-"""Check optimizers: a checkpoint loses a number that is kept outside of their `state_dict`."""
+"""Warn about numbers outside of the `state_dict` of an optimizer: a checkpoint loses them."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class BatchNormCheck:
     """Warns once about BatchNorm layers that use the statistics of a part of the batch."""
 
     def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
-        # Ranks of local_sgd train separately, and reproducible uses statistics of slices on
-        # purpose.
+        # Leave out two strategies: ranks of local_sgd train separately, and reproducible uses
+        # statistics of slices on purpose.
         is_shared = state.data.world_size > 1 and not plan.having("local_gradients")
         self._over_ranks = is_shared and not isinstance(strategy, SyncedStrategy)
         self._over_parts = bool(splits_of(plan))
@@ -49,7 +49,8 @@ class BatchNormCheck:
             if before is None or before != _num_seen(self._layers[name])
         ]
         if not self._over_parts:
-            # torch's own SyncBatchNorm computes statistics over all ranks, on accelerators.
+            # Leave out torch's own SyncBatchNorm: on accelerators, it computes statistics over all
+            # ranks.
             names = [each for each in names if not isinstance(self._layers[each], nn.SyncBatchNorm)]
         if names:
             self._layers = {}
@@ -77,7 +78,8 @@ class OneRowCheck:
     def __init__(self, state: DistState, plan: Plan) -> None:
         self._plan = plan
         is_over_ranks = state.data.world_size > 1
-        # torch's own SyncBatchNorm computes statistics over all ranks, on accelerators.
+        # Leave out torch's own SyncBatchNorm: on accelerators, it computes statistics over all
+        # ranks.
         synced = nn.SyncBatchNorm if is_over_ranks and state.device.type != "cpu" else ()
         layers = batch_norms(plan.model).items()
         self._layers = {name: each for name, each in layers if not isinstance(each, synced)}

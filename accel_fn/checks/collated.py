@@ -72,7 +72,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _rows_of(whole: Any, places: Sequence[int], like: Any) -> Any:
-    """Return the rows of a drawn tensor for these samples, in the shape of the part's tensor."""
+    """Return the rows of a drawn tensor for these samples, cut to the shape of `like`.
+
+    `whole` is the tensor that collate_fn drew for the whole batch.
+    """
     if not isinstance(whole, Tensor) or not whole.ndim or not isinstance(like, Tensor):
         raise CannotReplayError("collate_fn draws what is no row of a tensor")
     found = whole[torch.tensor([*places])]

@@ -111,7 +111,7 @@ class Comparison:
         try:
             rows = few_rows(self._plan, self._strategy, state, batch, leaves_out=leaves_out)
         except AccelError as error:
-            # All ranks raise the same error.
+            # All ranks raise the same error, so all of them return here.
             return f"its rows cannot be joined: {error}"
         return _TOO_FEW if rows is None else self._compared(state, rows)
 
@@ -134,9 +134,10 @@ class Comparison:
             rows, cuts = prepared(rows, names, most=1 if couples(plan, strategy) else 2)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}, where a few rows are cut or collated"
-        # Agree on the failure first: otherwise a rank without parts would leave the others in a
-        # forward. Simulated ranks are threads with shared generators. A rank that collates seeds
-        # them, and a forward on another rank would seem to draw.
+        # Exchange failures before any forward: otherwise a rank without parts would leave the
+        # others waiting in a forward. Simulated ranks are threads with shared generators, and
+        # collate_fn runs under seeds of its own. Without the exchange, a forward on another rank
+        # could run at that time and seem to draw.
         if couples(plan, strategy) or rows.collate is not None:
             failure = next(filter(None, primitives.exchange(failure, state, "step")), "")
         found = partial(compare, plan, strategy, state, rows, cuts, failure)
@@ -175,10 +176,10 @@ def _on_all_ranks(
     except CannotReplayError as reason:
         mine = str(reason)
     except StateError as error:
-        # The writes of the forward could not be undone.
+        # The writes of the forward could not be undone, so all ranks must raise.
         mine, lost = str(error), error
     except Exception as error:
-        # If training raises this error too, the step itself reports it.
+        # Do not raise: if training raises this error too, the step itself reports it.
         strategy.reset()
         what = "memory ran out" if is_memory(error) else f"{type(error).__name__}: {error}"
         mine = f"{what} in a forward or backward of a few rows"

@@ -79,9 +79,10 @@ class Deals:
         """Run two deals of the same rows; return their losses and gradients."""
         trial.forget()
         size = float(self._ranks.world_size)
-        # The backward of FSDP divides by the number of ranks. Otherwise gradients are added up
-        # after each run: every rank then holds the first deal's sum, so the second sum is divided
-        # by the number of ranks.
+        # FSDP averages in its backward, so multiply both deals by the number of ranks. Other
+        # gradients are added up over the ranks after each run. The second sum then holds the first
+        # deal once per rank. So multiply the second deal by the number of ranks too, and divide the
+        # sum by it.
         first = self._run(trial, one, size if self._averages else 1.0)
         self._sum_gradients()
         whole = trial.norms()

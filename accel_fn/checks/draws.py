@@ -211,11 +211,11 @@ class Draws:
     def _fill(self, target: Tensor, name: str, settings: tuple[Any, ...], fill: Fill) -> Tensor:
         """Write the next draw of this run to a tensor."""
         number = self._calls.next()
-        # Draw on the host: torch has another generator for each device, and slices are small.
+        # Draw on the host: each kind of device has a different generator, and slices are small.
         generator = torch.Generator().manual_seed(self._seed + number)
         shape = tuple(target.shape)
         if self._record is not None:
-            # A recomputed block was recorded in its forward.
+            # Do not record the draw of a recomputed block again: its forward has done so.
             if number == len(self._record):
                 self._record.append(Request(name, settings, shape))
             drawn = torch.empty(shape, dtype=target.dtype)
@@ -232,7 +232,7 @@ class Draws:
         return target.copy_(drawn.expand(shape))
 
     def _dims(self, number: int, shape: tuple[int, ...]) -> list[int]:
-        """Return the row dimensions of a draw."""
+        """Return the dimensions of a draw that have one entry per row."""
         if number >= len(self._whole):
             raise CannotReplayError("its parts draw random numbers another number of times")
         whole = self._whole[number]

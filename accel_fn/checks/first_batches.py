@@ -143,7 +143,7 @@ class FirstBatches(Observer):
 
     def _look(self, state: DistState, batch: Any) -> None:
         # Check hooks each time. A library that watches gradients often adds its hooks on the main
-        # rank only, so that rank must not raise alone.
+        # rank only. If that rank raised alone, the others would wait for it.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
         text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])

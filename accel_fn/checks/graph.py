@@ -79,7 +79,7 @@ class GraphCheck:
                 self._warn_of_outside(unknown, part)
 
     def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
-        """Warn once about leaves that get no gradient from this step or from another plan's."""
+        """Warn once about leaves that get no gradient from this step or from another plan."""
         # Compare the ids of live objects only, since a new object may reuse a dead object's id.
         known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
         known += [each for each in (warned() for warned in self._warned) if each is not None]

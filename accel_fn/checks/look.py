@@ -147,7 +147,7 @@ class _Looks:
     def _agreed(self, flag: bool) -> bool:
         """Return the flag; if forwards have collectives, True if it is set on any rank.
 
-        With such forwards, all ranks must run the same number of them.
+        All ranks must run the same number of forwards with collectives.
         """
         if not self._measure.couples:
             return flag
@@ -207,13 +207,16 @@ class _Looks:
         return rows == {self._trial.least_values}
 
     def _denominators(self, tolerance: tuple[float, float]) -> list[str]:
-        """Return the collate_fn numbers of the whole batch that change the loss of a part."""
+        """Return the names of numbers from collate_fn that change the loss of a part.
+
+        The part runs with its own number, and with the number of the whole batch.
+        """
         if self._rows.collate is None:
             return []
         part, weight = (self._weighing() or [(self._cuts[0].parts[0], ones_of(self._plan))])[0]
         whole = _numbers_in(self._rows.batch)
         own = _numbers_in(part)
-        # If forwards have collectives, all ranks must run the same number of them. So try every
+        # If forwards have collectives, all ranks must run the same number of forwards. So try every
         # number of the batch.
         names = [
             name
@@ -244,7 +247,7 @@ class _Looks:
     def _against(
         self, first: Ran
     ) -> tuple[list[Cut], dict[str, tuple[float, float]], Gradients | None, list[Ran], Ran]:
-        """Subtract the parts of all cuts from the batch, and run the batch once more at the end."""
+        """For each cut, subtract the gradients of the parts; then run the batch once more."""
         measure, plan = self._measure, self._plan
         found: list[Cut] = []
         metrics: dict[str, tuple[float, float]] = {}
@@ -264,7 +267,7 @@ class _Looks:
         return _finite(found), metrics, gradients, of_parts, last
 
     def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
-        """Run the first cut with separate random numbers per row; or return why it cannot."""
+        """Run the first cut with separate random numbers for each row; else return the reason."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
         if not self._agreed(trial.draws.has_any):
@@ -286,7 +289,8 @@ class _Looks:
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
     ) -> dict[str, Write]:
         """Return the writes of forwards, and how they depend on rows, cuts and later reads."""
-        # Skip an engine that owns gradients: it writes its own attributes.
+        # Skip a strategy whose engine keeps the gradients: the engine writes to attributes of its
+        # own.
         has_any = any(each.written for each in (whole, *of_parts)) and self._owns_gradients
         if not self._agreed(has_any):
             return {}
@@ -303,7 +307,7 @@ class _Looks:
         }
 
     def _writes_of_all(self, whole: Ran) -> dict[str, Write]:
-        """Return the writes for a loss with collectives; they may depend on all ranks' rows."""
+        """Return the writes of a forward with collectives; they may depend on rows of all ranks."""
         if not whole.written:
             return {}
         chained, reads = self._after_all_parts(), self._reads((1e-8, 1e-12))
@@ -333,7 +337,7 @@ class _Looks:
         self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
 
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
-        """Run a part first, after another part, and after the batch; compare the results."""
+        """Run a part alone, after another part, and after the batch; compare the results."""
         first, *_, last = self._weighing()
         ones = ones_of(self._plan)
         return Reads(

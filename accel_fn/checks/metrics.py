@@ -1,4 +1,4 @@
-"""Check that the metrics of a loader are means, and not functions of means."""
+"""Check that metrics which are averaged over a loader are means, and not functions of means."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class MetricsLook:
         if halves is None:
             return
         self._left -= 1
-        # If the loss calls collectives, one rank cannot run extra forwards.
+        # Skip the check if the loss has called collectives: one rank alone cannot run extra
+        # forwards.
         if self._left or self._num_collectives is None or self._count() != self._num_collectives:
             return
         found = self._compare(*halves)
@@ -69,7 +70,8 @@ class MetricsLook:
             ]
             tolerance = loss_tolerance(whole.dtype, trial.dtypes())
         except Exception:
-            # Either the pass itself raises this error too, or only these parts are refused.
+            # Report nothing: either the pass itself raises this error too, or the loss refuses only
+            # these parts.
             return {}
         finally:
             trial.close()

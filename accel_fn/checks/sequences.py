@@ -81,14 +81,15 @@ class SequenceCheck(Observer):
         raise LossError(_of_layer(first[1]) if first else next(filter(None, found)))
 
     def _rows(self, state: DistState, strategy: ContextParallel, batch: Any) -> Any:
-        """Return the rows of one rank, on all ranks; None if no rank has labels there."""
+        """Return, on all ranks, the rows with labels in most blocks; None if no row has labels."""
         best, own = 0, None
-        # The step itself refuses a batch that cannot be cut, on all ranks.
+        # Do not raise here: the step itself refuses, on all ranks, a batch that cannot be cut.
         with suppress(Exception):
             best, own = self._own_rows(strategy, batch)
         every = primitives.exchange(best, state, "step")
         most = max(every)
-        # With labels only in the first block, errors in the other blocks would stay hidden.
+        # With labels only in the first block, errors in the other blocks would stay hidden. So
+        # check the next step too.
         self._is_due = most < 2 and self._num_steps < _MOST_STEPS
         if not most:
             self.text = "could not be compared with the whole one: no row has labels at its start"
@@ -96,7 +97,10 @@ class SequenceCheck(Observer):
         return broadcast(own, state, source=every.index(most))
 
     def _own_rows(self, strategy: ContextParallel, batch: Any) -> tuple[int, Any]:
-        """Return the start of the two rows with labels in most blocks, and that number."""
+        """Find the two rows that have labels in most blocks.
+
+        Return the number of these blocks for the first row, and the start of both rows.
+        """
         found: list[tuple[int, int, int, Any]] = []
         for number, part in enumerate(cut(self._plan, batch)[0]):
             start = strategy.start_of(part, _MOST_TOKENS)
@@ -118,7 +122,7 @@ class SequenceCheck(Observer):
         try:
             found = look()
         except Exception as error:
-            # If training raises this error too, the step itself reports it.
+            # Do not raise: if training raises this error too, the step itself reports it.
             self._strategy.reset()
             failure = f"{type(error).__name__}: {error}"
         every = primitives.exchange((found, failure), state, "step")
@@ -234,7 +238,7 @@ def _noting(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -> Iterat
 
 
 def _differ(whole: Tensor, own: Tensor, blocks: Blocks) -> bool:
-    """Return whether a layer's output for a block differs from the block of its whole output."""
+    """Return whether a layer's output for a block differs from this block of its whole output."""
     if whole.ndim != own.ndim:
         return False
     dims = [dim for dim in range(own.ndim) if whole.shape[dim] != own.shape[dim]]

@@ -159,7 +159,8 @@ class Trial:
         draws.begin(*(drawn or (None, 0)))
         try:
             if self._is_split:
-                # Switch off dropout: on a split model, the check cannot replace its random numbers.
+                # Switch off dropout: on a split model, the check cannot replace the random numbers
+                # of dropout.
                 self._plan.model.eval()
             with self._around():
                 loss, metrics = self._outputs(own, weight)
@@ -179,7 +180,8 @@ class Trial:
                     draws.begin_backward()
                     strategy.backward(loss, seed_of(loss, factor, state.scaler))
                 else:
-                    # Unsharded parameters may be waiting for a backward.
+                    # A forward may leave parameters unsharded for a backward, which does not come:
+                    # reshard them.
                     strategy.reset()
                 del loss, metrics
             draws.end()
@@ -200,7 +202,7 @@ class Trial:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """Enter the contexts of a run on this rank only, with the batch's draws."""
+        """Enter the contexts of a run: no compiled graphs, no averages over ranks, equal draws."""
         contexts: list[AbstractContextManager[Any]] = [
             torch.set_grad_enabled(self._has_gradients),
             uncompiled(),
@@ -226,7 +228,7 @@ def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
         if isinstance(module, nn.SyncBatchNorm):
             forwards[module] = partial(nn.modules.batchnorm._BatchNorm.forward, module)
         elif "_orig_mod" in module._modules:
-            # `torch.compile` made this module.
+            # `torch.compile` made this module, so call the module inside.
             forwards[module] = module._modules["_orig_mod"]
     return forwards
 
@@ -247,7 +249,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
 
 
 class _Joining:
-    """Replaces the batch under training, and records whether its loss calls a collective."""
+    """Stands in for the batch under training, and records whether the loss calls a collective."""
 
     num_microbatches = 1
     is_evenly_split = False
@@ -267,7 +269,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if any(not issubclass(each, nn.Parameter) and each is not Tensor for each in types):
-            # The subclass calls operations on plain tensors, which reach this mode.
+            # Let the subclass run: it calls operations on plain tensors, which reach this mode.
             return NotImplemented
         self._snapshot.before_write(tensors_written(op, args, kwargs))
         if has_rate(op):
@@ -281,9 +283,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _BatchStatistics(TorchFunctionMode):
-    """Gives BatchNorm the batch's statistics, from the first run, as constants in all runs.
+    """Gives BatchNorm, in all runs, the batch's statistics of the first run, as constants.
 
-    Otherwise they would differ between parts, and hide every other difference.
+    With their own statistics, parts would differ from the batch, and hide every other difference.
     """
 
     def __init__(self) -> None:
@@ -356,7 +358,7 @@ def _check_graph(loss: Tensor) -> None:
 
 
 def _num_collectives(state: DistState, plan: Plan) -> int | None:
-    """Count the group's collectives so far; None if sharding calls them in every forward."""
+    """Count the group's collectives so far; None if every forward calls some, as with shards."""
     if state.group is None or plan.having("shards") or plan.having("cuts_sequences"):
         return None
     return num_collectives(state.group)

@@ -75,14 +75,16 @@ class Verdicts:
 
     def _judge_both(self, every: Sequence[Found], of_samples: Sequence[Found], number: int) -> None:
         by_rows, by_samples = self._agrees(every), self._agrees(of_samples)
-        # Cut rows still have the numbers of all samples, so the losses of parts add up.
+        # Parts that are cut from collated rows still hold the numbers of all samples. If the loss
+        # divides by one, the losses of these parts add up.
         numbers = [*dict.fromkeys(name for each in of_samples for name in each.denominators)]
         adds_up = not by_rows and all("sum" in each.fitting(each.cuts) for each in every)
         if numbers and adds_up and (not by_samples or self._is_in_microbatches):
             self._refuse_numbers(numbers, of_samples, every)
         if by_samples and not by_rows:
-            # For example, chosen rows come before rejected ones: each rank collates its own
-            # samples, but micro-batches cut the collated rows.
+            # Rows may have roles by their place, such as chosen rows before rejected ones. Ranks
+            # are right, since each collates its own samples. Micro-batches are wrong, since they
+            # cut the collated rows.
             if self._is_in_microbatches and self._cuts_rows:
                 raise BatchError(
                     "step: batch must have one row a sample where accumulate cuts it, got one whose rows "
@@ -135,7 +137,8 @@ class Verdicts:
     def _judge_cut(self, every: Sequence[Found], number: int) -> None:
         """Refuse a loss that fits another reduction; warn once if results depend on the cut."""
         declared, precisions = self._declared, every[0].precisions
-        # A loss that differs from run to run keeps state that could not be restored.
+        # If the loss differs from run to run, it keeps state that could not be restored, and cuts
+        # cannot be compared.
         differing = next(filter(None, [each.differing() for each in every]), None)
         if differing is not None:
             self._warn_of_state(differing)
@@ -188,7 +191,7 @@ class Verdicts:
 
     @property
     def _declared(self) -> str:
-        """Return the reduction for which the parts give the loss of the batch."""
+        """Return the reduction that the loss should have: "sum" for a `(sum, count)` loss."""
         return "sum" if self._is_counted else self._plan.reduction
 
     def _refuse_reduction(self, every: Sequence[Found]) -> None:
@@ -372,7 +375,7 @@ class Verdicts:
         )
 
     def _bears(self, write: Write) -> bool:
-        """Return whether this write depends on how the plan cuts a batch, and matters."""
+        """Return whether a write depends on how the plan cuts a batch, and is saved or read."""
         is_reproducible = bool(self._plan.having("virtual_ranks"))
         by_parts = write.of_parts and (is_reproducible or self._is_in_microbatches)
         by_rows = write.of_rows and (is_reproducible or self._is_over_ranks)

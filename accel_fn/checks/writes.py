@@ -53,8 +53,8 @@ class Snapshot:
     def __init__(
         self, model: nn.Module, state: DistState, *, parameters: bool, attributes: bool
     ) -> None:
-        # Do not take the lock of `exclusive_random`: simulated ranks would wait for each other's
-        # collectives.
+        # Do not hold the lock of `exclusive_random` for the life of a snapshot. Simulated ranks
+        # would deadlock: one would wait in a collective while the others wait for its lock.
         self._random = _Random(state.device)
         self._model, self._looks_at_attributes = model, attributes
         self._modules = list(model.named_modules())
@@ -77,7 +77,7 @@ class Snapshot:
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}
         for parameter in model.parameters() if parameters else ():
-            # With `parameters=False`, a strategy writes to them.
+            # With `parameters=False`, a strategy writes to the parameters, so do not record them.
             self._own(parameter)
         for name, module in self._modules if attributes else ():
             for key, value in _attributes(module):
@@ -188,7 +188,7 @@ class Snapshot:
         for owner, value in self._copies.values():
             _write(local(owner.detach()), value)
         for container, copy in self._containers:
-            # a container that refuses writes was not written to
+            # Skip a container that has not changed: it may refuse writes.
             if not _has_entries(container, copy):
                 _refill(container, copy)
 
@@ -256,7 +256,7 @@ def _are_same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 def _write(tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        # A forward has given the tensor another shape.
+        # A forward has given the tensor another shape or dtype, so replace its data.
         tensor.data = value.clone()
     else:
         tensor.copy_(value)
@@ -352,7 +352,7 @@ def _close(value: Tensor, other: Tensor, *, exact: bool = False) -> bool:
 
 def _memory_of(tensor: Tensor) -> int | None:
     with suppress(Exception):
-        # Tensor subclasses and non-strided tensors may have no storage.
+        # Tensor subclasses and non-strided tensors may have no storage, so their memory is unknown.
         return int(local(tensor).untyped_storage()._cdata)
     return None
 

@@ -1,4 +1,4 @@
-"""A pass for torch's compiler that keeps the `alpha` of an addition."""
+"""A pass for torch's compiler, without which a fused addition loses its factor `alpha`."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def _restored(values: Iterable[Any], form: Any) -> Any:
             for key, value in items.items():
                 made[key] = value
             if any(now is not then for now, then in zip(mapping.values(), before, strict=True)):
-                # The copy shares its items with the original, so restore them.
+                # The copy shares its items with the original, so the loop above has overwritten the
+                # original's. Restore them.
                 mapping.update(zip(form.keys, before, strict=True))
                 made = None
         else:
@@ -161,7 +162,7 @@ class _FormOfFields(_Form):
         """Return a copy with these values, without a call of `__post_init__`."""
         made = copy.copy(self.mapping)
         for name, value in zip(self.keys, values, strict=True):
-            # A frozen dataclass refuses plain assignment.
+            # Call `object.__setattr__`, since a frozen dataclass refuses plain assignment.
             object.__setattr__(made, name, value)
         return made
 
@@ -366,7 +367,7 @@ def rows_of(batch: Any) -> int | None:
     if batch is None:
         return None
     kind = type(batch)
-    # faster: most batches need no list of all tensors
+    # Faster: the first tensor of most batches has the length, so do not list all tensors.
     if (kind is tuple or kind is dict) and batch:
         first = batch[0] if kind is tuple else next(iter(batch.values()))
         if type(first) is Tensor and first.ndim and first.size(0):

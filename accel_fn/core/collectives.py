@@ -194,8 +194,8 @@ def any_rank(flag: bool | np.bool_ | Tensor, state: DistState) -> bool:
     if isinstance(flag, Tensor | np.bool_) and math.prod(flag.shape) == 1:
         value = flag.item()
     is_flag = isinstance(value, bool)
-    # A rank with an invalid flag sends a third value instead of raising, so that no other rank
-    # waits for it.
+    # A rank with an invalid flag sends a third value, `_NO_FLAG`. If the rank raised before the
+    # exchange, the other ranks would wait for it.
     every = [value]
     if state.world_size > 1:
         every = primitives.exchange_number(int(value) if is_flag else _NO_FLAG, state, "any_rank")

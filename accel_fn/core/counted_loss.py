@@ -1,4 +1,4 @@
-"""Compute the backward seeds of a loss that returns `(sum, count)`; name plans that refuse it."""
+"""Compute backward seeds for a loss that returns `(sum, count)`; find why a plan refuses one."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class CountedLoss:
             return loss, metrics, None
         first = self._counts_first or len(layout.counts) > 1
         if first and self._retries:
-            # Mark the loss as invalid, as for metrics: `Layout.settle` then raises on all ranks. A
-            # rank that raised here would raise alone.
+            # Mark the loss as invalid, in the same way as an invalid metric: `Layout.settle` then
+            # raises on all ranks. If this rank raised here, the other ranks would wait for it.
             rule = (
                 'return means, by weight_fn, where accumulate("auto") may compute several terms, or '
                 "gradients in float16, again, got (sum, count); give accumulate a number"
@@ -74,15 +74,15 @@ class CountedLoss:
         if self._seeds is None:
             self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
         if not weight or not pairs:
-            # Without pairs, the loss has changed its form since the first batch. Adding up the
-            # losses raises that error.
+            # Without pairs, the loss has changed its form since the first batch. Return a seed of
+            # 0: the sum of the losses raises that error later, on all ranks.
             return loss, metrics, torch.zeros_like(loss)
         scaler = self._state.scaler
         seed = self._seeds if scaler is None else self._seeds * scaler.scale
         return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
 
     def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """In the first batch, exchange between all ranks whether the loss is `(sum, count)`."""
+        """In the first batch, agree over the ranks whether the loss is `(sum, count)`."""
         self._is_first = False
         layout, pairs = self._layout, counted_in(metrics)
         names = tuple([name.removeprefix(COUNTED) for name in pairs])
@@ -92,14 +92,16 @@ class CountedLoss:
             self._mean.agree_on_counts(found)
         else:
             layout.counts = found
-            # Set it on ranks without rows too: they cannot see what the loss returns.
+            # A rank without rows cannot see what the loss returns. It sets `is_open` too, so that
+            # all ranks scale their gradients in the same way.
             self._mean.is_open = self._retries
-        # No rank has seen the loss of an item yet: use the names of this micro-batch.
+        # No rank has seen the loss of an item yet. Use the names that this micro-batch has
+        # returned.
         if layout.counts is None:
             layout.counts = names or None
 
     def _others(self) -> list[Mapping[str, Any]]:
-        """Run the other micro-batches for their sums and counts; restore buffers and generators."""
+        """Run the later micro-batches for their sums and counts; restore buffers and generators."""
         rest = self._every[1:]
         if not rest:
             return []

@@ -1,4 +1,4 @@
-"""Collectives with gradients, and a check that a loss which calls them is exact."""
+"""Collectives with gradients, and a check whether a loss may call them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Running(Protocol):
 
 
 class _Training(threading.local):
-    """The batch whose loss this thread computes, as a weak reference that ends with the step."""
+    """The batch whose loss this thread computes: a function that returns it, or None."""
 
     batch: Callable[[], Running | None] | None = None
 
@@ -116,9 +116,9 @@ def inexact(
             "hold no tensor with a graph where ranks train separately, got one in a loss under local_sgd; "
             "use wrap_ddp or wrap_fsdp, or detach it"
         )
-    # The usual recipe gathers under no_grad() and then inserts the rank's own rows. A tensor that
-    # was detached earlier passes: it looks like a tensor that never had a graph, such as the keys
-    # of a momentum encoder.
+    # The usual recipe gathers under no_grad() and then inserts the rank's own rows. Refuse it: on
+    # several ranks, the gradients would be others than on one. A tensor that was detached earlier
+    # passes: it looks like a tensor that never had a graph, such as the keys of a momentum encoder.
     if joins_rows and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return (
             "hold tensors with their graph where a loss is computed, got one under no_grad(), for "
@@ -172,7 +172,8 @@ def with_gradients(
     """
     if not outputs:
         return []
-    # The anchor requires a gradient, so a rank whose inputs have no graph runs the backward too.
+    # The anchor requires a gradient. So a rank whose inputs have no graph runs the backward too.
+    # Otherwise the other ranks would hang in the collective of the backward.
     anchor = torch.zeros((), requires_grad=True)
     call = _Call(list(outputs), own_part, state, f"{function} grad")
     return list(_SummedBackward.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]
@@ -197,7 +198,8 @@ class _Call:
         primitives.exchange_number(len(gradients), self.state, self.function)
         found = []
         for place, gradient in enumerate(gradients):
-            # On some ranks, the leaf may be on the host.
+            # The leaf may be on the host on some ranks, and so may its gradient. Sum on the device
+            # of the state.
             there = gradient.to(self.state.device)
             total = there.resolve_conj().clone(memory_format=torch.contiguous_format)
             real = torch.view_as_real(total) if total.is_complex() else total

@@ -102,7 +102,7 @@ def _summed(tensor: DTensor) -> DTensor:
 
 
 def _groups_of(tensor: DTensor) -> tuple[ProcessGroup, ...]:
-    """Return the groups along the axes of the mesh whose ranks hold different values."""
+    """Return the process groups of the mesh axes along which ranks hold different values."""
     pairs = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
     return tuple(group for group, placement in pairs if not placement.is_replicate())
 

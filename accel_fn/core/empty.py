@@ -93,13 +93,15 @@ def empty(fn: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
 
 @cache
 def _watch_registrations() -> None:
-    # The hook stays: removing it would break the loop of a thread that registers a parameter.
+    # Never remove the hook: another thread may loop over torch's hooks while it registers a
+    # parameter, and a removal would break its loop.
     register_module_parameter_registration_hook(_without_memory)
 
 
 def _without_memory(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-    """Replace a new parameter by one on the meta device; keep an existing one and its ties."""
-    # Subclasses of Parameter, such as quantized or lazy ones, would lose their special behaviour.
+    """Replace a new parameter by one on the meta device; keep one that is there, with its ties."""
+    # Keep subclasses of Parameter, such as quantized or lazy ones: a plain copy would lose their
+    # special behaviour.
     if not _making.on or type(parameter) is not nn.Parameter or parameter.is_meta:
         return None
     return _like(parameter, parameter.detach().to("meta"))
@@ -214,7 +216,8 @@ def check_filled(plan: Plan, state: DistState, function: str) -> None:
     collectives.
     """
     open_ = {name: each for name, each in tensors_in(plan.model) if is_unfilled(each)}
-    # Loads fill the same tensors on all ranks, so either all ranks get here, or none.
+    # Loads fill the same tensors on all ranks, so either all ranks reach the exchange below, or
+    # none does.
     if open_:
         gaps = [name for name, each in open_.items() if not _has_nan(each) or has_gaps(each)]
         every = {name for names in primitives.exchange(gaps, state, function) for name in names}

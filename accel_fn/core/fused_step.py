@@ -1,4 +1,4 @@
-"""Run the step of torch's fused optimizers by one kernel call per group."""
+"""Run the step of torch's fused optimizers by one kernel call for each parameter group."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_fused(
     scale = None if factor is None else factor.reciprocal()
     found = None if ok is None else (~ok).float()
     enabled = torch.is_grad_enabled()
-    # Set the mode directly: a context manager would be four more calls.
+    # Set the gradient mode directly: a context manager would take four more calls.
     torch._C._set_grad_enabled(False)
     try:
         for each in calls:
@@ -81,13 +81,14 @@ def run_fused(
 
 
 def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Call] | None:
-    """Return the kernel call for each group with gradients; None if torch would run other code."""
+    """Return a kernel call for each group with gradients; None if `step` would run other code."""
     kind = type(optimizer)
     if kind not in _SETTINGS or not _runs_alone(optimizer, kind):
         return None
     groups = optimizer.param_groups
     if sum([len(group["params"]) for group in groups]) != len(gradients):
-        # Some parameters require no gradient.
+        # Some parameters require no gradient. `gradients` has no entry for these, so it cannot be
+        # divided by the sizes of the groups.
         return None
     start, calls = 0, []
     for group in groups:
@@ -104,7 +105,7 @@ def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Ca
 
 
 def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is torch's, without hooks or profiler. A scheduler may wrap it."""
+    """Return whether `step` is torch's, without hooks and profiler; a scheduler may wrap it."""
     own: Any = vars(optimizer).get("step")
     is_torchs = own is None or (
         hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is kind.step
@@ -120,7 +121,7 @@ def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
 def _call(
     optimizer: Optimizer, group: Mapping[str, Any], present: Sequence[Sequence[Tensor]]
 ) -> _Call | None:
-    """Return the kernel call for one group; None if torch would run other code."""
+    """Return the kernel call for one group; None if `step` would run other code."""
     parameters, gradients = present
     kind: Any = type(optimizer)
     states: list[Any] = [*map(optimizer.state.get, parameters)]
@@ -143,7 +144,7 @@ def _call(
         return None
     settings["beta1"], settings["beta2"] = group["betas"]
     if isinstance(settings["beta1"], Tensor) or isinstance(settings["beta2"], Tensor):
-        # torch's own step reads betas that are tensors.
+        # The kernel takes betas as numbers only. torch's own step reads betas that are tensors.
         return None
     steps = [*map(_steps, states)]
     largest = [*map(_largest, states)] if group["amsgrad"] else []

@@ -95,7 +95,7 @@ class Grads:
         return Grads(self.tensors, total, self._raw_norm, self.norm_read, self.norm_fn, self.owners)
 
     def _as_tensor(self, factor: object) -> Tensor:
-        """Return a number as a tensor on the gradients' device, in float64 if one of them is."""
+        """Return a number on the gradients' device: float64 if a gradient is, otherwise float32."""
         rule = "be a finite number or a 0-dim tensor"
         if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
             raise ArgumentTypeError(message("Grads.scaled", "factor", rule, factor))
@@ -167,7 +167,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
         dense = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
     dtype = torch.float32 if dtypes.isdisjoint(_DOUBLE) else torch.float64
     if torch.compiler.is_compiling():
-        # The compiler cannot trace into `torch._foreach_norm`.
+        # The compiler cannot trace into `torch._foreach_norm`, so compute the norms one by one.
         norms = tuple([torch.linalg.vector_norm(each, dtype=dtype) for each in dense])
     else:
         norms = torch._foreach_norm([part for each in dense for part in _parts(each)], 2.0, dtype)
@@ -180,8 +180,8 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """Cut a large host tensor into parts, since torch adds up its squares one after another.
 
-    In float32, the norm of 2**25 elements would be off by more than 1e-4. The norm of the same
-    elements in shards would be off by less.
+    In float32, the norm of 2**25 elements would be off by more than 1e-4. Shards of these elements
+    have a smaller error, so the result would depend on the number of ranks.
     """
     if tensor.numel() <= _PART or not tensor.is_cpu or not tensor.is_contiguous():
         return (tensor,)
@@ -210,8 +210,8 @@ class WideBackward:
 
     def __call__(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to the sums of the earlier micro-batches."""
-        # Take the previous micro-batch's gradients only now: after its backward, the loop zeroes
-        # them if its weight is 0.
+        # Take the gradients of the previous micro-batch only now. If it had weight 0, the loop has
+        # zeroed them after its backward.
         self._take()
         self._num_left -= 1
         if not self._num_left:

@@ -1,4 +1,4 @@
-"""The loop of a step, and `Strategy`: how ranks share the loop. The base class is one rank."""
+"""The loop of a step, and `Strategy`: how ranks share the loop. The base class is for one rank."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ class Strategy:
             layout=self.layout,
         )
         if self.awaits_total:
-            # Wait for errors first: a forward on the other ranks would change their running
-            # statistics.
+            # If another rank has failed, raise now: a forward would change the running statistics
+            # of this rank.
             mean.total()
         parts, weights = self.pad(state, mean, parts, weights)
         if not (any(weights) or (parts and self.pads)):
@@ -211,8 +211,8 @@ class Strategy:
             with self.no_sync():
                 for part, weight in every[:num_local]:
                     run_one(part, weight)
-                    # Micro-batches of weight 0 come first, so that all their gradients can be
-                    # zeroed.
+                    # Micro-batches of weight 0 come first. Zero their gradients before a
+                    # micro-batch with items adds to them.
                     has_items = has_items or bool(weight)
                     if not has_items:
                         self.zero_gradients()
@@ -330,7 +330,7 @@ class Strategy:
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Run the optimizers and adjust the loss scale, without collectives."""
         weight = prepared.report.weight
-        # Record the weight only now: a step that fails changes nothing.
+        # Record the weight only now: a step that fails must change nothing.
         self.layout.last_total = (weight,) if weight and not isinstance(weight, Mapping) else ()
         return apply(plan, state, prepared, self._optimizers, self._always)
 
@@ -425,8 +425,8 @@ class PaddingStrategy(Strategy):
 
         Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """
-        # Only a real forward uses the same modules in the same order, so padding must be a real
-        # micro-batch.
+        # Every rank must use the same modules in the same order. Only a real forward does so, so
+        # pad with a real micro-batch.
         ranks = self.ranks
         if ranks.world_size == 1:
             return parts, weights
@@ -456,8 +456,9 @@ class PaddingStrategy(Strategy):
     ) -> tuple[Parts, Weights]:
         """Return `most` micro-batches: this rank's, then the spare one repeated, with weight 0."""
         if not any(weights):
-            # The loss of a micro-batch of weight 0 may be 0 / 0, and the last backward sends its
-            # gradients to other ranks. Drop one of these, so that the spare micro-batch comes last.
+            # The last backward sends its gradients to other ranks, and the loss of a micro-batch of
+            # weight 0 may be 0 / 0. If all micro-batches of this rank have weight 0, drop one of
+            # them if necessary, so that the spare one comes last.
             parts, weights = parts[: most - 1], weights[: most - 1]
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[()] * lacking]

@@ -135,7 +135,7 @@ def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> No
 
 
 def _behind(ends: Sequence[Node | None], known: Collection[Node]) -> set[Node]:
-    """Return the nodes that these ends lead to, without leaves and without the nodes in `known`."""
+    """Return the graph nodes behind these ends, without leaves and without the nodes in `known`."""
     found: set[Node] = set()
     ahead = [*ends]
     while ahead:
@@ -161,7 +161,7 @@ def takes_frozen(fn: Callable[..., Any]) -> bool:
     try:
         found = inspect.signature(called).parameters.get(_NAME)
     except (TypeError, ValueError):
-        # A builtin may have no signature.
+        # A builtin may have no signature. It then gets no frozen models.
         return False
     return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
@@ -226,7 +226,8 @@ def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
         held = local(tensor)
         address = held.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        # Tensor subclasses and non-strided tensors may have no storage.
+        # Tensor subclasses and non-strided tensors may have no storage, so their address is
+        # unknown.
         return None
     return (held.device, address) if address else None
 
@@ -259,10 +260,11 @@ class LossModule(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.loss_of: Callable[..., Any]
-        # Store it in `__dict__`: it must not become a child module, even if loss_fn is a module.
+        # Store `loss_of` in `__dict__`: it must not become a child module, even if loss_fn is a
+        # module.
         self.__dict__["loss_of"] = given_frozen(loss_fn, frozen or {})
-        # If this is set, a rank without items reaches only this parameter and sparse tables: DDP
-        # with find_unused_parameters must find the model's other parameters unused there.
+        # If `idle` is set, the zero of a rank without items reaches only `idle` and sparse tables:
+        # DDP with find_unused_parameters must find the model's other parameters unused there.
         self.idle: nn.Parameter | None = None
         self.shards: Collection[Tensor] = ()
         """The shards whose gradients `wrap_fsdp` adds up. The zero of a rank without items skips
@@ -298,9 +300,10 @@ class LossModule(nn.Module):
         return counted(pairs, metrics)
 
     def _zero(self) -> Tensor:
-        """Return a zero that reaches the parameters, for a rank without items."""
+        """Return a zero whose backward reaches the parameters, for a rank without items."""
         sparse = [each.weight for each in sparse_tables(self.model).values()]
-        # DDP has no zeros for a sparse gradient, so sparse tables count as used even with `idle`.
+        # DDP cannot put zeros in place of a missing sparse gradient, so sparse tables count as used
+        # even with `idle`.
         reached = self.model.parameters() if self.idle is None else [self.idle, *sparse]
         trained = [each for each in reached if each.requires_grad and each not in self.shards]
         zeros = [_empty_zero(each, sparse) for each in trained] or [torch.zeros(())]
@@ -309,8 +312,8 @@ class LossModule(nn.Module):
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
         broken = broken_rule(found, self.terms)
         if broken:
-            # Return the broken rule as a mark, like a metric's, with a loss whose backward reaches
-            # the same parameters as on other ranks.
+            # Do not raise on this rank alone. Return the broken rule among the metrics, and a loss
+            # whose backward reaches the same parameters as on other ranks.
             terms = [*filter(is_mean, found.values() if isinstance(found, Mapping) else [found])]
             loss = sum(terms, self._zero())
             return torch.stack([loss] * len(self.terms)), {"": broken}
@@ -320,8 +323,8 @@ class LossModule(nn.Module):
             ends = [found[name].grad_fn for name in left_out]
             leave_out(ends, [*weighing, *self.joining])
             if not all(found[name].requires_grad for name in left_out):
-                # A left-out term without a graph may reach any parameter on other ranks, so reach
-                # all of them.
+                # A left-out term that has no graph here may reach any parameter on another rank.
+                # Add a zero that reaches all of them.
                 terms[0] = terms[0] + self._zero()
         loss = stacked(terms)
         return loss, {} if metrics is None else checked_metrics(metrics, loss, self.terms)
@@ -342,8 +345,8 @@ def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
         value, number = _number(total, sums), _number(count, sums)
         assert value is not None
         assert number is not None
-        # A micro-batch may have a sum but no count, such as a loss of all anchors divided by the
-        # number of positive ones.
+        # Accept a sum with a count of 0: a loss of all anchors, divided by the number of positive
+        # ones, has such micro-batches.
         found[COUNTED + name] = value, number
     return sums, found if metrics is None else {**found, **checked_metrics(metrics, sums, [*pairs])}
 
@@ -356,7 +359,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """Return a zero that depends on a parameter: an empty sum. Its gradient may be sparse."""
+    """Return an empty sum of a parameter, which is 0; the gradient is sparse for sparse tables."""
     if any(each is parameter for each in sparse):
         no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return F.embedding(no_rows, parameter, sparse=True).sum()
@@ -401,7 +404,7 @@ def _metric(
 def _number(value: Any, loss: Tensor) -> Tensor | None:
     """Return a real number as a detached tensor []; return None for any other value."""
     if isinstance(value, int | float):
-        # Use at least float32: half precision cannot hold a count.
+        # Use at least float32: half precision cannot hold a large count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
         return loss.detach().new_full((), value, dtype=dtype)
     if not isinstance(value, Tensor) or value.ndim or value.is_complex():

@@ -119,8 +119,9 @@ class Layout:
     def _agree(
         self, state: DistState, found: Sequence[Mapping[str, int]], wrong: str
     ) -> Mapping[str, int] | None:
-        """Exchange the metrics that ranks have found; raise on every rank if they differ."""
-        # Ranks without items do not know the metrics, but the sum over the ranks needs one length.
+        """Exchange the metric names that ranks have found; raise on every rank if they differ."""
+        # Ranks without items do not know the metrics, but the sum over the ranks needs vectors of
+        # one length.
         expected = None
         for rank, (of_rank, failure) in enumerate(
             primitives.exchange((found, wrong), state, "step")
@@ -321,7 +322,7 @@ class GlobalMean:
     concern all: if a rank cannot count its batch, it sends NaN as its weight, and all ranks raise.
     """
 
-    # `differentiable.Running` declares these three; collectives in the loss read them.
+    # `differentiable.Running` declares these three attributes; collectives in the loss read them.
     is_exact_over_ranks = True
     """Whether gradients are averaged over all ranks, so that they may flow through a collective
     in the loss."""
@@ -385,9 +386,10 @@ class GlobalMean:
             zeros in the places where other messages have facts, and the sums of metrics."""
             self._mean = self._losses()
             # Weights are summed on the host in float64, which is exact for integers up to 2**53. So
-            # an accelerator does not wait and need not support float64, and the error of a rank is
-            # known without the accelerator. The tensor is as long as the sums of losses and
-            # metrics, so that `start_total` notices a rank that is a step ahead.
+            # an accelerator does not wait and need not support float64, and an error on one rank is
+            # known to all without the accelerator. The message is as long as that of losses and
+            # metrics: if a rank is a step ahead, the two meet in one collective, and `start_total`
+            # can compare their names.
             more = [0.0] * (NUM_FACTS - 2 + sum((layout.sizes or {}).values()))
             self._num_ranks = state.data.world_size
             self._data = over(state)
@@ -410,7 +412,8 @@ class GlobalMean:
     def _sum(
         self, tensor: Tensor, state: DistState, what: str
     ) -> primitives.Pending | primitives.PendingTotal:
-        # The step's name reveals a rank that caught the error of its loss and continued.
+        # A rank may catch the error of its loss and continue with another step. The name of the
+        # step is in the collective's name, so all ranks then raise.
         name = step_name(self._state.step + 1, self._state.call)
         return primitives.start_total(tensor, state, "step", what=f"{what}{self._suffix} {name}")
 
@@ -426,7 +429,8 @@ class GlobalMean:
             every = self._facts_of_ranks()
             own = every[data_places(self._state)]
             weights, counts = every[:, :num], every[:, num].astype(np.int64)
-            # A rank that cannot count its batch concerns all ranks, also those along other axes.
+            # If a rank cannot count its batch, its weights are NaN. Add up the weights of all ranks
+            # then, so that ranks along other axes raise too.
             counted = every if np.isnan(weights).any() else own
             numbers = tuple(counted[:, :num].sum(0).tolist())
             self._total = checked_total(numbers, self._failure)
@@ -470,7 +474,8 @@ class GlobalMean:
         if not factor:
             return
         if metrics and counted_in(metrics):
-            # The loss is a sum. The metrics hold it too, with its count.
+            # Add nothing to the mean: the loss is a sum, which the metrics hold too, with its
+            # count.
             pass
         elif self.layout.terms:
             self._mean.add_(weighed(loss.to(self._mean.dtype), factor))
@@ -490,14 +495,14 @@ class GlobalMean:
             self._pending.append(self._sum(self._sums, self._data, "losses"))
 
     def _settle_metrics(self) -> None:
-        """Compare this rank's metrics with the first batch's; append them to the loss."""
+        """Compare this rank's metrics with the first batch's; append their sums to the losses."""
         layout, several = self.layout, self._state.world_size > 1
         error = layout.settle(self._state, [self._metrics])
         if not several:
             return
         if error:
-            # The other ranks notice the error in the sum or, if the host would have to wait for the
-            # sum, in the next step.
+            # Mark the error in the sum, in which the other ranks notice it. On an accelerator, the
+            # host would have to wait for the sum, so all ranks raise in the next step instead.
             self._failure, self._sums[self._num_terms] = error, 1
             layout.pending_error = None if self._sums.is_cpu else error
         sums = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)
@@ -575,7 +580,7 @@ def _checked(total: float) -> float:
             "step: every rank must be able to count its batch; another rank could not, see the error "
             "that it raised"
         )
-    # torch does not accept an int far above 2**53.
+    # Keep a larger total as a float, since torch does not accept an int of more than 64 bits.
     is_count = float(total).is_integer() and total <= 2**53
     return int(total) if is_count else total
 

@@ -33,8 +33,8 @@ def microbatches(
         return split, weights, rows
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless:
-        # Parameters that only weightless micro-batches reach then get a gradient of zeros, as on
-        # one rank, and not None.
+        # Keep these, since parameters that only weightless micro-batches reach then get a gradient
+        # of zeros, as on one rank, and not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
     return [part for part, _ in counted], [weight for _, weight in counted], rows
@@ -92,7 +92,7 @@ def microbatches_or_failure(
 
 
 def _not_retried(failure: Exception) -> Exception:
-    """Make an OOM error final: the other ranks raise theirs without a vote."""
+    """Replace an OOM error by one that is not retried: the other ranks raise without a vote."""
     if not is_memory(failure):
         return failure
     error = OutOfMemoryError(

@@ -109,7 +109,8 @@ class Observers:
 
     def before(self, state: DistState, batch: Any) -> Any:
         """Begin a step: return its batch, or a `FailedBatch` if an observer refused it."""
-        # Functions written in C are faster: in most steps, only `wants` of each observer runs.
+        # `filter` and `methodcaller` are written in C, so they are fast. Most steps run no more of
+        # an observer than its `wants`.
         self.due = due = [*filter(methodcaller("wants", state), self.every)]
         self.of_outcomes = [*filter(self._look_at_outcomes.__contains__, due)]
         self.of_updates = [*filter(self._look_at_updates.__contains__, due)]
@@ -118,7 +119,8 @@ class Observers:
             try:
                 each.before(state, batch)
             except Exception as error:
-                # Run the remaining observers too, since ranks may meet in their collectives.
+                # Run the remaining observers too: they may call collectives, in which the other
+                # ranks would wait for this rank.
                 failure = failure or error
         return batch if failure is None else FailedBatch(failure)
 

@@ -1,4 +1,4 @@
-"""Checks of a step's parameters: they are those of `build`, and losses reach them."""
+"""Check that the parameters of a step are those of `build`, and that losses reach them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
 
 
 def _check_model(plan: Plan) -> None:
-    """Refuse a model of an earlier step under wrap_deepspeed, and one that is sharded already."""
+    """Refuse a model that ZeRO or an engine of DeepSpeed holds, or that is cut into stages."""
     if is_born_sharded(plan.model):
         raise PlanError(
             "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
@@ -91,7 +91,8 @@ def _check_slots(state: DistState, plan: Plan) -> None:
         entries = getattr(plan, slot)
         if len(entries) > 1:
             for each in entries:
-                # The function's own error may be more precise.
+                # Validate the functions first: an error of their own may be more precise than the
+                # one below.
                 _validate(each, state, plan)
             names = " and ".join(map(describe, entries))
             raise PlanError(
@@ -175,7 +176,8 @@ def _check_world(state: DistState, plan: Plan) -> None:
     num_replicas = state.data.world_size if plan.shard_model else state.world_size
     if not plan.strategy and num_replicas > 1:
         for each in plan.shard_model:
-            # The function's own error may be more precise.
+            # Validate the functions first: an error of their own may be more precise than the one
+            # below.
             _validate(each, state, plan)
         raise PlanError(
             f"build: plan must average gradients over the {num_replicas} ranks, got nothing that "
@@ -186,7 +188,7 @@ def _check_world(state: DistState, plan: Plan) -> None:
 
 
 def _check_mesh(state: DistState, plan: Plan) -> None:
-    """If the mesh has other axes, refuse transforms that assume different rows on every rank."""
+    """On a mesh with axes beside `dp`, refuse transforms that assume other rows on every rank."""
     if state.data.world_size == state.world_size:
         return
     for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
@@ -264,7 +266,8 @@ def _summary(plan: Plan) -> list[str]:
         for name, optimizer in plan.optimizers.items()
     ]
     parameters = [
-        # Rank 0 sends the tensors that have values, one by one.
+        # Rank 0 sends the tensors that have values, one by one. So ranks must agree on which
+        # tensors are empty.
         f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}{' empty' * p.is_meta}"
         for name, p in plan.model.named_parameters()
     ]
@@ -285,7 +288,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(fn: Any) -> str:
-    """Return a function's name, with arguments if it is ours: a user's may differ between ranks."""
+    """Return a function's name, with arguments if it is a function of accel_fn.
+
+    The arguments of a user's function may differ between ranks.
+    """
     inner = fn.func if isinstance(fn, partial) else fn
     is_ours = str(getattr(inner, "__module__", "")).startswith("accel_fn.")
     return describe(fn) if is_ours else describe(inner)

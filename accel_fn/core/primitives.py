@@ -91,7 +91,7 @@ def device_backend(group: ProcessGroup) -> Any:
     devices = [each for each in group._device_types if each.type != "cpu"]
     backends = [group._get_backend(each) for each in devices]
     own = next((each for each in backends if each.name() != dist.Backend.GLOO), None)
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend. Return the backend inside.
     return getattr(own, "wrapped_pg", own)
 
 
@@ -280,7 +280,7 @@ def reduce_to_shards(
 ) -> Work | None:
     """Reduce all ranks' `whole`, and fill `shard` with this rank's part of the result."""
     if whole.is_complex():
-        # NCCL sums real numbers only.
+        # NCCL sums real numbers only, so view complex numbers as pairs of real ones.
         shard, whole = torch.view_as_real(shard), torch.view_as_real(whole)
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work | None = reduce(shard, whole, op, group, is_async)
@@ -394,8 +394,8 @@ class _Heads:
     def numbers(self, kind: str) -> np.ndarray[Any, Any]:
         """Return the numbers of each rank, [ranks, numbers]; raise if the names differ.
 
-        It has no loop in Python: with thousands of ranks, a loop would take longer than a small
-        step.
+        This method has no loop in Python: with thousands of ranks, a loop would take longer than a
+        small step.
         """
         heads = self._received.numpy().reshape(self._state.world_size, -1)
         names = heads[:, -_NAME_BYTES:]

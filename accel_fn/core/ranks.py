@@ -45,7 +45,8 @@ class Ranks:
         ranks = cls(function, axes_of(tensors, through_pp=True))
         if len(ranks.axes) < 2:
             return ranks
-        # A user may make two meshes of the same ranks, which have more combinations than ranks.
+        # A user may make two meshes of the same ranks. Their axes then have more combinations of
+        # places than there are ranks. Compare the numbers of the ranks to find this.
         numbers = ranks.agreed(lambda: ranks.rank)
         return cls(function, ranks.axes, is_mesh=numbers == [*range(ranks.size)])
 
@@ -109,7 +110,7 @@ class Ranks:
         cut = {at for at, _ in cuts}
         uncut = [at for at in range(len(self.axes)) if at not in cut]
         if any(self.places[at] != target[at] for at in uncut):
-            # Replicas of the shards send nothing.
+            # Another rank sends the same shard, so this replica sends nothing.
             return None
         sizes, shape = [], list(tensor.shape)
         for at, dim in reversed(cuts):
@@ -124,9 +125,10 @@ class Ranks:
         return part
 
     def _cuts(self, tensor: DTensor) -> list[tuple[int, int]] | None:
-        """Return axis and dim of each cut of a tensor, the last one first.
+        """Return the axis and the dim of each cut of a tensor, the last cut first.
 
-        Return None unless each shard is a chunk of a chunk along these axes.
+        Return None if torch has not cut the tensor into chunks, and chunks of chunks, along these
+        axes.
         """
         mesh, axes = tensor.device_mesh, {axis.group: at for at, axis in enumerate(self.axes)}
         regular, strided = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -142,12 +144,14 @@ class Ranks:
             if stride is None:
                 regular.append((axes[group], dim))
             elif stride == num_chunks.get(dim, 1):
-                # This dim was cut after the axes to its right, as by FSDP over tensor parallelism.
+                # This axis has cut the dim after the axes to its right in the mesh, as FSDP does
+                # over tensor parallelism.
                 strided.insert(0, (axes[group], dim))
             else:
                 return None
             num_chunks[dim] = num_chunks.get(dim, 1) * group.size()
-        # torch and FSDP cut uneven sizes at different places.
+        # torch and FSDP cut uneven sizes at different places, so uneven strided cuts cannot be
+        # joined here.
         is_even = all(tensor.shape[dim] % count == 0 for dim, count in num_chunks.items())
         return [*strided, *regular] if is_even or not strided else None
 
@@ -171,7 +175,7 @@ def _size_of_chunk(size: int, axis: DistState) -> int:
 def _gather_chunks(
     part: Tensor, dim: int, size: int, axis: DistState, place: int, function: str
 ) -> Tensor:
-    """Join the chunks along an axis on one rank; return the rank's own chunk on the others."""
+    """Join the chunks along an axis on one rank; on the others, return the rank's own chunk."""
     if axis.world_size == 1:
         return part
     rows, most = part.movedim(dim, 0), -(-size // axis.world_size)

@@ -1,4 +1,4 @@
-"""Restore the side effects of a forward: generators, buffers, modes and replaced forwards."""
+"""Restore what a forward may change: generators, buffers, modes and replaced forwards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
     version, key, gauss_next = state["python"]
     random.setstate((version, tuple(np.asarray(key).tolist()), gauss_next))
     name, keys, *numbers = state["numpy"]
-    # Replace invalid numbers by None, which NumPy refuses: it would accept True, inf and nan.
+    # Replace invalid numbers by None, so that NumPy raises: it would accept True, inf and nan.
     numbers = [each if type(each) in (int, float) and isfinite(each) else None for each in numbers]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))
     torch.set_rng_state(state["torch"])
@@ -174,7 +174,7 @@ def _seed_with(number: int, device: torch.device) -> None:
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)
     if device.type != "cpu":
-        # `manual_seed` seeds the current device.
+        # `manual_seed` seeds the current device, so make this device the current one.
         with torch.accelerator.device_index(device.index):
             torch.get_device_module(device).manual_seed(number % 2**63)
 
@@ -285,7 +285,7 @@ def main_buffers(model: nn.Module, state: DistState, function: str) -> Iterator[
 
 
 def _receive(own: Sequence[BufferCopy], state: DistState, function: str) -> None:
-    """Overwrite buffers with rank 0's."""
+    """Overwrite this rank's buffers with the values of rank 0."""
     sent: list[Tensor] = []
 
     def described() -> list[str]:

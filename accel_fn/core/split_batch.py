@@ -54,10 +54,10 @@ def split_rows(tree: Any, sizes: list[int], function: str = "step") -> Sequence[
 
 
 class _RowSplit:
-    """Cuts the columns of a batch into parts; every part gets values without rows whole.
+    """Cuts the columns of a batch into parts; gives each value without rows to every part.
 
-    It refuses ambiguous values. Otherwise it could cut one batch in one way, and the next batch, of
-    another length, in another way.
+    This class refuses ambiguous values. Otherwise it could cut one batch in one way, and the next
+    batch, of another length, in another way.
     """
 
     def __init__(self, sizes: list[int], function: str) -> None:
@@ -98,7 +98,10 @@ class _RowSplit:
         return torch.split_with_sizes(tensor, self.sizes)
 
     def _is_column(self, items: Sequence[Any]) -> bool:
-        """Return whether a sequence has one non-tensor per sample; a tuple must hold strings."""
+        """Return whether a sequence is a column: one item per sample, and no tensors.
+
+        A tuple is a column only if it holds strings.
+        """
         if len(items) < 2 or tensors_of(items):
             return False
         kinds = {*map(type, items)}
@@ -118,7 +121,7 @@ class _RowSplit:
         return fits
 
     def _refuse_fields(self, items: Sequence[Any], kinds: set[type]) -> None:
-        """Refuse a list of tuples if each tuple may be a sample or a field."""
+        """Refuse a list of tuples if each may be one sample, or one field of all samples."""
         if kinds == {tuple} and all(
             len(each) == self.num_rows and {*map(type, each)} <= {str, bytes} for each in items
         ):
@@ -127,7 +130,7 @@ class _RowSplit:
             self._refuse("not be ambiguous", got, repair)
 
     def _parts_of_object(self, leaf: Any) -> Sequence[Any]:
-        """Refuse an object that may hold rows; cut NumPy arrays like tensors."""
+        """Give every part an object whole; cut NumPy arrays; refuse objects that may hold rows."""
         if isinstance(leaf, nn.Module | type):
             return [leaf] * len(self.sizes)
         num_rows = length_of(leaf)
@@ -197,7 +200,7 @@ def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
     >>> [len(part) for part in split_batch(torch.zeros(10, 3), 4)]
     [3, 3, 2, 2]
     """
-    # A batch without a common leading dimension cannot be counted, and need not be cut here.
+    # Do not count the rows if nothing is cut: the batch may have no common leading dimension.
     if num_parts == 1:
         return [batch]
     num_rows = count_samples(batch)

@@ -248,7 +248,8 @@ class DistState:
     def _check(self) -> None:
         """Check each rule, and raise the error of the first one that is broken.
 
-        `__post_init__` runs in every step, so it calls this method only if its faster test fails.
+        `__post_init__` runs in every step. It has a faster test, and calls this method only if that
+        test fails.
         """
         for name, minimum in _COUNTS.items():
             check_count("DistState", name, getattr(self, name), minimum=minimum)

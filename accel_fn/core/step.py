@@ -336,7 +336,7 @@ def _is_of_one_world(state: DistState, other: DistState) -> bool:
 
 
 def _still(before: DistState, after: DistState) -> DistState:
-    """Return the state after a step with `advance=False`, which stays at its batch."""
+    """Return the state after a step with `advance=False`: the run stays at the same batch."""
     return replace(
         after,
         step=before.step,
@@ -347,7 +347,7 @@ def _still(before: DistState, after: DistState) -> DistState:
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
-    """Wrap `Strategy.gradients` by `wrap_grad_fn`; also return whether the gradients are copies."""
+    """Wrap `Strategy.gradients` in `wrap_grad_fn`; also return whether gradients are copies."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
@@ -417,7 +417,7 @@ def _with_state(
 ) -> tuple[Plan[Batch], Observers]:
     """Make the parts of a step that have state: slot functions and observers."""
     plan = with_stateful(plan, state)
-    # It is the first observer, since the others may compute with the model.
+    # `FilledCheck` comes first, since the other observers may compute with the model.
     first = (FilledCheck,) if is_empty(plan.model) else ()
     every = [make(plan, strategy, state) for make in (*first, *plan.observers, *observers)]
     for each in every:
@@ -430,8 +430,9 @@ def _with_state(
 
 
 def _draw_alike(state: DistState) -> None:
-    """Copy generator states to ranks that hold the same rows: each process has its own seed."""
-    # Without a default group, ranks are simulated by threads, which share the generators.
+    """Make ranks with the same rows draw the same numbers: each process has its own seed."""
+    # Without a default group, ranks are simulated by threads. They share the generators, so there
+    # is nothing to copy.
     axes = state.axes if current_world() else ()
     for axis in axes:
         if axis.name != "dp" and axis.world_size > 1:
@@ -441,7 +442,7 @@ def _draw_alike(state: DistState) -> None:
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
-    """Return the plan, after all claims and all checks that need no other rank."""
+    """Return the plan after every `claim` and every check that needs no other rank."""
     for each in plan.entries():
         if isinstance(each, SlotFunction):
             plan = each.claim(plan)

@@ -1,4 +1,4 @@
-"""torch.compile for functions, modules and blocks, with keys for what torch's guards miss."""
+"""torch.compile for functions, modules and blocks; keys for changes that torch's guards miss."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., A
 
 def options_of(mode: str) -> dict[str, Any]:
     """Return a mode of `torch.compile` as options, with the pass of `Addends`."""
-    # Import it here, since it imports torch's compiler.
+    # Import `Addends` here, since its module imports torch's compiler.
     from accel_fn.core.add_alpha import Addends
 
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
@@ -244,7 +244,7 @@ def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 def check_compiler(device: torch.device) -> None:
     """Compile a tiny function; refuse a machine on which that fails."""
-    # torch splits the compiler's command at spaces.
+    # torch splits the compiler's command at spaces, so a space in its path breaks the command.
     if device.type == "cpu" and " " in torch.__file__:
         raise PlanError(
             "build: compiled must have torch installed below a path without a space, got "

@@ -49,7 +49,8 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Parameter]) -> None:
     """Call `torch.autograd.backward(loss, seed, inputs=inputs)` for a 0-dim loss."""
-    # `torch.autograd.backward` is a torch function, so function modes would be off inside it.
+    # Call the engine directly: `torch.autograd.backward` is a torch function, so function modes
+    # would be off inside it.
     seed = torch.ones_like(loss) if seed is None else seed
     _engine_run_backward(
         (loss,),
@@ -85,7 +86,7 @@ def run_optimizer(optimizer: Optimizer) -> None:
         optimizer.step()
         return
     listened = (
-        # Schedulers patch `step` on the instance.
+        # Schedulers replace `step` on the instance, to see its calls.
         "step" in vars(optimizer) or has_hooks(optimizer) or is_profiling()
     )
     if listened:

@@ -66,7 +66,7 @@ def apply(
     grads, accepted, report = prepared.grads, prepared.accepted, prepared.report
     verdict = accepted
     if accepted is not None and not (accepted.is_cpu or all(starmap(_reads_on_device, trained))):
-        # The host waits once, for all optimizers and schedules.
+        # Copy the verdict here, so that the host waits once for all optimizers and schedules.
         verdict = accepted.cpu()
     tensors = iter(grads.tensors)
     for optimizer, parameters in trained:
@@ -165,7 +165,7 @@ def _open_factor(grads: Grads) -> Tensor | None:
 
 
 def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return whether a kernel of the device reads the verdict."""
+    """Return whether the kernel of this optimizer reads the verdict on the device."""
     return takes_factor(optimizer) and not any(each.is_cpu for each in parameters)
 
 
@@ -188,7 +188,10 @@ def takes_factor(optimizer: Optimizer) -> bool:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Return False for SGD before its first momentum: a skipping kernel would set none."""
+    """Return whether the optimizer's kernel may skip an update.
+
+    SGD's kernel may not before the first momentum: a skipped call would set none.
+    """
     return not isinstance(optimizer, SGD) or all(
         "momentum_buffer" in optimizer.state.get(each, ())
         for group in optimizer.param_groups
@@ -247,7 +250,7 @@ def follow_shards(
 
 
 def _cut(value: object, parameter: Tensor) -> object:
-    """Shard a value of an optimizer in the same way as its parameter."""
+    """Shard a value of an optimizer like its parameter, if both have the same shape."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return shard_like(value, parameter)

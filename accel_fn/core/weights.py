@@ -54,7 +54,7 @@ Weight = tuple[float, ...]
 _EXACT = 2**53
 """Up to this number, sums of integers over ranks are exact in float64."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
-# With more class weights, a repr shows a checksum.
+# The repr of more class weights than this shows a checksum instead.
 _SHOWN = 8
 
 
@@ -177,8 +177,8 @@ def labels_at(
     for key in path:
         around, labels = labels, _child(labels, key, path)
     if shift == 1 and isinstance(around, Mapping) and "shift_labels" in around:
-        # A loss takes these instead of the labels: each token's next label, also at the end of a
-        # part.
+        # A loss uses `shift_labels` instead of the labels: the next label of each token, also at
+        # the end of a block.
         labels, shift = around["shift_labels"], 0
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
@@ -255,7 +255,7 @@ def _checked(weight: Any, name: str = "weight_fn") -> Weight:
         rule = "return a number or a 0-dim tensor"
         raise BatchError(message("Plan", name, rule, value))
     plain = int(value) if isinstance(value, numbers.Integral) else float(value)
-    # A larger integer cannot be converted to a float.
+    # Refuse a larger integer too: it cannot be converted to a float.
     if not 0 <= plain <= sys.float_info.max:
         raise BatchError(message("Plan", name, "return a finite count >= 0", value))
     if plain and not _SMALLEST <= plain <= _LARGEST:

@@ -109,7 +109,7 @@ def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
 
 
 def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each item of a list or sequence that has parameters: list name, item name, item."""
+    """Yield items of lists and sequences that have parameters: outermost list, item name, item."""
     lists = nn.Sequential | nn.ModuleList
     is_list = isinstance(module, lists)
     for name, child in module.named_children():

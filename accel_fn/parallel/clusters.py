@@ -1,9 +1,9 @@
-"""Clusters: read from a job's variables the ranks of a process, or the place of a machine.
+"""Read, from the variables that a cluster sets, the ranks of a process or the place of a machine.
 
-srun, jsrun and the mpirun of Open MPI, MPICH and Intel start each process of a world: a `Task`.
-SageMaker, Kubernetes, Vertex AI, Azure ML and PBS start one process on each machine: a `Node`, on
-which `accel-fn launch` starts the ranks. This module does not import torch, since the launcher
-reads these variables too.
+srun, jsrun and the mpirun of Open MPI, MPICH and Intel start every process of a world: `read_task`
+returns a `Task`. SageMaker, Kubernetes, Vertex AI, Azure ML and PBS start one process on each
+machine: `read_node` returns a `Node`, on which `accel-fn launch` starts the ranks. This module does
+not import torch, since the launcher reads these variables too.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class _Mpi(NamedTuple):
     local_world_size: tuple[str, ...]
 
 
-# Read MPI's variables before Slurm's: Slurm may have started only MPI's daemons, as one step.
+# Read MPI's variables before Slurm's: Slurm may have started only MPI's daemons, as one step, and
+# its ranks are then those of the daemons.
 _MPIS = {
     "LSF": _Mpi(
         "JSM_NAMESPACE_RANK",
@@ -303,7 +304,7 @@ def _by_names(
     machine_rank: str,
     host: tuple[str, ...],
 ) -> Node | None:
-    """Read a cluster that sets each fact in a variable. One machine needs only the count."""
+    """Read a cluster with a variable for each fact. For one machine, only the count must be set."""
     if not variables.any_of(*known_by):
         return None
     count = variables.number(num_machines, least=1)
@@ -358,7 +359,7 @@ def _sagemaker(variables: Variables) -> Node | None:
 def _vertex(variables: Variables) -> Node | None:
     """Read Vertex AI's spec: the first two worker pools train, other pools serve and evaluate."""
     text = variables.values.get("CLUSTER_SPEC", "")
-    # Other programs also use a variable of this name.
+    # Other programs also use a variable of this name, so look for a pool of Vertex AI.
     if "workerpool0" not in text:
         return None
     spec = _json(text)
@@ -402,7 +403,7 @@ def _pbs_hosts(values: Mapping[str, str]) -> list[str]:
     try:
         return list(dict.fromkeys(Path(path).read_text().split())) if path else []
     except OSError:
-        # A container may not mount PBS's folder.
+        # A container may lack PBS's folder. The machines are then unknown.
         return []
 
 

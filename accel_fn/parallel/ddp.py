@@ -192,7 +192,7 @@ class SplitReplicas(Strategy):
 
 
 class _Turn:
-    """Records which of the strategies over one parameter ran the last backward."""
+    """Records which of the strategies that train one parameter ran the last backward."""
 
     last = 0
     """The id of the strategy; 0 before the first backward."""
@@ -243,7 +243,8 @@ class DDP(Strategy):
             return
         for turn in self._turns:
             if turn.last != id(self):
-                # DDP counts a parameter as used if another plan's backward has reached it.
+                # If another plan's backward has reached a parameter, DDP counts it as used. So wrap
+                # the loss in a new DDP below.
                 self._is_unfinished |= self.finds_unused and turn.last != 0
                 turn.last = id(self)
         if self._is_unfinished:
@@ -252,9 +253,9 @@ class DDP(Strategy):
             self.ddp = self.module = self._wrapped(self.loss_module, **options)
             self._is_unfinished = False
         if self.retries:
-            # Broadcast buffers now: a rank out of memory would not join later. DDP skips the
-            # broadcast after a forward under no_sync, so request it: a failed attempt has restored
-            # the rank's own buffers.
+            # Broadcast rank 0's buffers now: a rank that runs out of memory would not join a later
+            # broadcast. Each attempt needs the broadcast, since a failed attempt has restored the
+            # rank's own buffers. DDP would skip it after a forward under no_sync, so request it.
             self.ddp.require_forward_param_sync = True
             with self.no_sync():
                 self.ddp(None)
@@ -262,16 +263,17 @@ class DDP(Strategy):
             with super().sharing(state):
                 yield
         except BaseException:
-            # With retries, backwards run under no_sync, where DDP does not wait for gradients.
+            # With retries, backwards run under no_sync, where DDP does not wait for gradients. So
+            # the failed backward leaves nothing unfinished in DDP.
             self._is_unfinished = not self.retries
             if self._is_unfinished:
-                # DDP's next forward begins anew. Before that, a trial of the checks may run a
-                # backward, in which the hooks of the failed forward would start all-reduces.
+                # The next step wraps the loss in a new DDP. Before that, a trial of the checks may
+                # run a backward, in which the hooks of the failed forward would start all-reduces.
                 self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             raise
 
     def _wrapped(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
-        """Wrap the loss in DDP and lay out its buckets."""
+        """Wrap the loss in DDP, and fix the layout of DDP's gradient buckets."""
         # DDP must not wait for gradients of the parameters that the plan does not update.
         with _requiring_none(self._left_out):
             ddp = DistributedDataParallel(module, **options)
@@ -290,8 +292,8 @@ class DDP(Strategy):
         """Enter a context for forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # DDP records the parameters that any backward reaches, if it looks for unused ones or
-        # treats the graph as static.
+        # If DDP looks for unused parameters or treats the graph as static, it records what any
+        # backward reaches. So after a trial, the next step wraps the loss in a new DDP.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:

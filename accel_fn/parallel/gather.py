@@ -102,7 +102,7 @@ def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
 def _put_into_graph(
     joined: list[Any], leaves: Sequence[Any], columns: Sequence[Sequence[_Leaf]], state: DistState
 ) -> None:
-    """Let gradients of joined rows reach the ranks that hold these rows."""
+    """Let gradients of joined rows reach the ranks that these rows came from."""
     places = [
         place for place, column in enumerate(columns) if any(leaf.in_graph for leaf in column)
     ]
@@ -139,7 +139,7 @@ def _is_list(node: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """A description of a tensor, which peers need to receive the tensor."""
+    """The dtype, shape and device kind of a tensor, which peers need to receive the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -301,7 +301,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        # A tensor with this method wraps other tensors.
+        # Refuse a tensor that wraps other tensors, as those with this method do.
         if hasattr(value, "__tensor_flatten__"):
             raise pickle.PicklingError(f"a {type(value).__name__} is no plain tensor")
         return _typed, (value.detach().as_subclass(Tensor), type(value), vars(value))

@@ -199,7 +199,7 @@ def main_logger(logger: logging.Logger, state: DistState) -> logging.Logger:
         rule, got = "be a logging.Logger", type(logger).__name__
         raise ArgumentTypeError(message("main_logger", "logger", rule, got))
     if not state.is_main:
-        # `addFilter` ignores a filter that the logger has already.
+        # A second call adds nothing: `addFilter` ignores a filter that the logger has already.
         logger.addFilter(_is_for_all_ranks)
     return logger
 

@@ -1,9 +1,9 @@
 """Device meshes: the ranks of a world as torch's mesh, and their process groups.
 
-Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process,
-so it does not contain the groups of simulated ranks, and their mesh is made by hand. The mesh of a
+Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process.
+The groups of simulated ranks are not in this table, so their mesh is made by hand. The mesh of a
 world of one, which has no group, is made by hand too. The code is here and not in `testing/`, since
-`wrap_fsdp` makes meshes of all kinds. It uses private names of torch;
+`wrap_fsdp` makes meshes of all kinds. This module uses private names of torch;
 tests/core/test_torch_internals.py fails when one changes.
 """
 
@@ -33,7 +33,8 @@ from accel_fn.errors import StateError
 from accel_fn.parallel.groups import make_group
 
 _TIMEOUT_S = 30.0
-# Numbers for meshes that are cut from a group: each has a separate store.
+# Numbers for meshes made by hand: with its number, each mesh has separate keys in the store of the
+# group.
 _numbers = itertools.count()
 
 
@@ -93,7 +94,7 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
 
 @cache
 def _alone() -> ProcessGroup:
-    """Return a group of one rank, which all states of one rank share, since it never waits."""
+    """Return a group of one rank; all states of one rank share it, since its calls never wait."""
     return make_group(HashStore(), 0, 1, _TIMEOUT_S)
 
 
@@ -158,7 +159,7 @@ def _silent_group(device: torch.device, size: int) -> ProcessGroup:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of simulated ranks. Its rank is the thread's; torch would use the process's."""
+    """A mesh of simulated ranks, with the rank of the thread; torch's has that of the process."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
@@ -166,11 +167,12 @@ class _MeshByHand(DeviceMesh):
         self._rank = rank
         super().__init__(kind, ranks, mesh_dim_names=tuple(groups), _init_backend=False, _rank=rank)
         # torch caches facts about a mesh's rank for all threads of a process. The cache key
-        # includes the thread's id, so simulated ranks do not share entries.
+        # includes `_thread_id`, so use the rank there: simulated ranks then share no entries.
         self._thread_id = rank
         self._dim_group_names = [group.group_name for group in groups.values()]
         self._pg_registry = {group.group_name: group for group in groups.values()}
-        # `fully_shard` joins axes by this method.
+        # `fully_shard` joins axes with `DeviceMesh._concatenate`. Replace it, so that joined axes
+        # of a `_MeshByHand` keep this rank and its groups; other meshes still use torch's.
         DeviceMesh._concatenate = staticmethod(_concatenate)  # type: ignore[assignment, method-assign]
 
     def __getitem__(self, names: Any) -> DeviceMesh:

@@ -17,7 +17,8 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import AccelError, PeerError
 
 _TAGS = 1 << 30
-# Bytes of a first message: 8 for the length of a value, then its start, or the whole value.
+# The size in bytes of the first message of a value: 8 bytes for the length of the value, then its
+# start, or all of it.
 _HEAD = 256
 
 
@@ -145,7 +146,7 @@ class Channel:
         return [work for rank in ranks for work in self.send(failure, rank)]
 
     def _keep(self, works: list[primitives.Work]) -> None:
-        """Keep messages as long as the group exists: if released too early, they are lost."""
+        """Keep messages as long as the group exists: a message released too early is lost."""
         if self.state.group is not None:
             finalize(self.state.group, works.clear).atexit = False
 
@@ -164,7 +165,8 @@ class Channel:
 
 def open_channel(state: DistState) -> Channel:
     """Open a channel, on all ranks. Cost: one small collective."""
-    # Draw from the system, since a user may have seeded other generators.
+    # Draw the tag from the system: with a generator that a user has seeded, two channels could get
+    # one tag.
     tag = random.SystemRandom().randrange(1, _TAGS)
     return Channel(state, primitives.exchange(tag, state, "shard_loader")[0])
 

@@ -210,8 +210,8 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     if not isinstance(name, str):
         raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
     ranks = over(state)
-    # Refuse a loss that gets only a part of the rows even without a graph: the value would be
-    # wrong.
+    # Check `x` even if it has no graph: if the loss gets only a part of the rows, the value itself
+    # is wrong.
     leaves = [x if torch.is_grad_enabled() else x.detach()]
     problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
     agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
@@ -219,7 +219,8 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
         if not len(x):
             raise BatchError("batch_mean: x must have a row on some rank, got none")
         return x.mean(0)
-    # The name is a key: if a rank sums another statistic, structures differ, and all ranks raise.
+    # Use the name as a key: if a rank sums another statistic, the structures differ, and all ranks
+    # raise.
     found = reduce_sum({name: (x.sum(0), len(x))}, state)
     total, num_rows = found[name]
     if not num_rows:
@@ -307,12 +308,12 @@ def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight:
 def _share_of(tensor: Tensor, share: float) -> Tensor:
     """Copy a tensor, times a share, into contiguous memory.
 
-    Backends sum by address, and ranks may differ in strides.
+    Backends add up elements in the order of memory, and ranks may differ in strides.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     wide = plain.to(_SUMMED_AS.get(plain.dtype, plain.dtype))
     if not share:
-        # A product with 0 would be NaN if a value is not finite.
+        # Do not multiply by 0: a value that is not finite would become NaN.
         wide = torch.zeros_like(wide)
     elif share != 1:
         wide = wide * share

@@ -108,8 +108,8 @@ def join_world(
         num_groups = dist.distributed_c10d._world.group_count
         group, watchdog = meet(store, me, num_groups, partial(_make_group, backend, me, mesh))
     except BaseException as error:
-        # A server ends with the last reference to its store. Frames of the error hold references,
-        # and the caller may keep the error.
+        # A server ends with the last reference to its store. Frames of the error hold such
+        # references, and the caller may keep the error. So clear these frames.
         store = None
         chain: BaseException | None = error
         while chain is not None:
@@ -144,7 +144,8 @@ def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, 
         with suppress(dist.DistError):
             store.set(tried[me.rank], "")
             with suppress(dist.DistStoreError):
-                # Wait briefly: the other live ranks fail at about the same time.
+                # Wait briefly: the other live ranks fail at about the same time, and then set their
+                # keys. Ranks without a key are gone.
                 store.wait(tried, timedelta(seconds=_LINGER_S))
             absent = [rank for rank, key in enumerate(tried) if not store.check([key])]
             if absent:
@@ -159,7 +160,7 @@ def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, 
 
 
 def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
-    """Name a try and wait for the notes of all ranks; return its name and the notes."""
+    """Name a try and wait for the notes of all ranks; return the name of the try, and the notes."""
     world = f"accel_fn/world/{uuid.uuid4().hex}"
     keys = [f"{world}/note/{rank}" for rank in range(me.world_size)]
     store.set(keys[0], note)
@@ -187,7 +188,10 @@ def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 
 
 def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
-    """Leave a note in each try of rank 0 until a try begins with it; return its name and notes."""
+    """Leave a note in each try of rank 0 until a try begins with it.
+
+    Return the name of that try, and the notes of all ranks.
+    """
     world, pause_s = "", max(_POLL_S, me.world_size / _POLLS_PER_S)
     try:
         while time.monotonic() < me.deadline:
@@ -239,7 +243,10 @@ def _late(me: JoiningRank, problem: str) -> WorldTimeoutError:
 
 
 def _may_be_of_a_peer(failure: Exception) -> bool:
-    """Return whether a lost or slow rank may be the cause. Gloo raises a bare RuntimeError."""
+    """Return whether a lost or slow rank may be the cause of an error.
+
+    Gloo raises a bare RuntimeError, so look at the text.
+    """
     text = str(failure)
     return (
         isinstance(failure, dist.DistError) or "connectFullMesh" in text or "Wait timeout" in text
@@ -254,7 +261,8 @@ def _make_group(
     backend: str, me: JoiningRank, mesh: Mapping[str, int], store: Store, num_groups: int
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     timeout = timedelta(seconds=me.timeout_s)
-    # Torch names groups by this count, which a failed try may have increased on this rank.
+    # Torch names groups by this count, which a failed try may have increased on this rank only. Set
+    # it to the same number on all ranks.
     dist.distributed_c10d._world.group_count = num_groups
     if dist.is_initialized():
         group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
@@ -309,7 +317,8 @@ def leave_world(group: ProcessGroup, watchdog: Watchdog | None) -> None:
     ):
         fails = ending_error() is not None or (watchdog is not None and watchdog.has_lost_rank)
         if fails and device_backend(group) is not None:
-            # Destroying a group waits for queued kernels, whose peers may never run them.
+            # Abort the group: destroying it would wait for queued kernels, whose peers may never
+            # run them.
             dist.distributed_c10d._abort_process_group(group)
         else:
             dist.destroy_process_group(group)

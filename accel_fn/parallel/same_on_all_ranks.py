@@ -35,6 +35,7 @@ def check_same_gradients(
     """
     if state.data.world_size < state.world_size:
         # A loss or a metric may come from the part of a split layer that this rank computes.
+        # Compare them over all ranks.
         losses = {"the loss": report.loss} | {
             f"the metric {name!r}": each for name, each in report.metrics.items()
         }
@@ -44,8 +45,8 @@ def check_same_gradients(
             "the same random numbers on these ranks, as after seed_all"
         )
         check_same(strategy, state, losses, words)
-    # Otherwise replicas would diverge silently if a gradient function forgets to average, or if
-    # random numbers differ between ranks. The first update shows it.
+    # A gradient function may forget to average, or draw different numbers on each rank. Replicas
+    # would then diverge silently, so compare the gradients of the first update.
     names = {id(p): name for name, p in plan.model.named_parameters()}
     tensors = {"the factor": grads.factor}
     for parameter, tensor in zip(plan.trained(), grads.tensors, strict=True):
@@ -70,7 +71,8 @@ def check_same(
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     compared = tuple(strategy.compared_ranks(state))
-    # Every rank has only one rank to compare, so all of them return.
+    # If this rank has only itself to compare with, so has every rank. All of them return here, so
+    # none waits.
     if len(compared) == 1:
         return
     prints = fingerprints(list(tensors.values()))
@@ -85,7 +87,8 @@ def check_same(
             if name not in entries:
                 continue
             place, it = entries[name]
-            # A rank without the gradient of a shard has an empty place, so compare numbers of axes.
+            # A rank without the gradient of a shard has an empty place. To find this rank, compare
+            # the number of axes too.
             same_axes = num_axes.setdefault(peers, len(place)) == len(place)
             if not same_axes or firsts.setdefault((peers, place), it) != it:
                 wrong.append(rank)
@@ -99,7 +102,8 @@ def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
 
     Equal tensors have equal fingerprints; different tensors almost never do.
     """
-    # Put zeros on the device of the gradients; otherwise fingerprints would be copied one by one.
+    # A missing tensor counts as 0. Put this 0 on the device of the first tensor, so that all
+    # fingerprints on one device are copied to the host at once.
     device = next((each.device for each in tensors if each is not None), None)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     factors: dict[torch.device, Tensor] = {}
@@ -111,7 +115,10 @@ def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
-    """Sum a tensor's words of bits, times a factor for each place; in pieces, to save memory."""
+    """Sum the words of a tensor's memory, each times a factor for its place.
+
+    The sum runs in pieces, to save memory.
+    """
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         values, places = (
@@ -119,7 +126,8 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
         )
         return values * _MIXING + places
     dense = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # Use words of 32 bits at most: with 64 bits, two swapped signs would add 2**64, which is 0.
+    # Use words of at most 32 bits. With 64-bit words, two flipped sign bits would change the sum by
+    # a multiple of 2**64, and int64 arithmetic drops that.
     bits = {1: torch.int8, 2: torch.int16}.get(dense.element_size(), torch.int32)
     words = dense.reshape(-1).view(bits)
     largest = _PIECE_ON_HOST if words.is_cpu else _PIECE
@@ -134,6 +142,9 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
 
 
 def _factors(size: int, device: torch.device) -> Tensor:
-    """Return factors for places: odd and not linear, so that places 0 + 3 differ from 1 + 2."""
+    """Return a factor for each place, odd and not linear in the place.
+
+    With linear factors, equal words at places 0 and 3 would have the same sum as at places 1 and 2.
+    """
     mixed = torch.arange(size, device=device) * _MIXING
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -21,7 +21,7 @@ from accel_fn.parallel.batch_norm import SyncedBatchNorm, batch_norms, has_own_f
 
 
 class _Spare(tuple[float, ...]):
-    """The weight 0 of a spare micro-batch: its rows belong to another rank, and count there."""
+    """The weight 0 of a spare micro-batch, whose rows count in the statistics of another rank."""
 
 
 _SPARE: Final = _Spare()
@@ -80,7 +80,7 @@ class SyncedStrategy(PaddingStrategy):
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
         finally:
-            # The nodes would keep the graph alive.
+            # Drop the nodes, which would keep the graph alive.
             self._layers.nodes.clear()
 
     def filled(
@@ -97,8 +97,9 @@ class SyncedStrategy(PaddingStrategy):
         layers.nodes.clear()
         loss, metrics = super().outputs(plan, state, part, weight)
         if not weight and torch.is_grad_enabled():
-            # A loss of weight 0 may be 0 / 0, which the layers would send to all ranks. Rows of
-            # weight 0 still get a gradient, through the statistics.
+            # A loss of weight 0 may be 0 / 0, and the layers would send its NaN gradients to all
+            # ranks. Drop the gradients of the loss before the layers. Rows of weight 0 still get a
+            # gradient, through the statistics.
             leave_out([loss.grad_fn], layers.nodes)
         return loss, metrics
 

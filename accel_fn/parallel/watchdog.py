@@ -55,7 +55,8 @@ class StoreLog:
     """
 
     def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
-        # Clone the store: a rendezvous may be waiting in the original.
+        # Clone the store: while a rendezvous waits in the original, other calls on the original
+        # would wait too.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._address = address
@@ -206,12 +207,13 @@ class StoreWatchdog:
         if _OF_GLOO not in text:
             return
         peers = self._ranks.along(axis, self._rank)
-        # Without the lock, the watchdog's thread could report the line here instead of the line
-        # that failed.
+        # Without the lock, the watchdog's thread could report this line instead of the line whose
+        # collective failed.
         with self._diagnosing:
             if _TIMED_OUT in text:
                 self._request_abort(function, axis, error)
-            # An entry of a peer that left, or a request to abort, explains a closed connection.
+            # Wait for what explains a closed connection: the entry of a peer that left, or a
+            # request to abort.
             entries = self._wait_for_entries(
                 lambda found: (
                     any(each.left for rank, each in found.items() if rank in peers)
@@ -236,8 +238,8 @@ class StoreWatchdog:
                 self._check(time.monotonic())
 
     def _check(self, now: float) -> None:
-        # Wait a period longer than the timeout, so that Gloo raises its own error first: it has the
-        # thread's stack.
+        # Wait a period longer than the time-out, so that Gloo raises first: its error has the stack
+        # of the thread that waits.
         longest = self._timeout_s + self._period_s
         for since, collective in list(self.waits.values()):
             if now - since > longest:
@@ -311,7 +313,8 @@ class StoreWatchdog:
         while num_reports < num_ranks and time.monotonic() < deadline and self._log.is_served():
             time.sleep(_POLL_S)
             num_reports = self._log.count_reports()
-        # Rank 0 may serve the store, from which its peers still read that all ranks have reported.
+        # Let rank 0 end last. It may serve the store, from which its peers still read that all
+        # ranks have reported.
         if self._rank == 0:
             time.sleep(_LINGER_S)
 
@@ -363,7 +366,7 @@ class Waiting:
 
 
 def _write(report: str) -> None:
-    """Flush stdout and stderr, if possible, and write the report at once."""
+    """Flush stdout and stderr, if possible, then write the report to stderr."""
     # Flush in threads, since a thread that hangs may hold the lock of a stream. A stream is None if
     # the parent process has closed it.
     for stream in filter(None, (sys.stdout, sys.stderr)):

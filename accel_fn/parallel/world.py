@@ -199,7 +199,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     given = {name: environment[name] for name in names if environment.get(name)}
     if "LOCAL_RANK" in given and "LOCAL_WORLD_SIZE" not in given:
         given |= azure_local_world_size(environment, given.get("WORLD_SIZE", ""))
-    # If a launcher has set the local variables, it started this process, and not the cluster.
+    # If the local variables are set, a launcher has started this process, and not the cluster.
     if not any(name in given for name in _LOCAL):
         given = {**_from_cluster(environment, given), **given}
     if not given:
@@ -229,8 +229,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _store_file(environment: Mapping[str, str]) -> str | None:
-    """Return the store's file of this process's launch; None for other launchers."""
-    # If a rank starts another launcher, its ranks inherit the variable, but have another port.
+    """Return the file of the store that accel-fn's launcher has made; None for other launchers."""
+    # If a rank starts another launcher, the ranks of that launcher inherit the variable, but have
+    # another port.
     path = environment.get("ACCEL_FN_STORE")
     return path if path and path.endswith(f"_{environment.get('MASTER_PORT')}") else None
 

@@ -111,7 +111,8 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     for name, block in found.items():
         hooks = block._forward_pre_hooks.values()
         if any(each.__module__.startswith("torch.distributed.tensor") for each in hooks):
-            # A recomputation calls the forward without these hooks, which split the input.
+            # Refuse a block with these hooks, which split the input: a recomputation calls the
+            # forward without hooks.
             rule, repair = "match modules around split layers", "name blocks that hold the layers"
             raise PlanError(message("build", "checkpoint_activations(blocks)", rule, name, repair))
     inside = compile_inside(
@@ -134,8 +135,9 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             return forward(*args, **kwargs)
         around = checkpoint_hook()
         if around and not hasattr(around, OURS):
-            # The model's own checkpoint saves this memory already. Its recomputation calls the
-            # block outside of our context and of a compiled loss, and must save the same tensors.
+            # Do not checkpoint again: the model's own checkpoint saves this memory already. Its
+            # recomputation calls the block outside of our context and of a compiled loss, and must
+            # save the same tensors as this forward.
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
         # By default, torch stops the second run at the last tensor that the backward needs, before
         # the output. To compare outputs, the run must reach its end.

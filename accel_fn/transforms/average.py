@@ -194,7 +194,7 @@ class Average:
     def on_filled(self) -> None:
         """Start the means from the parameters, except those that a checkpoint has given."""
         if self._is_waiting:
-            # A mean of NaN would stay NaN: NaN + 1.0 * (parameter - NaN).
+            # Copy the parameters: a mean of NaN would stay NaN, by NaN + 1.0 * (parameter - NaN).
             gaps = {
                 name: self._averaged[name] for name, mean in self._means.items() if has_gaps(mean)
             }
@@ -205,7 +205,7 @@ class Average:
         return self._rate(max(0, num_updates - self._num_warmup))
 
     def _follow(self, weight: float | Tensor) -> None:
-        """Move each mean towards its parameter by its weight."""
+        """Move each mean towards its parameter, by this weight."""
         means = [*self._means.values()]
         values = [*map(Tensor.detach, self._averaged.values())]
         if not _HALVES.isdisjoint(map(_dtype, values)):
@@ -266,13 +266,13 @@ class Average:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         means = {name: f"mean/{name}" for name in self._means}
-        # A checkpoint of another program may lack some means.
+        # Copy the means that are there: a checkpoint of another program may lack some.
         _copy({name: saved[key] for name, key in means.items() if key in saved}, self._means)
         self._updates.restore(saved["num_updates"])
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Widen half precision: a mean in it would never move, since rounding exceeds the change."""
+    """Widen half precision to float32: in half precision, rounding would undo each small change."""
     return value.float() if value.dtype in _HALVES else value
 
 

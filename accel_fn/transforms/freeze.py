@@ -67,7 +67,8 @@ after_update=[freeze('weight', until=100)])
             "after_update": Stateful(thawing, until=until),
         }
     return fill(
-        # This function wraps innermost, wherever `freeze` is listed.
+        # Wrap innermost, wherever `freeze` is listed, so that other functions get no frozen
+        # gradients.
         first=("wrap_grad_fn",),
         check=lambda plan: _check_names(plan, listed, until),
         **slots,
@@ -146,8 +147,8 @@ class Thawing:
         if self._updates.value + 1 < self._until:
             assert report.applied is not None
             self._updates.add(report.applied)
-            # One verdict may be pending on the device. Read it if the next update would be number
-            # `until`, provided that the pending update was applied.
+            # One verdict may be pending on the device. If that update was applied, the next one may
+            # be number `until`. Wait for the verdict in this case.
             if self._updates.value + 2 >= self._until:
                 self._updates.read()
             self._open()

@@ -141,7 +141,8 @@ class FiniteNorm:
         if norm.is_cpu:
             return self._answers[self._accepts(norm.item(), name)]
         if not isinstance(self._in_a_row, Tensor) or norm.device != self._in_a_row.device:
-            # The state was on the host, or came from a checkpoint.
+            # The state was on the host, or came from a checkpoint. Move it to the device of the
+            # norm.
             self._move(norm.device)
         ok, changes = self._judge(norm)
         in_a_row = torch.where(ok, 0, self._in_a_row + 1)
@@ -172,7 +173,7 @@ class FiniteNorm:
             setattr(self, f"_{name}", each.to(device))
 
     def _read(self) -> None:
-        """Convert the state to numbers: at first, and after loading, it is tensors."""
+        """Convert the state to numbers: `__init__` and `load_state_dict` set tensors."""
         for name, each in self.state_dict().items():
             setattr(self, f"_{name}", each.tolist())
 
@@ -205,7 +206,7 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the state of a checkpoint."""
-        # Drop a pending value, which belongs to the run before loading.
+        # Drop a pending value: it belongs to the run before loading.
         self._delayed.last()
         self._norm_before = None
         for name in self.state_dict():
@@ -237,14 +238,16 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = places == self._num_seen % window
-        # A batch of weight 0 has the norm 0, which is not added to the window.
+        # A batch of weight 0 has the norm 0. Leave it out of the window, since it would lower the
+        # mean.
         counts = ok & (norm > 0)
         norms = torch.where(here & counts, norm, self._norms)
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 
     def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
         norms, num_seen = self._norms, self._num_seen
-        # Round to float32, in which a checkpoint stores norms.
+        # Round to float32, in which a checkpoint stores norms. So a resumed run makes the same
+        # decisions.
         norm, window = c_float(norm).value, len(norms)
         ok = math.isfinite(norm)
         if ok and num_seen >= window // 2:
@@ -252,7 +255,8 @@ class NormInLine(FiniteNorm):
             mean = math.fsum(known) / len(known)
             spread = math.fsum([(each - mean) ** 2 for each in known]) / (len(known) - 1)
             ok = norm <= max(mean + self.num_sigmas * math.sqrt(spread), _LEAST * mean)
-        # A batch of weight 0 has the norm 0, which is not added to the window.
+        # A batch of weight 0 has the norm 0. Leave it out of the window, since it would lower the
+        # mean.
         if not ok or norm <= 0:
             return ok, {}
         place = num_seen % window

@@ -54,7 +54,8 @@ class WholeAttention(TorchFunctionMode):
         if fn is F.scaled_dot_product_attention and not self._is_inside:
             return self.attend(*args, **kwargs)
         if fn is F.multi_head_attention_forward:
-            # This mode is off inside of a torch function that is written in Python.
+            # Torch switches this mode off inside of a torch function that is written in Python. So
+            # the mode could not replace the attention there.
             raise LossError(
                 "step: wrap_cp must have attention by F.scaled_dot_product_attention, got "
                 "F.multi_head_attention_forward, which does not let it through; call it in a layer of yours"
@@ -111,7 +112,7 @@ class WholeAttention(TorchFunctionMode):
     def _attend_by_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
-        """Exchange tokens for heads, attend, and exchange back."""
+        """Get all tokens of some heads from the other ranks, attend, and exchange back."""
         place, num_ranks = self._cp.rank, self._cp.world_size
         for each in (query, key):
             if each.ndim < 3 or each.shape[-3] % num_ranks:
@@ -237,15 +238,16 @@ class _Call:
 
 def _has_causal_kernel(query: Tensor) -> bool:
     """Return whether torch has a causal kernel for the last queries only, without a mask."""
-    # While a mode watches operations, as in the checks, no tensor of another class can be made.
+    # The kernel takes its bias as a tensor of another class, which no code can make while a mode
+    # watches operations, as in the checks.
     return query.is_cuda and _get_current_dispatch_mode() is None
 
 
 def _causal_mask(query: Tensor, num_keys: int) -> Tensor:
-    """Return the causal mask, or a bias, of queries of which the last one attends to all keys."""
+    """Return a causal mask, or a bias for the causal kernel; the last query attends to all keys."""
     num_queries = query.shape[-2]
     if _has_causal_kernel(query):
-        # Import it here, since it imports torch's compiler.
+        # Import the bias here, since its module imports torch's compiler.
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(num_queries, num_keys)
@@ -308,7 +310,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _Swap(torch.autograd.Function):
-    """Exchanges tokens of all heads for all tokens of some heads; the backward does the reverse."""
+    """Exchanges tokens of all heads for all tokens of some heads, or back.
+
+    The backward does the reverse.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cp: DistState, blocks: Blocks, by_heads: bool) -> Tensor:

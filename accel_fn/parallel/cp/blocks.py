@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
         }
         if type(batch) is dict:
             return {**batch, **found}
-        # A batch of another class, such as a tokenizer's, keeps its methods.
+        # Copy a batch of another class, such as a tokenizer's, so that the blocks have its methods.
         own = copy.copy(batch)
         for name, tensor in found.items():
             own[name] = tensor

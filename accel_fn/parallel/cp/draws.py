@@ -34,7 +34,8 @@ def draws_of_block(device: torch.device, rank: int) -> Iterator[None]:
     generator's state of the forward.
     """
     _FORWARD.is_of_block = True
-    # Without a default group, ranks are simulated by threads, which share the generators.
+    # Without a default group, ranks are simulated by threads. They share the generators, so no rank
+    # may seed them.
     generator = generator_of(device) if current_world() else None
     outside = inside = torch.empty(0)
     if generator is not None:

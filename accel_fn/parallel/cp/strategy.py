@@ -91,7 +91,8 @@ class ContextParallel(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Compute the gradients of the global batch; refuse sequences that cannot be cut."""
-        # A weight_fn runs before the first forward, and its error reaches all ranks.
+        # Refuse sequences in the weight_fn: it runs before the first forward, and its error reaches
+        # all ranks.
         if self._checked is None or self._checked[0] is not plan:
             self._checked = plan, replace(plan, weight_fn=partial(self._weigh, plan))
         return super().gradients(self._checked[1], state, batch)
@@ -119,7 +120,7 @@ class ContextParallel(Strategy):
             self._of_transformers.given(part, blocks),
             draws_of_block(state.device, blocks.rank),
         ):
-            # A loss may call `view`, which works on a whole batch.
+            # Make the blocks contiguous: a loss may call `view`, which works on the whole batch.
             own = map_tensors(Tensor.contiguous, blocks.cut(part, self._dims))
             outcome = super().outputs(plan, state, own, weight)
         if plan.reduction == "sum":
@@ -146,12 +147,12 @@ class ContextParallel(Strategy):
         return found
 
     def _joined(self, loss: Tensor, metrics: Metrics, share: float) -> Outcome:
-        """Sum a block's share of loss and metrics over the axis."""
+        """Multiply the block's loss and metrics by its share, and sum them over the axis."""
         if share:
             own = loss * share
         else:
-            # The loss of no items may be 0 / 0. Make its gradient zero up to the attention, whose
-            # backward exchanges the gradients of other ranks.
+            # A block without items may have the loss 0 / 0. Replace its gradients by zeros as far
+            # as the attention, whose backward must still exchange the gradients of other ranks.
             if loss.grad_fn is not None and torch.is_grad_enabled():
                 leave_out([loss.grad_fn], _attention_behind([loss.grad_fn]))
             own = torch.zeros_like(loss) * torch.nan_to_num(loss, 0.0, 0.0, 0.0)
@@ -192,7 +193,10 @@ class ContextParallel(Strategy):
 
     @contextmanager
     def _attending(self, blocks: Blocks | None = None) -> Iterator[None]:
-        """Enter a context for the forward of these blocks, or for the backward of the last ones."""
+        """Enter a context for a forward of these blocks.
+
+        For None, it is the context for a backward of the last blocks.
+        """
         attention = self._attention if blocks is None else self._attention.over(blocks)
         with attention, self._of_transformers.attending():
             yield
@@ -263,7 +267,7 @@ def average_over(tensors: Sequence[Tensor], state: DistState) -> None:
 
 
 def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
-    """Yield the numbers that the ranks add up: a mean times its share, a sum and its count."""
+    """Yield the numbers that the ranks add up: means times the share, and sums with counts."""
     for value in metrics.values():
         if isinstance(value, tuple):
             yield from value
@@ -272,7 +276,10 @@ def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
 
 
 def _attention_behind(ends: Sequence[Node]) -> list[Node]:
-    """Return the first attention nodes behind these nodes, whose backward exchanges gradients."""
+    """Return the attention nodes that a backward from these nodes reaches first.
+
+    Their backward exchanges gradients.
+    """
     found: list[Node] = []
     seen: set[Node] = set()
     ahead = [*ends]

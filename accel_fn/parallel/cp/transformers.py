@@ -138,7 +138,10 @@ class ModelsOfTransformers:
     def _documents(
         self, model: Any, given: Mapping[str, Any], part: Any, device: torch.device
     ) -> Tensor | None:
-        """Return the whole positions of packed documents; None if each row is one document."""
+        """Return the positions in packed documents, over whole sequences.
+
+        Return None if each row is one document.
+        """
         from transformers.masking_utils import find_packed_sequence_indices
 
         whole = part.get("position_ids")
@@ -181,7 +184,7 @@ def _shifted(labels: Tensor, dim: int) -> Tensor:
 
 
 def _mode() -> WholeAttention:
-    """Return the mode around this forward, also in a thread of the autograd engine."""
+    """Return the mode that is on in this thread, which may be one of the autograd engine."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next(each for each in reversed(stack) if isinstance(each, WholeAttention))
 
@@ -237,7 +240,7 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make this rank's rows of transformers' whole mask; None if the mask is just causal."""
+    """Make this rank's rows of the mask for the whole sequence; None if the mask is only causal."""
     from transformers import masking_utils as masks
 
     mode = _mode()

@@ -294,7 +294,7 @@ class FSDP(PaddingStrategy):
     def _prepare_first(
         self, plan: Plan, state: DistState, grads: Grads, report: Report
     ) -> Prepared:
-        """In the first update, refuse gradient transforms that read a number from shards."""
+        """In the first update, refuse transforms that read a number computed from shards."""
         with WholeNumbers():  # type: ignore[no-untyped-call]
             prepared = super().prepare(plan, state, grads, report)
         del self.__dict__["prepare"]
@@ -365,7 +365,7 @@ def _shard(
     offload: bool,
     frozen: Mapping[str, nn.Module],
 ) -> None:
-    """Shard a loss's model, from rank 0's parameters and buffers, and the frozen models."""
+    """Copy rank 0's parameters and buffers to all ranks; shard the model and the frozen models."""
     model = loss_module_of(sharded).model
     units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
     tops = {name: top for name, top in tops_of(model, "") if name in units}
@@ -395,17 +395,20 @@ def _shard(
     home = torch.device("cpu") if offload else state.device
     # FSDP takes over the new tensors in the first forward, below.
     give_memory(sharded, state.device, shards_on=home)
-    # Keep our method: FSDP gives the module a class with another one.
+    # Keep our `__deepcopy__`: FSDP gives the module a class with another one.
     sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():
-        # FSDP makes the module that runs first the root.
+        # Run this module first, since FSDP makes the module that runs first the root.
         sharded(None)
 
 
 def _adding(
     model: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Return the dtype for adding up gradients; None, their own dtype, for float64 and complex."""
+    """Return the dtype in which gradients are added up.
+
+    Return None for float64 and complex gradients, which keep their own dtype.
+    """
     gradients = param_dtype or next(p.dtype for p in model.parameters() if p.requires_grad)
     return None if gradients == torch.float64 or gradients.is_complex else reduce_dtype

@@ -47,7 +47,8 @@ def try_optimizer(
     """
     is_known = type(optimizer).__module__.startswith("torch.optim.")
     given = [each for group in optimizer.param_groups for each in group["params"]]
-    # torch 2.13 views unevenly cut complex vectors as wrong real vectors, without an error.
+    # Try the optimizers of torch on complex parameters too: torch 2.13 views unevenly cut complex
+    # vectors as wrong real vectors, without an error.
     if is_known and not any(each.is_complex() for each in given):
         return
     size, fault = mesh.size(mesh.ndim - 1), ""
@@ -101,7 +102,10 @@ def _reason(error: Exception) -> str:
 
 
 def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
-    """Update parameters without rows, which some ranks hold if there are fewer rows than ranks."""
+    """Update parameters without rows; return the failure, or "" if there is none.
+
+    Some ranks hold such parameters if there are fewer rows than ranks.
+    """
     groups = optimizer.param_groups
     if all(len(each) >= size for group in groups for each in group["params"] if each.ndim):
         return ""
@@ -128,6 +132,7 @@ def _updated_whole(
             _update(twin, parameters, _whole)
         except Exception:
             # A copy may fail: an optimizer may read the model, or make its state in `__init__`.
+            # Leave such an optimizer untried.
             return [], False
         if not is_same_random(before, random_state(state.device)):
             return [], True
@@ -189,7 +194,7 @@ def _twin(
     length_of: LengthFn,
     place: Callable[[Tensor], Tensor],
 ) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer, with a small parameter for each kind in a group; return both."""
+    """Copy an optimizer onto small parameters, one for each kind in a group; return both."""
     twins = _Twins(state.device, length_of, place)
     twin = twins.copied(optimizer)
     kept: list[Group] = []
@@ -219,7 +224,7 @@ def _shape_of(parameter: Tensor) -> tuple[Any, ...]:
 
 
 class _Twins:
-    """Copies of an optimizer's objects, with small tensors for parameters and their state."""
+    """Copies an optimizer's objects; small tensors stand in for its parameters and their state."""
 
     def __init__(
         self, device: torch.device, length_of: LengthFn, place: Callable[[Tensor], Tensor]
@@ -285,7 +290,10 @@ class _Twins:
         return self._kinds[kind]
 
     def _state(self, state: Mapping[Any, Any]) -> Any:
-        """Copy the state that `__init__` made; tensors of a parameter's shape repeat one value."""
+        """Copy the state that `__init__` made, with small tensors for those of a parameter's shape.
+
+        A small tensor repeats the first value of the original.
+        """
         made = defaultdict[Any, Any](dict)
         for parameter, held in state.items():
             twin = self._made.get(id(parameter), parameter)

@@ -128,7 +128,7 @@ class ShardedLoss(nn.Module):
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
     def _free_alone(self, *_: object) -> None:
-        """Reshard a part that was called outside of a loss; a loss may still need it."""
+        """Reshard a part after a call outside of a loss; in a loss, a later call may need it."""
         if not self._is_running:
             self.free()
 
@@ -156,7 +156,8 @@ class ShardedLoss(nn.Module):
             # A sum over no elements is zero even if a parameter is NaN.
             zeros = [each.to_local().flatten()[:0].sum() for each in self._shards()]
             return torch.stack(zeros).sum(), {}
-        # Gather before the loss, which may call any method of the model.
+        # Gather the parameters outside of blocks before the loss, which may call any method of the
+        # model.
         self._call("unshard", self._tops)
         self._is_in_loss, self._is_running = torch.is_grad_enabled(), True
         try:
@@ -190,7 +191,7 @@ class ShardedLoss(nn.Module):
         raise refused from error
 
     def __deepcopy__(self, _memo: object) -> Any:
-        # Copying a unit copies its hooks, and with them this module.
+        # Refuse a copy: a unit is copied with its hooks, and so with this module.
         raise PlanError(
             "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
             "AveragedModel does; average by af.ema(decay), copy a frozen model before build, or write "
@@ -215,7 +216,8 @@ class ShardedLoss(nn.Module):
     def _guarded(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
         """Copy outputs that are views, and refuse a backward of them while the loss is computed.
 
-        Writing to a view would lose the hook that gathers for the backward.
+        If the loss wrote to a view, the view would lose FSDP's hook, which gathers the parameters
+        for the backward.
         """
         if isinstance(output, Tensor):
             return self._watch(output)
@@ -242,14 +244,18 @@ class ShardedLoss(nn.Module):
 
     def free(self, *_: object) -> None:
         """Reshard everything, unless a backward is still to run."""
-        # FSDP keeps some units whole until the backward. Without gradients there is no backward.
+        # FSDP keeps some units whole until the backward. Without gradients there is no backward, so
+        # reshard these units here.
         if not torch.is_grad_enabled():
             self._call("reshard", self._kinds)
             if not self._is_in_loss:
                 self._forget_forwards()
 
     def _forget_forwards(self) -> None:
-        """Forget forwards without a backward: the next backward would gather their last unit."""
+        """Clear FSDP's record of forwards that had no backward.
+
+        Otherwise the next backward would gather the last unit of these forwards.
+        """
         for state in self._call("_get_fsdp_state", self._kinds):
             state._comm_ctx.post_forward_order.clear()
             for group in _groups_of(state):
@@ -262,7 +268,8 @@ class ShardedLoss(nn.Module):
         if forget is not None:
             forget()
         self._call("reshard", self._kinds)
-        # Otherwise the next step would add to the gradients of the step that failed.
+        # Drop the sums of the step that failed. Otherwise the next step would add its gradients to
+        # them.
         self._forget_sums()
 
     def zero_sums(self) -> None:
@@ -296,7 +303,7 @@ class ShardedLoss(nn.Module):
             self._call("set_custom_reduce_scatter", [unit], reduce)
 
     def _group_parameters(self, units: Iterable[nn.Module] | None = None) -> Iterator[Any]:
-        """Yield FSDP's own records of parameters."""
+        """Yield FSDP's records of the parameters in these units; by default, in all units."""
         for state in self._call("_get_fsdp_state", self._kinds if units is None else units):
             for group in _groups_of(state):
                 yield from group.fsdp_params

@@ -147,8 +147,8 @@ class OrderedReduce:
         self._has_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # FSDP calls this for the input, then for the output. With one shard there is no
-        # reduce-scatter, so the ranks meet here.
+        # FSDP calls this for the input, then for the output. With one shard, FSDP runs no
+        # reduce-scatter, so the ranks compare their order here.
         tensor = torch.empty(*size, dtype=dtype, device=device)
         if self._num_shards == 1:
             if not self._has_input:

@@ -61,7 +61,8 @@ def check_shardable(
 ) -> None:
     """Refuse, by name, parameters that FSDP cannot shard or would refuse only in the first step."""
     holders: dict[nn.Parameter, tuple[str, str]] = {}
-    # Parameters of a frozen model may still require gradients, but no rank adds up the gradients.
+    # Parameters of a frozen model may still require gradients. No rank adds up these gradients, so
+    # their dtypes do not matter.
     added = [p for p in model.parameters() if p.requires_grad and not is_frozen]
     dtype = added[0].dtype if added else None
     # An FSDP class means that the user has called `fully_shard`: our own step restores the classes.
@@ -78,10 +79,11 @@ def check_shardable(
                 f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "
                 f"one on {name}; register it after build, on the shard"
             )
-        # The innermost unit around a parameter holds it; names of outer units are shorter.
+        # The innermost unit around a parameter holds the parameter. Names of outer units are
+        # prefixes of its name, so take the longest name.
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
-        # FSDP adds up the gradients of a unit in one buffer.
+        # FSDP adds up the gradients of a unit in one buffer, so they must have one dtype.
         is_of_one_dtype = not parameter.requires_grad or dtype in (None, parameter.dtype)
         is_complex = parameter.is_complex() or (dtype is not None and dtype.is_complex)
         convert = (

@@ -34,7 +34,7 @@ def average(
         mine = flat(bucket)
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
-        # Equal infinities compare equal here, but their difference is NaN.
+        # Equal infinities compare equal here. Their difference is NaN, so it is set to 0 below.
         equal = mine == first
         # If a rank without items holds an infinity, the infinity times its share of 0 would be NaN
         # for all ranks.
@@ -46,7 +46,7 @@ def average(
 def _agreed(
     tensors: Mapping[str, Tensor], weight: float, state: DistState, also: Sequence[str]
 ) -> list[float]:
-    """Return every rank's weight, after all ranks have agreed on what to average."""
+    """Return every rank's weight; raise on all ranks if they would average different tensors."""
     lines = [*also, *(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     every = primitives.exchange((weight, digest), state, "local_sgd")

@@ -72,8 +72,8 @@ after_update=[local_sgd(every=8)])
     """
     check_count("local_sgd", "every", every)
     return fill(
-        # The average runs first, so that other functions see its result, wherever local_sgd is
-        # listed.
+        # Average first, wherever local_sgd is listed, so that the other `after_update` functions
+        # see the average.
         first=("after_update",),
         strategy=LocalSlot(make_local),
         after_update=Stateful(RankAverage, every=every),
@@ -241,8 +241,8 @@ class RankAverage:
     def _updated(self) -> list[str]:
         """Return the names of parameters that all ranks must update together, if `every` is 1.
 
-        Without momentum and weight decay, a missing gradient acts like a gradient of zeros, so the
-        list is empty.
+        Otherwise the list is empty. It is empty too without momentum and weight decay, where a
+        missing gradient acts like a gradient of zeros.
         """
         groups = [g for each in self._plan.optimizers.values() for g in each.param_groups]
         has_state = any(each.state for each in self._plan.optimizers.values())

@@ -142,7 +142,8 @@ class VirtualRanks(Strategy):
         layout = self.layout
         self._differing = layout.settle(state, metrics)
         if not layout.sizes and not layout.terms:
-            # No other rank sums metrics now, so all ranks raise in the next step.
+            # Without metrics, the ranks exchange no sums in which the others could see this error.
+            # So all ranks raise in the next step.
             layout.pending_error = self._differing
             return []
         tree, is_wrong = Tree(), self._differing is not None
@@ -224,7 +225,7 @@ class VirtualRanks(Strategy):
         return slices, total, samples, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
-        """Return this rank's number of samples and its slices; [] if they cannot be equal."""
+        """Return this rank's number of samples, and its slices; [] if their sizes would differ."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
         if type(batch) is FailedBatch:
@@ -283,7 +284,7 @@ def _in_own_memory(state: DistState, part: Any) -> Any:
     """Copy a part of a batch, since the address of a tensor changes how some kernels round."""
 
     def own(tensor: Tensor) -> Tensor:
-        # A tensor on another device will be copied anyway.
+        # A tensor on another device will be copied anyway, when it is moved to this one.
         return tensor.clone() if tensor.device == state.device else tensor
 
     return map_tensors(own, part)
@@ -304,7 +305,7 @@ def run_or_raise_on_all(run: Callable[[], None], state: DistState) -> None:
         if failure is not None:
             raise failure
     finally:
-        # Otherwise the frame would hold the error, and the error's traceback the frame.
+        # Delete the local reference: otherwise the error and this frame keep each other alive.
         del failure
     for rank, text in enumerate(failures):
         if text:

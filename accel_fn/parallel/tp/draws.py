@@ -110,5 +110,5 @@ class _Region:
 
     def _lasts(self) -> bool:
         # A recomputation may begin a region and stop before its end. Then torch restores the
-        # generator, whose seed differs again.
+        # generator. A seed that is not that of the region shows this.
         return self._is_open and generator_of(self._device).initial_seed() == self._seed

@@ -22,8 +22,8 @@ _OF_TRANSFORMERS: dict[str, object] = {
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of heads: each rank has a part of the heads. Torch treats them as a part of the
-    # sequence, but the output, and the sum of gradients over the ranks, are the same.
+    # Norms of heads: each rank has a part of the heads. This style of torch is made for a part of
+    # the sequence, but it gives the same output, and the same sum of gradients over the ranks.
     "replicated_with_grad_allreduce": SequenceParallel(use_local_output=True),
     "replicate": None,
 }
@@ -43,7 +43,8 @@ def plan_styles(model: nn.Module) -> dict[str, object]:
     found: dict[str, object] = {}
     for pattern, style in _plan(model).items():
         is_module = any(matches(name, pattern) for name in modules)
-        # A plan may name layers that only some models of the class have.
+        # Skip a pattern without matches: a plan may name layers that only some models of the class
+        # have.
         if not (is_module or any(matches(name, pattern) for name in parameters)):
             continue
         if not (is_module and style in _OF_TRANSFORMERS):
@@ -81,7 +82,7 @@ def _without_plan(model: nn.Module) -> str:
     for name, block in (blocks or {"": model}).items():
         prefix = f"{starred(name)}." if name else ""
         for inner, module in block.named_modules():
-            # A class of transformers.
+            # Conv1D is a class of transformers.
             if type(module).__name__ == "Conv1D":
                 return (
                     f"build: wrap_tp's styles must be for nn.Linear layers, got {kind}, whose "
@@ -104,10 +105,11 @@ def _without_plan(model: nn.Module) -> str:
 
 
 def _guess(block: nn.Module) -> dict[str, str]:
-    """Guess the styles of a block's layers: in each part, the last may be rowwise.
+    """Guess the styles of a block's layers, part by part.
 
-    The last layer is rowwise if its input is the output of another layer of the part. If not, the
-    styles of the part are empty, for example if one matrix holds queries, keys and values.
+    The last layer of a part is rowwise if it takes as many features as another layer of the part
+    returns; the others are then colwise. If not, the styles of the part are empty, for example if
+    one matrix holds queries, keys and values.
     """
     modules = dict(block.named_modules())
     layers = {
@@ -132,7 +134,7 @@ def _guess(block: nn.Module) -> dict[str, str]:
 
 
 def _part(block: nn.Module, name: str) -> str:
-    """Return the name of the block's child that holds a layer; empty if it is the layer."""
+    """Return the name of the block's child that holds a layer; "" if the layer is this child."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         outer = ".".join(parts[:depth])

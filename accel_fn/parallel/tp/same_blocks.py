@@ -113,15 +113,15 @@ class _Comparison:
         def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             kind = _kind(name, module)
             for call in calls:
-                # A split layer's output shows, without a second run, whether it is a part of the
-                # features.
+                # Look at the output of a split layer too: if it is only a part of the features, the
+                # layer is no block, and needs no second run.
                 seen = (call, output if name in self._open else ())
                 is_new = bool(self._layers(name)) and self._are_whole(module, tensors_of(seen))
                 self._kinds[kind] = is_new and self._is_block(name, module, call)
             if self._kinds.get(kind):
                 self._open -= self._layers(name)
-            # A block that differs keeps its hooks, so that the forward fails again if a program
-            # continues.
+            # A block that differs keeps its hooks: if the program catches the error and continues,
+            # the next forward fails again.
             for handle in handles if self._open else self._handles:
                 handle.remove()
             calls.clear()
@@ -138,7 +138,10 @@ class _Comparison:
         return {each for each in self._open if name in _outward(each)}
 
     def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors are equal on all ranks and not constant, as parts may be."""
+        """Return whether tensors are equal on all ranks, and not constant.
+
+        Constant tensors may be equal although they are parts.
+        """
         values = [whole(each) for each in tensors]
         is_constant = module is not self._model and _is_constant(values)
         own = fingerprints(values) if values else [], is_constant
@@ -165,7 +168,8 @@ class _Comparison:
         try:
             own = _compare(module, call, dtype, self._axis, self._state.device)
         except Exception as error:
-            # The user's code may raise anything, and the other ranks must learn of it.
+            # Catch every error that the user's code may raise: the other ranks wait in the exchange
+            # below.
             own = _Outcome(failure=f"{type(error).__name__}: {error}")
         return exchange(own, self._along, "wrap_tp")
 
@@ -223,7 +227,7 @@ def _compare(
             leaf = take(converted(tensor)).requires_grad_(tensor.requires_grad)
             if leaf.requires_grad:
                 leaves.append(leaf)
-            # Code may write to its input.
+            # Pass a copy, since code may write to its input.
             return leaf.clone()
 
         with torch.enable_grad(), _without_hooks(module, packages):
@@ -264,7 +268,7 @@ def _compare(
 
 
 def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
-    """Return the difference of outputs if it is too large, else the largest of gradients."""
+    """Return the difference of outputs if it is too large, else the largest one of a gradient."""
     if found[0] > bound or len(found) == 1:
         text = f"outputs that differ by {found[0]:.2g} of the largest"
         return _Outcome(True, found[0], bound, text)
@@ -441,7 +445,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Copies everything except tensors and modules."""
+    """Pickles everything except tensors and modules, which `kept` lists."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -40,7 +40,7 @@ def split_model(
     layers = {model.get_submodule(name): style for name, style in styles.items()}
     draw_by_shard(model, layers, state.along(axis).rank)
     names = [name for name, module in model.named_modules() if _holds_parts(module)]
-    # A model that was split before has parts, but no layer has a style.
+    # Watch layers that hold parts too: in a model that was split before, no layer has a style.
     for name in {*styles, *names}:
         model.get_submodule(name).register_forward_hook(_watch_backward)
     compare_blocks(model, names, state, axis)
@@ -60,7 +60,10 @@ def cut_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Devi
 
 
 def _send_values(state: DistState, model: nn.Module) -> None:
-    """Overwrite parameters and buffers with rank 0's; parts with those of rank 0 along `dp`."""
+    """Overwrite parameters and buffers with the values of rank 0.
+
+    A shard gets the values that the first rank along `dp` has for it.
+    """
     data = state.along("dp")
     for tensor in (*model.parameters(), *model.buffers()):
         ranks = data if is_sharded(tensor) else state
@@ -69,7 +72,7 @@ def _send_values(state: DistState, model: nn.Module) -> None:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Find the parameters with several holders: modules, or names in one module."""
+    """Find the parameters that several modules hold, or one module under several names."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -114,9 +117,9 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 class _PlainForward:
     """The forward of a module in which the module's replicated parameters are plain tensors.
 
-    So its operations are those of one rank. They avoid the dispatch of DTensors, which costs time
-    and does not support all operations. The gradient of each replica is whole, since the module's
-    input is equal on all ranks.
+    So the operations of the forward are those of one rank. They avoid the dispatch of DTensors,
+    which costs time and does not support all operations. The gradient of each replica is whole,
+    since the module's input is equal on all ranks.
     """
 
     # Hooks cannot do this: code that recomputes a forward may call it without hooks.
@@ -129,7 +132,8 @@ class _PlainForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The compiler does not track a tensor that replaces a parameter.
+            # The compiler does not track a tensor that replaces a parameter. So make the inputs
+            # DTensors instead.
             args, kwargs = tree_map_only(Tensor, partial(_whole, mesh=self._mesh), (args, kwargs))
             output = self._forward(*args, **kwargs)
             return tree_map_only(DTensor, DTensor.to_local, output)

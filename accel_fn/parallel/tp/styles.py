@@ -66,7 +66,7 @@ def styles_of(
 
 def _matched(model: nn.Module, styles: Mapping[str, object]) -> dict[str, object]:
     """Return the style for each module that has one, by the module's first name."""
-    # A module in two places of the model has two names.
+    # A module in two places of the model has two names. Use the first one.
     names = list(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names)}
     found: dict[str, tuple[str, object]] = {}
@@ -93,7 +93,8 @@ def _style(name: str, module: nn.Module, given: object) -> ParallelStyle:
     if given == "colwise":
         return ColwiseParallel()
     if given == "rowwise":
-        # An embedding gets all tokens on every rank, a linear layer a part of its inputs.
+        # An embedding gets all tokens on every rank; a linear layer gets a part of its input
+        # features.
         is_table = isinstance(module, nn.Embedding)
         return RowwiseParallel(input_layouts=Replicate() if is_table else None)
     if given == "sequence":
@@ -115,8 +116,8 @@ def _check_module(
             f"build: {_STYLES} must leave out the layers of {kind}, which reads their weights without "
             f"calling them, got {got}; write it with nn.Linear layers"
         )
-    # Refuse dropout: before the first draw of a DTensor on a GPU, torch sends rank 0's generator to
-    # all ranks, along `dp` too.
+    # Refuse dropout: before the first draw of a DTensor on a GPU, torch sends the generator of rank
+    # 0 to all ranks. Ranks along `dp` would then draw the same numbers for different rows.
     is_no_norm = isinstance(module, _DropoutNd) or any(
         each.ndim > 1 for each in module.parameters()
     )
@@ -124,7 +125,7 @@ def _check_module(
         raise PlanError(
             f'build: {_STYLES} must give "sequence" to norms alone, which have no matrix, got {got}'
         )
-    # A style of another class may shard any module.
+    # Check no other style: it may shard any module.
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
@@ -154,7 +155,8 @@ def _check_module(
         )
     rows = module.weight.shape[0]
     is_cut_by_rows = isinstance(module, nn.Embedding) and _cut(module, "weight", style) == 0
-    # torch gives each rank as many rows as rank 0, until no rows are left.
+    # torch gives each rank as many rows as rank 0, until no rows are left. So the last ranks may
+    # get none.
     if is_cut_by_rows and math.ceil(rows / size) * (size - 1) >= rows:
         raise PlanError(
             f"build: {_STYLES} must leave every rank a row of an embedding, got {rows} rows of {name} "
@@ -207,7 +209,7 @@ def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield the numbers of heads that a module, or its configuration, has."""
     holders: dict[str, object] = {"": module}
     # In transformers, every module may hold the model's configuration, also an MLP. Only attention
-    # has a size of heads.
+    # has a size of heads, so read the configuration of no other module.
     if any(hasattr(module, name) for name in _HEAD_SIZE):
         holders["config."] = getattr(module, "config", None)
     for prefix, holder in holders.items():

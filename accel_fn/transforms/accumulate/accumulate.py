@@ -113,7 +113,7 @@ def one_microbatch(state: DistState) -> DistState:
 
 def check_list(batch: Any, *, at_most: int) -> list[Any]:
     """Return the micro-batches of a batch, which must be a list of micro-batches."""
-    # A tuple is one batch, of inputs and targets.
+    # Refuse a tuple too: it is one batch, of inputs and targets.
     if type(batch) is not list:
         rule, repair = (
             "be a list of micro-batches",

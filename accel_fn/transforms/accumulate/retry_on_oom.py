@@ -37,7 +37,8 @@ class FittingSplit:
         return {"num_parts": self.num_parts, "world_size": self.world_size}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        # In a world of another size, a rank has a larger or smaller part of the batch.
+        # In a world of another size, a rank has a larger or smaller part of the batch, so the saved
+        # number does not fit.
         if saved["world_size"] == self.world_size:
             self.num_parts = saved["num_parts"]
 
@@ -62,7 +63,7 @@ class RetryOnOOM:
             try:
                 return self._run(grad_fn, state, batch)
             except BaseException:
-                # A step that fails changes nothing.
+                # A step that fails must change nothing.
                 self._split.num_parts = before
                 raise
 
@@ -99,7 +100,7 @@ class RetryOnOOM:
             self._halve(state, batch, failures)
 
     def _halve(self, state: DistState, batch: Any, failures: Sequence[str]) -> None:
-        """Double the number of micro-batches on all ranks; raise if they are single samples."""
+        """Double the number of micro-batches on all ranks; raise if each is one sample already."""
         largest = max(exchange(count_samples(batch), state, "step"))
         first = next(rank for rank, failure in enumerate(failures) if failure)
         if largest <= self._split.num_parts:

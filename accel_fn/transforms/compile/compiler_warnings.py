@@ -22,7 +22,7 @@ class _OnceFromRank0(logging.Filter):
         if record.levelno != logging.WARNING or not record.name.startswith(_LOGGERS[1:]):
             return True
         if dist.is_initialized() and dist.get_rank():
-            # All ranks compile the same program.
+            # All ranks compile the same program, so the warnings of rank 0 suffice.
             return False
         key = record.pathname, record.lineno, record.getMessage()
         is_new = key not in self._seen

@@ -72,11 +72,12 @@ class Captured:
             seen[name] = value
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
-                # The former rate may be a tensor, which is among the settings.
+                # If the former rate was a tensor, it is among the settings: remove it.
                 settings.pop(name, None)
             elif name != "params":
                 if moves:
-                    # From now on, make the numbers that change inputs of the graph.
+                    # From now on, let numbers that change be inputs of the graph: as constants,
+                    # each new value would need another graph.
                     self._around = Factored()
                 settings[name] = _IN_A_GRAPH.get(name, value)
 

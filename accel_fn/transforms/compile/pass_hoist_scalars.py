@@ -38,14 +38,14 @@ class Hoisting(CustomGraphPass):
 
 
 def _num_elements(node: Node) -> int:
-    """Return a result's number of elements; 0 if it is not a tensor, or of symbolic size."""
+    """Return a result's number of elements; 0 if it is no tensor or its size is symbolic."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, Tensor) else 0
     return size if isinstance(size, int) else 0
 
 
 def _is_computed(node: Node) -> bool:
-    """Return whether a scalar is computed: inputs are in memory, constants are part of a loop."""
+    """Return whether the graph computes this scalar: it does not compute inputs and constants."""
     value = node.meta.get("val")
     is_number = isinstance(value, Tensor) and not value.ndim
     return is_number and node.op == "call_function" and bool(node.all_input_nodes)

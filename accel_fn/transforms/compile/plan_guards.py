@@ -68,7 +68,7 @@ class PlanGuards:
         found = [*self._modules.methods(), *[own.get("forward") for own in self._owners]]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")
-            # A method that torch's schedulers put on the optimizer only counts calls.
+            # Ignore a method that torch's schedulers put on the optimizer: it only counts calls.
             found.append(None if hasattr(step, "_wrapped_by_lr_sched") else step)
             found.append(type(optimizer).step)
         return found

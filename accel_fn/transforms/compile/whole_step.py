@@ -73,14 +73,15 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        # The stages zero the gradients of micro-batches of weight 0, which the graph does not do.
+        # Run the stages: they zero the gradients of micro-batches of weight 0, which the graph does
+        # not do.
         if () in weights:
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
-            # The loss of None has a gradient of zero.
+            # Run the loss of None, whose gradient is zero.
             parts = (None,)
         loss, norm, accepted, scale, found = self._call_graph(state, parts, of_parts)
         weight = total_weight(weights)
@@ -188,7 +189,8 @@ def _graph_function(
             each if each is None else each.to(parameter.dtype)
             for each, parameter in zip(tensors, parameters, strict=True)
         ]
-        # Without metrics, the graph does not depend on the layout, which the first step fixes.
+        # Read the layout only if there are metrics: the first step fixes it, and a graph that had
+        # read it would be compiled again.
         if sums.wrong or (sums.sizes and sums.differ_from(layout)):
             raise LossError(sums.wrong or "loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
@@ -231,7 +233,7 @@ def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _widened(tensor: Tensor | None) -> Tensor | None:
-    """Widen a gradient of half precision, since gradients of other micro-batches are added."""
+    """Widen a half-precision gradient: gradients of other micro-batches are added to it."""
     return tensor.float() if tensor is not None and tensor.dtype in HALF else tensor
 
 

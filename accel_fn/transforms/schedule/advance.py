@@ -45,7 +45,7 @@ class Advance:
                 self._num_zero = 0
                 return
         if self._num_zero is None:
-            # A warm-up begins at 0.
+            # A warm-up begins at 0: do not count these updates.
             return
         self._num_zero += 1
         if self._num_zero == _MANY_ZERO:
@@ -65,7 +65,8 @@ class Advance:
         rival = self.rival
         if rival.is_due:
             rival.look()
-        # The scheduler warns if the optimizer's `step` was not called, as in a compiled step.
+        # Set torch's flag: the scheduler would warn if the optimizer's `step` was not called, as in
+        # a compiled step.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step()
         rival.num_advances += 1

@@ -67,7 +67,10 @@ class RivalCheck:
         return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
 
     def _rivals(self) -> list[Any]:
-        """Search memory for other schedulers with the current rates: torch does not list them."""
+        """Search all objects of this process for other schedulers with the current rates.
+
+        torch keeps no list of an optimizer's schedulers.
+        """
         optimizer, rates = self._scheduler.optimizer, self._rates()
         found: list[Any] = [
             each for each in gc.get_objects() if issubclass(type(each), LRScheduler)

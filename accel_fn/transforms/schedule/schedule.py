@@ -204,7 +204,10 @@ def scheduled(
 
 
 def _counts_batches(plan: Plan, name: str) -> bool:
-    """Return whether a schedule of the optimizer counts batches: it needs the rates on the host."""
+    """Return whether a schedule of the optimizer counts batches.
+
+    Such a schedule needs the rates on the host.
+    """
     optimizer, made = plan.optimizers[name], schedules_made(plan)
     to_come = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
     return any(
@@ -221,7 +224,7 @@ def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
         repair = "for every epoch, give the loader that shard_loader returned: every=loader"
         return check_count("schedule", "every", got, repair=repair)
     facts = every.state_dict()
-    # A batch sampler may make a different number of batches in each epoch.
+    # Refuse a loader with a batch sampler: its number of batches may differ between epochs.
     if facts.get("num_samples") is None:
         rule, got = "have a length that all of its epochs have", type(every.loader.dataset).__name__
         repair = "give every=n, a number of batches"
@@ -243,7 +246,7 @@ def takes_state(function: object) -> bool:
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        # A class that is written in C may have no signature.
+        # A class that is written in C may have no signature. It gets the number of updates.
         return False
     if "state" not in parameters:
         return False
@@ -259,7 +262,7 @@ def takes_state(function: object) -> bool:
 
 
 def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
-    """Make a function of the number of updates that may read `seen`; it checks its result."""
+    """Wrap the user's function as one of `num_updates`; raise if its result is not finite."""
     # Use a closure: if this were an object, a checkpoint would store its attributes.
     of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
 
