@@ -61,3 +61,11 @@ def test_the_page_of_versions_names_the_bounds_of_the_package_and_of_the_session
     assert f"| {tested} |" in page
     assert re.search(rf"^\| {re.escape(lowest)}", page, re.MULTILINE)
     assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or newer" in page
+
+
+def test_each_folder_that_plain_pytest_leaves_out_is_named_by_a_session():
+    """pytest drops such a folder also from a run of the folder above it."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    left_out = re.findall(r"--ignore=(\S+)", options["addopts"])
+    assert len(left_out) >= 6
+    assert [folder for folder in left_out if f'"{folder}"' not in NOXFILE] == []
