@@ -219,8 +219,8 @@ def deepspeed(session: nox.Session) -> None:
     )
     built = str(Path(session.virtualenv.location).resolve() / "torch_extensions")
     here = {**ONE_THREAD, "TORCH_EXTENSIONS_DIR": built, "DS_BUILD_OPS": "0"}
-    # pytest leaves the engine's folder out (addopts in pyproject.toml) unless it is named.
-    some = ("tests/contrib/deepspeed", "tests/contrib/deepspeed/engine")
+    # pytest leaves the engine's folder out (addopts in pyproject.toml), also beside the one above it.
+    some = ("tests/contrib/deepspeed/engine", "tests/contrib/deepspeed/test_refused.py")
     session.run("pytest", "--timeout=3600", *some, *session.posargs, env=here)
 
 

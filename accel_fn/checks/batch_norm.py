@@ -58,6 +58,8 @@ class BatchNormCheck:
 
     def _warn(self, names: list[str]) -> None:
         cuts = ["micro-batch"] * self._over_parts + ["rank"] * self._over_ranks
+        # On another number of ranks, a micro-batch has other rows, also with sync_batchnorm.
+        depends = "numbers of micro-batches and ranks" if self._over_parts else "number of ranks"
         sync = "wrap_ddp(sync_batchnorm=True) or wrap_fsdp(sync_batchnorm=True), "
         if self._over_parts:
             sync = f"no accumulate, and {sync}" if self._over_ranks else ""
@@ -65,7 +67,7 @@ class BatchNormCheck:
         warn_user(
             "step: model should have no BatchNorm in training mode where a batch is cut, got "
             f"{', '.join(names[:3])}{more} with statistics of the rows of each {' and '.join(cuts)}, so the "
-            f"result depends on their number; use {sync}GroupNorm, or freeze it by eval()"
+            f"result depends on the {depends}; use {sync}GroupNorm, or freeze it by eval()"
         )
 
 

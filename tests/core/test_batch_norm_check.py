@@ -45,11 +45,15 @@ SYNC = r"wrap_ddp\(sync_batchnorm=True\) or wrap_fsdp\(sync_batchnorm=True\), Gr
 @pytest.mark.parametrize(
     ("recipe", "world_size", "text"),
     [
-        (af.wrap_ddp(), 2, f"got 1 with statistics of the rows of each rank, .* use {SYNC}"),
+        (
+            af.wrap_ddp(),
+            2,
+            f"got 1 with statistics of the rows of each rank, .* the number of ranks; use {SYNC}",
+        ),
         (
             af.accumulate(2),
             1,
-            r"of each micro-batch, .* number; use GroupNorm, or freeze it by eval",
+            r"of each micro-batch, .* numbers of micro-batches and ranks; use GroupNorm, or freeze it by eval",
         ),
         (
             af.compose(af.wrap_ddp(), af.accumulate(2)),
