@@ -52,7 +52,8 @@ def wrap_ddp(
             ("powersgd"): less traffic, and no longer exact.
         sync_batchnorm: in a step, BatchNorm layers in training mode use the statistics of the rows
             of all ranks, so W ranks are one process for them too. The layers stay your objects.
-            Under `accumulate`, the statistics cover one micro-batch of every rank.
+            Under `accumulate`, the statistics cover one micro-batch of every rank, which has other
+            rows on another number of ranks.
         **ddp_options: options of `DistributedDataParallel`, by name. Two defaults differ:
             `gradient_as_bucket_view=True`, and on a CPU `bucket_cap_mb=100`, since there a
             smaller bucket has nothing to overlap with.

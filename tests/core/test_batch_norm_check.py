@@ -63,7 +63,7 @@ SYNC = r"wrap_ddp\(sync_batchnorm=True\) or wrap_fsdp\(sync_batchnorm=True\), Gr
         (
             af.compose(af.wrap_ddp(sync_batchnorm=True), af.accumulate(2)),
             2,
-            "of each micro-batch, .* number; use GroupNorm",
+            "of each micro-batch, .* numbers of micro-batches and ranks; use GroupNorm",
         ),
     ],
 )
