@@ -1,4 +1,7 @@
-"""Errors: each is accel_fn's and a builtin's; messages name function, parameter, rule and value."""
+"""Error classes, and the messages, which name function, parameter, rule and value.
+
+Each class derives from AccelError and from the builtin error that fits.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +171,8 @@ def _pieces(value: object) -> Iterator[str]:
         try:
             yield repr(value)
         except Exception:
-            # The value may be an integer of many digits, or an object of a user's class.
+            # `repr` fails for an integer of too many digits, and may fail for an object of a user's
+            # class.
             yield f"<{type(value).__name__}>"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-# Importing `typing.TYPE_CHECKING` would take most of the time of `import accel_fn`.
+# Defined here, since importing `typing` would take most of the time of `import accel_fn`.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ def lazy_names(
 
 
 def _loaded(module: str, name: str) -> ModuleType:
-    """Import the module that has a name; if its plug-in is missing, the error names the extra."""
+    """Import the module of a public name; for a missing plug-in, raise an error with its extra."""
     if module.startswith(_PLUG_INS):
         plug_ins = importlib.import_module("accel_fn.plug_ins")
         found: ModuleType = plug_ins.plug_in(module.removeprefix(_PLUG_INS), name)

@@ -1,4 +1,4 @@
-"""Import plug-ins when they are used; if one is missing, the error names the extra to install."""
+"""Import plug-ins on first use; for a missing one, raise an error that names its extra."""
 
 import importlib
 from types import ModuleType

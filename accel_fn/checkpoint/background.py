@@ -1,8 +1,8 @@
 """Save asynchronously: write a checkpoint from a copy, in a thread of each rank.
 
-The threads run no collective, since it could mix with those of the run. Each thread lists the files
-that it has written in a file of the folder, and rank 0's thread commits the checkpoint when all
-have done so.
+The threads run no collective: another rank could match it with a collective of the training loop.
+Instead, each thread that has written its files puts a list of them into the folder. Rank 0's thread
+commits the checkpoint when the lists of all ranks are there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from accel_fn.core.primitives import exchange
 from accel_fn.core.state import DistState, Watchdog
 from accel_fn.errors import CheckpointError
 
-# A share of many GB may wait minutes for a slow disk; a lost rank writes nothing more.
+# A slow disk may block for minutes under many GB, so wait long for a rank that writes nothing. If a
+# rank is known to be lost, wait briefly: its files never come.
 _TIMEOUT_S, _TIMEOUT_AFTER_LOSS_S = 600.0, 10.0
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _REPORT_AFTER_S = 60.0
@@ -107,8 +108,8 @@ class Background:
         writing, self._writing = self._writing, None
         if writing is not None:
             while writing.is_alive():
-                # A file that the thread writes meanwhile keeps the folder, so try again until the
-                # thread has ended.
+                # The folder cannot be removed if the thread adds a file meanwhile, so try again
+                # until the thread has ended.
                 writing.checkpoint.discard()
                 writing.join(_POLL_S)
             writing.finish()
@@ -191,20 +192,21 @@ class Writing(threading.Thread):
             self._locks = None
 
     def _report_at_exit(self) -> None:
-        """Log a failure that no later call has raised; the exit code is then 1."""
-        # A forked child inherits the handler.
+        """Log, at exit, a failure that no later call has raised, and make the exit code 1."""
+        # A forked child inherits this exit handler, but only the parent reports the failure.
         if os.getpid() != self._owner:
             return
         failure = str(self._failure) or repr(self._failure)
         checkpoint = self.checkpoint
         _LOG.error("%s: %s was not written: %s", checkpoint.function, checkpoint.final, failure)
-        # Python clears the attributes of `sys` at its very end.
+        # Python deletes the attributes of `sys` at its very end, so `_ExitCode` then sets the exit
+        # code.
         if __name__ not in vars(sys):
             vars(sys)[__name__] = _ExitCode()
 
 
 class _ExitCode:
-    """Ends the process with exit code 1 when it is deleted: handlers have run, files are closed."""
+    """Ends the process with exit code 1 when Python deletes it, after exit handlers have run."""
 
     def __del__(self, end: Callable[[int], None] = os._exit) -> None:
         end(1)
@@ -227,7 +229,7 @@ def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
 
 
 def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:
-    """Copy the parts to host memory; return the copies, and events that mark their end."""
+    """Start to copy the parts to host memory; return the copies, and events that mark their end."""
     copies = [replace(part, tensor=buffers[part.name, part.offsets]) for part in parts]
     with torch.no_grad():
         for part, copy in zip(parts, copies, strict=True):
@@ -252,10 +254,10 @@ def report_failure(target: Target, rank: int, error: Exception) -> None:
 def _wait_for_ranks(
     target: Target, ranks: Sequence[int], watchdog: Watchdog | None
 ) -> list[Written]:
-    """Wait until all these ranks have written, and return the results.
+    """Wait until all these ranks have written, and return what each has written.
 
-    It raises if one of them failed, or if nothing was written for ten minutes (ten seconds after a
-    collective of this rank has found that a rank is lost).
+    Raises if a rank reports a failure, or if the folder has not grown for ten minutes (for ten
+    seconds, once a collective of this rank has found that a rank is lost).
     """
     found: dict[int, Written] = {}
     size, poll_s, since = -1, _POLL_S, 0.0
@@ -300,7 +302,7 @@ def _size_of(folder: Path) -> int:
     try:
         for path in folder.iterdir():
             with suppress(FileNotFoundError):
-                # Another rank may have renamed the file meanwhile.
+                # Another rank may have renamed the file since `iterdir` listed it.
                 size += path.stat().st_size
     except OSError as error:
         raise write_error(folder, error) from error

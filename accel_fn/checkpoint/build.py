@@ -201,7 +201,7 @@ def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, st
 
 
 def _restart_schedules(step: Step, after: Step) -> None:
-    """Let new schedulers begin from the rates with which the run began, as in a new run."""
+    """Start new schedulers from the learning rates with which the run began, as a new run would."""
     same = {id(each.scheduler) for each in schedules_made(after.plan)}
     new = [each for each in schedules_made(step.plan) if id(each.scheduler) not in same]
     new = [each for each in new if not takes_metric(each.scheduler)]
@@ -226,7 +226,7 @@ def _placed(
     optimizers: Collection[str],
     names: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """Return the tensors that the step takes; tensors of replaced parameters are copied."""
+    """Return the state tensors that the new step takes over; copy those of replaced parameters."""
     here = dict(unwrapped(step.plan.model).named_parameters())
     before = dict(unwrapped(after.plan.model).named_parameters())
     found = {name: each for name, each in tensors.items() if name.startswith("transforms/")}
@@ -239,9 +239,10 @@ def _placed(
 
 
 def _copied(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a value of an earlier parameter for a new one, in the shards of the new one."""
+    """Copy a state tensor of an earlier parameter, sharded as the new parameter is."""
     if not is_sharded(parameter) or value.shape != parameter.shape:
-        # Loading moves the copy to the parameter's device, unless it is a count.
+        # No need to choose a device here: loading moves the copy to the parameter's, unless it is a
+        # step count.
         return value.clone()
     copy = torch.zeros_like(parameter.detach(), dtype=value.dtype)
     local(copy).copy_(local(value))

@@ -161,7 +161,7 @@ class _Translation(Generic[_Entry]):
         groups: Sequence[Sequence[str]],
         sources: Mapping[str, tuple[str, int]],
     ) -> dict[str, Any]:
-        """Return the rest of an optimizer's `state_dict`: its groups, and entries of its class."""
+        """Return the rest of an optimizer's `state_dict`: groups, and what its class adds."""
         own = self._here.rest[self._step]["optimizers"][name]["others"]
         saved = {each: of_run["others"] for each, of_run in self._rest["optimizers"].items()}
         others = {**own, "param_groups": [dict(each) for each in own["param_groups"]]}
@@ -169,7 +169,8 @@ class _Translation(Generic[_Entry]):
             each.scheduler.optimizer is optimizer and takes_metric(each.scheduler)
             for each in schedules_made(self._own_plan)
         )
-        # The group keeps the run's counts: entries that no argument of the optimizer's class sets.
+        # Take a group's counts from the run. A count is an entry that no argument of the
+        # optimizer's class sets.
         settings = {*inspect.signature(type(optimizer)).parameters, "params", *RATES, *MOMENTA}
         used = set[str]()
         for group, members in zip(others["param_groups"], groups, strict=True):

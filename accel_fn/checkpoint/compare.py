@@ -166,7 +166,8 @@ def _compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
         if values[0] != values[1]:
             texts = [f"{each}" for each in values]
             texts = [text[:_LONGEST] + "..." * (len(text) > _LONGEST) for text in texts]
-            # A forged value may be very long, so it is cut.
+            # A manifest may be forged and its values very long, so the message holds only their
+            # start.
             yield f"{name}: {texts[0]} saved, {texts[1]} here"
 
 
@@ -194,11 +195,12 @@ def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterat
             if key in saved:
                 yield from unlike(saved[key], here[key], f"{name}/{key}", is_free=is_free)
             elif not is_free and key != "initial_lr":
-                # A schedule adds this entry, and the schedule may be new.
+                # `initial_lr` may be missing in the checkpoint: a schedule adds it, and the
+                # program's schedule may be new.
                 yield f"{name}/{key}: {_NOTHING} saved, {here[key]} here"
     elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
         pairs = enumerate(zip(saved, here, strict=False))
-        # torch_optimizer's RAdam has None in a list until its first updates fill it.
+        # Skip None: torch_optimizer's RAdam has a list of None, which its first updates fill.
         for number, pair in [each for each in pairs if each[1][1] is not None]:
             yield from unlike(*pair, f"{name}/{number}", is_free=is_free)
         if len(saved) != len(here) and not is_free:
@@ -291,7 +293,12 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
 
 
 def _mark(tensor: Tensor) -> tuple[int, str]:
-    """Return a tensor's version, and a hash of some elements: `.data` writes keep the version."""
+    """Return a tensor's version, and a hash of some elements.
+
+    Both notice a change in less time than a full hash.
+
+    The hash is there because writes through `.data` do not change the version.
+    """
     held = local(tensor).detach()
     few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
     return held._version, hash_of_tensor(few)
@@ -304,7 +311,7 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
 
 
 def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:
-    """Hash tensors, each on one rank; return all hashes on every rank."""
+    """Hash each whole tensor on one rank, in turn; return all hashes on every rank."""
     own = [*tensors][state.rank :: state.world_size]
     hashes = read_whole(tensors, own, lambda _, gathered: hash_of_tensor(gathered))
     return {n: each for found in agreed(hashes, state, function) for n, each in found.items()}

@@ -1,4 +1,4 @@
-"""Write and read files together with their hash, and the plain data in them."""
+"""Write, hash, check and read files, and convert plain data to bytes and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from accel_fn.errors import ArgumentError, CheckpointError
 
 _BLOCK = 1 << 24
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-# Small enough that the processor's cache still holds the piece when it is hashed.
+# In bytes: so few that a piece stays in the processor's cache while it is hashed, and read or
+# written.
 _PIECE = 1 << 19
 
 
@@ -123,7 +124,7 @@ def check_file(
     with opened(path) as file:
         size, buffers, digests = os.fstat(file).st_size, _Buffers(), []
         starts = range(0, size, _BLOCK)
-        # For small files, start no threads.
+        # `pool.map` starts threads, and a small file is not worth them.
         mapped = pool.map if len(starts) > 1 else map
         found = mapped(lambda start: _digest(file, start, buffers.piece), starts)
         for start, digest in zip(starts, found, strict=True):
@@ -134,7 +135,7 @@ def check_file(
 
 
 class _Buffers(threading.local):
-    """A buffer of whole pages for each thread that hashes.
+    """A buffer for each thread that hashes; it begins at the start of a page.
 
     Some processors take five times as long to copy to an address a few bytes after the start of a
     page.

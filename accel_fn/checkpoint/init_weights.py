@@ -69,7 +69,7 @@ def _slots_of(module: nn.Module) -> Iterator[_Slot]:
 
 
 def _whole(tensor: Tensor, *, is_missing: bool) -> Tensor:
-    """Return the whole of a tensor for `fn` to write: a copy, or NaN for a missing parameter."""
+    """Return a whole tensor for `fn` to overwrite: NaN if no file holds the tensor, else a copy."""
     is_parameter = isinstance(tensor, nn.Parameter)
     if is_missing and (is_parameter or is_unfilled(tensor)):
         has_nan = tensor.is_floating_point() or tensor.is_complex()
@@ -98,7 +98,7 @@ def _fill_one(
                 f"load_model: init must fill {place or 'the model'}, a {type(module).__name__}, got "
                 f"{type(error).__name__}: {error}"
             ) from error
-        # `fn` may have replaced tensors of the module.
+        # Read the tensors again: `fn` may have assigned new ones.
         found = [getattr(module, name) for _, name, _ in _slots_of(module)]
     slots = [*_slots_of(module)]
     for (_, name, tensor), value in zip(slots, found, strict=True):
@@ -121,9 +121,9 @@ def _check_value(name: str, tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def _standing_in(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
-    """Replace a module's tensors by these, and the tensors of inner modules by ones without values.
+    """Replace a module's own tensors by `values`, and those of inner modules by meta tensors.
 
-    Writes of `fn` to inner modules are lost, so that it cannot overwrite values from files.
+    `fn` may then write to inner modules too: the writes are lost, and the values from files stay.
     """
     slots = [slot for each in module.modules() for slot in _slots_of(each)]
     try:

@@ -182,7 +182,10 @@ def load(
 
 
 def _choose(folder: Path, at: str | int) -> Path:
-    """Find the checkpoint; "latest" is the highest name, so that a damaged one is not skipped."""
+    """Find the checkpoint. "latest" is the one of the highest step, even if it is damaged.
+
+    `load` then reports the damage, instead of quietly going back to an older one.
+    """
     with reading(folder, "load"):
         steps = steps_in(folder)
         if at == "latest" and steps:
@@ -223,8 +226,8 @@ class _Loading:
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._same_mesh = self.manifest.mesh == mesh_of(state)
-        # On another mesh, ranks along axes other than dp must draw the same numbers, so each takes
-        # the generators of a rank that had its place on dp.
+        # On another mesh, ranks that share a place on dp must draw the same numbers. So each loads
+        # the generators of the saved rank with its place on dp, and place 0 on the other axes.
         self._places = ranks_along(self.manifest.mesh, "dp", 0)
         self._is_known = state.data.rank < len(self._places)
         number = self._places[state.data.rank] if self._is_known else 0
@@ -271,7 +274,7 @@ class _Loading:
         self._choose()
 
     def _take_by_names(self) -> None:
-        """Convert the checkpoint to one of this program, as far as the names match."""
+        """Translate the checkpoint into the form of this program, as far as their names match."""
         here, saved = self._before, self.manifest
         entries = {**saved.entries, **saved.frozen}
         own = [name for name in here.tensors if compare.is_model(name)]
@@ -284,7 +287,8 @@ class _Loading:
             self._refuse(["no tensor of the model has a name that was saved"])
         run = OfRun(dict(saved.entries), dict(self._rests), dict(saved.plans))
         found = by_names(run, here, self._steps, names)
-        # Frozen parameters that the program does not have cannot be compared.
+        # Drop frozen parameters that the program does not have: there is nothing to compare them
+        # with.
         left_out = {n: each for n, each in saved.frozen.items() if n in here.tensors | here.frozen}
         tied = {n: first for n, first in saved.tied.items() if n in here.tied}
         begin = [name for name in own if name not in entries]
@@ -298,7 +302,7 @@ class _Loading:
         self._compared = replace(compared, tied=known)
 
     def _compare(self) -> None:
-        """Refuse a checkpoint of another program, or log the differences."""
+        """Compare checkpoint and program; raise if they differ, or with strict=False log how."""
         manifest, before = self.manifest, self._compared
         self._refuse([*self._schedules.obstacles()])
         found = [f"{name} starts fresh: {reason}" for name, reason in self._fresh.values()]
@@ -392,7 +396,8 @@ class _Loading:
                 self._state.data.world_size,
             )
         loaded = self._put_back(again=True)
-        # Restore train mode: the checkpoint was saved in eval mode.
+        # Some optimizers have a train and an eval mode. A checkpoint holds the eval mode, so switch
+        # back.
         for optimizer in self._training:
             optimizer.train()
         return loaded
@@ -419,7 +424,7 @@ class _Loading:
         )
 
     def _put_back(self, *, calls: bool = True, again: bool = False) -> DistState:
-        """Load the non-tensor state, with the current tensors; return the state at its position."""
+        """Load the non-tensor state, with the current tensors; return `_position()`."""
         state, loaded = self._state, self._position()
         for name, options in self._options.items():
             step = self._steps[name]

@@ -89,8 +89,8 @@ class Manifest:
         return sum(mark.size for mark in self.files.values())
 
     def to_bytes(self) -> bytes:
-        # A model may have many small tensors. So the JSON has no indents, which Python's encoder in
-        # C cannot write, and a tensor in a single chunk takes one line of numbers.
+        # A model may have many small tensors. So write the JSON without indents, which allows
+        # Python's fast encoder, and a tensor in a single chunk as one list of numbers.
         whole: dict[str, dict[str, dict[str, list[int]]]] = {}
         rest: dict[str, Entry] = {}
         places: list[int] = []
@@ -121,7 +121,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(f"load: {checkpoint} is no checkpoint: it has no {NAME}") from None
     except PermissionError:
         pass
-    # The next line raises an error with the reason.
+    # Without permission, `opened` raises an error that gives the reason.
     with opened(path) as file, open(file, "rb", closefd=False) as stream:
         head, _, rest = stream.read().partition(b"\n")
     body = rest.removesuffix(b"}\n")
@@ -165,7 +165,8 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     if origin is Mapping and isinstance(value, dict):
         return {key: read_as(arguments[1], value[key], f"{name}[{key!r}]") for key in value}
     if origin is tuple and isinstance(value, list):
-        # A model may have many shapes and offsets: this path makes no call for each number.
+        # A model may have very many shapes and offsets, so check integers here, without a call for
+        # each.
         if arguments[0] is int and all(
             type(each) is int and 0 <= each < _LARGEST for each in value
         ):
@@ -179,7 +180,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
 
 
 def _whole_entries(found: Any) -> dict[str, tuple[int, Entry]]:
-    """Make the entries of tensors that are in a single chunk, with their places in the order.
+    """Rebuild the entries of tensors in a single chunk, each with its place among all entries.
 
     `found` maps file, dtype and name to [place, start, *shape].
     """
@@ -201,7 +202,7 @@ def _whole_entries(found: Any) -> dict[str, tuple[int, Entry]]:
 def _in_order(
     entries: Mapping[str, Entry], places: Sequence[int], whole: Mapping[str, tuple[int, Entry]]
 ) -> dict[str, Entry]:
-    """Join both kinds of entries in the order in which they were saved."""
+    """Join the entries of tensors in one and in several chunks, in the order of the save."""
     twice = [*(entries.keys() & whole.keys())]
     _require(not twice, "tensors", twice, "listed once")
     places = places or range(len(entries))
@@ -326,7 +327,8 @@ def _lies_in(chunk: Chunk, shape: Sequence[int]) -> bool:
 def _are_disjoint(blocks: Sequence[Chunk]) -> bool:
     """Return whether no two blocks overlap.
 
-    Only blocks that overlap along the dimension with the most different starts are compared.
+    To save comparisons, only blocks that overlap along one dimension are compared: the dimension
+    with the most different starts.
     """
     if len(blocks) < 2:
         return True

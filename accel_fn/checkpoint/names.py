@@ -121,7 +121,11 @@ def hide(path: Path) -> Path:
 
 
 def _rename_back(folder: Path) -> None:
-    """Rename a checkpoint back, unless its name is in use: rename never replaces a full folder."""
+    """Give checkpoints that were renamed aside their names back, unless the name is in use.
+
+    If another process takes the name meanwhile, `rename` fails: it never replaces a folder that has
+    files.
+    """
     for aside in folder.glob(f"{_OLD}*"):
         final = aside.with_name(aside.name.removeprefix(_OLD))
         if not final.exists():

@@ -24,7 +24,7 @@ from accel_fn.errors import CheckpointError
 
 Steps = Mapping[str, Step]
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Options of a group that choose an implementation: the running program's options stay."""
+"""Options of an optimizer's group that choose an implementation. A load keeps the program's own."""
 _KEPT = ("params", *IMPLEMENTATION_OPTIONS)
 RESULT_SLOTS = (
     "init_state",
@@ -77,7 +77,8 @@ class RunState:
     frozen: dict[str, Tensor]
     """Tensors of the frozen models of plans, which are not saved: `frozen/NAME/KEY`."""
     buffers: list[str]
-    """Entries that may differ between ranks: DDP lets running statistics differ."""
+    """Names of buffers, whose values may differ between ranks: DDP lets running statistics
+    differ."""
     moved: list[str] = field(default_factory=list)
     """Schedules whose functions give other rates now than the rates in use."""
 
@@ -95,8 +96,8 @@ def run_state_of(steps: Steps) -> RunState:
             found.frozen.update({f"{prefix}{k}": v for k, v in values if isinstance(v, Tensor)})
         transforms = {}
         for place, where, function in stateful_functions(plan, name):
-            # Collect transforms before optimizers: a schedule may notice here that its learning
-            # rate was changed.
+            # Collect transforms before optimizers: a schedule's `state_dict` first reads the
+            # verdict on the last update, which may change the learning rates.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})
@@ -247,7 +248,7 @@ def put_back(
 
 
 def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]:
-    """Add tensors and ties; return the extra state."""
+    """Add the model's tensors and ties to `found`; return the other values of its `state_dict`."""
     saved = model.state_dict()
     extra_state = {key: each for key, each in saved.items() if not isinstance(each, Tensor)}
     tensors, tied = split_tied(
@@ -256,9 +257,9 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
     found.tensors.update({f"{prefix}{key}": each for key, each in tensors.items()})
     found.tied.update({f"{prefix}{key}": f"{prefix}{first}" for key, first in tied.items()})
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Buffers are listed separately. DDP copies rank 0's buffers to its peers when a forward starts,
-    # so running statistics differ in between. A save holds rank 0's buffers, and those of another
-    # rank if they differ.
+    # List the buffers, which may differ between ranks: DDP copies rank 0's running statistics to
+    # the other ranks only when a forward starts. A save holds rank 0's buffers, and those of
+    # another rank that differ from them.
     found.buffers.extend(f"{prefix}{key}" for key in tensors if key not in parameters)
     return extra_state
 
@@ -266,7 +267,10 @@ def _add_model(found: RunState, prefix: str, model: nn.Module) -> dict[str, Any]
 def _put_back_model(
     model: nn.Module, tensors: Mapping[str, Tensor], extra_state: Mapping[str, Any]
 ) -> None:
-    """Load extra state, and tensors that `state_dict` copies; the others are filled in place."""
+    """Load a model's extra state, and the tensors of which its `state_dict` returned copies.
+
+    All other tensors are filled in place.
+    """
     own = {_address(each) for each in (*model.parameters(), *model.buffers())}
     copies = {key: each for key, each in tensors.items() if _address(each) not in own}
     here = model.state_dict()
@@ -312,7 +316,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def _add_optimizer(
     found: RunState, prefix: str, plan: Plan, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Add tensors by parameter and key; return the other values of the optimizer's `state_dict`."""
+    """Add an optimizer's tensors to `found`; return the other values of its `state_dict`."""
     saved = optimizer.state_dict()
     order = _order(plan, optimizer)
     rest: dict[str, dict[str, Any]] = {}
@@ -339,9 +343,10 @@ def _put_back_optimizer(
 
 
 def _holds(plan: Plan, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a torch optimizer's state consists of these same tensors, so it is current.
+    """Return whether a torch optimizer's state already consists of these very tensors.
 
-    If so, torch need not load the state a second time, which takes as long as reading it.
+    If so, filling the tensors also updates the optimizer. `load_state_dict` would only copy them
+    again, which takes as long as reading them.
     """
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     if not is_of_torch or has_loading_hooks(optimizer):

@@ -224,7 +224,7 @@ def _write(
     *,
     wait: bool,
 ) -> None:
-    """Write the checkpoint; without `wait`, copy this rank's share and start to write the copy."""
+    """Write the checkpoint; without `wait`, copy this rank's share for a thread to write."""
 
     def on_main(fn: Callable[..., object], *arguments: object) -> None:
         all_or_none(lambda: fn(*arguments) if state.is_main else None, state, "save")
@@ -255,7 +255,7 @@ def _write(
 
 
 def _begin(checkpoint: NewCheckpoint, notes: dict[str, Any]) -> None:
-    """Lock the folder, or refuse a second run that saves to it; make the checkpoint's folder."""
+    """Lock the run's folder, and make the checkpoint's. Raise if another run holds the lock."""
     home = checkpoint.home
     try:
         make_folder(home)
@@ -275,7 +275,7 @@ def _begin(checkpoint: NewCheckpoint, notes: dict[str, Any]) -> None:
 
 
 def _put_beside(path: Path, beside: Callable[[Path], object]) -> None:
-    """Let the user write into the unfinished folder; wait until all files are on the disk."""
+    """Call `beside`, which adds the user's files to the unfinished checkpoint; sync every file."""
     beside(path)
     for each in path.rglob("*"):
         sync(each)
@@ -315,10 +315,13 @@ def _own_buffers(contents: RunState, state: DistState) -> dict[str, Tensor]:
 def _frozen_entries(
     left_out: Mapping[str, Tensor], notes: dict[str, Any], state: DistState
 ) -> dict[str, FrozenEntry]:
-    """Hash the frozen tensors that are left out; raise if one changed since the last save or load."""
+    """Hash the frozen tensors that the checkpoint leaves out; compare with earlier hashes.
+
+    Raises if one has changed since the last save or load.
+    """
     before = notes.get("frozen", {})
     found = compare.hashed(left_out, state, before, "save")
-    # All ranks have the same hashes, so all raise.
+    # All ranks have the same hashes, so all raise or none.
     compare.check_unchanged(before, found)
     notes["frozen"] = {**before, **found}
     return {

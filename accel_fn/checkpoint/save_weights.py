@@ -57,7 +57,7 @@ _UNITS = {
 
 _MOST_SHOWN = 10
 _writings: WeakKeyDictionary[nn.Module, Writing] = WeakKeyDictionary()
-"""The last save in the background, by model."""
+"""For each model, its last background save."""
 
 
 def save_model(
@@ -159,7 +159,8 @@ def save_model(
             check_equal([each[name] for each in every], rule, error=ArgumentError)
         (contents,) = found
         _check_same(contents.tensors, world)
-        # Among replicas, only the ones with the state's main rank write.
+        # Several groups of ranks may each hold a replica. Only the group with the state's rank 0
+        # writes.
         is_writing = state is None or 0 in ranks.agreed(lambda: state.rank)
         jobs: list[_Job] = []
         world.agreed(lambda: jobs.append(_job_of(contents, ranks)) if is_writing else None)
@@ -176,7 +177,7 @@ class _Contents:
     folder: Path
     entries: Entries
     frozen: Mapping[str, Tensor]
-    """The parameters that are left out."""
+    """The frozen parameters, which the files do not hold."""
     shards: Sequence[Sequence[str]]
 
     @property
@@ -234,7 +235,8 @@ def _check_same(tensors: Mapping[str, Tensor], world: Ranks) -> None:
     if world.size == 1:
         return
     own = {name: _described(each) for name, each in tensors.items()}
-    # All ranks get the same hashes, and send names only to report a difference.
+    # Ranks exchange hashes first, and names only if the hashes differ. All ranks see the same
+    # hashes, so they decide alike.
     if len({*world.agreed(lambda: hash_of(repr(own).encode()))}) == 1:
         return
     every, lines = world.agreed(lambda: own), []
@@ -295,7 +297,7 @@ class _Job:
                 found = self.ranks.gather_to(self.new.prepared(key), place % self.num_writers)
                 if found is not None:
                     yield found
-                # The memory is needed for the next tensor.
+                # Free this tensor before the next one is gathered.
                 del found
                 count(self.new.entries.num_bytes(key))
 
@@ -306,7 +308,7 @@ class _Job:
         finally:
             # Gather after an error too, since other ranks wait in the next gather.
             deque(values, maxlen=0)
-        # No rank waits in a gather for another rank's disk.
+        # Sync after all gathers, so that no rank waits in a gather for another rank's disk.
         self.new.sync(self.own)
 
 
@@ -328,7 +330,7 @@ def _job_of(contents: _Contents, ranks: Ranks) -> _Job:
 
 
 def _num_writers(folder: Path, probe: str, contents: _Contents, ranks: Ranks) -> int:
-    """Return how many ranks write: all if they see the main rank's folder, else one."""
+    """Return how many ranks write: all if each can write to the main rank's folder, else one."""
     path, is_main = folder / probe, ranks.rank == 0
     ranks.agreed(lambda: path.touch() if is_main else None)
     seen = ranks.agreed(lambda: _can_write(path))
@@ -358,7 +360,10 @@ def _can_write(path: Path) -> bool:
 
 
 def _hashes(frozen: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
-    """Hash whole tensors, shards in turn on each rank; return all hashes on every rank."""
+    """Hash the whole frozen tensors; return all hashes on every rank.
+
+    Ranks of a mesh take sharded tensors in turn; the main rank hashes all others.
+    """
     if not frozen:
         return {}
     own = {}
@@ -424,7 +429,7 @@ def _write_later(
             try:
                 writing.start()
             except RuntimeError as error:
-                # The main rank's thread would wait for this one.
+                # Otherwise the main rank's thread would wait for this rank's files.
                 report_failure(share, share.rank, error)
                 raise
             _writings[unwrapped(model)] = writing
@@ -445,7 +450,7 @@ def _finish_writing(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """This rank's files, in host memory, and how they are committed."""
+    """The tensors of this rank's files, in host memory, and how to write and commit the files."""
 
     job: _Job
     held: deque[Tensor]
@@ -470,7 +475,8 @@ class _Share:
         return self.job.new.acknowledgement(rank)
 
     def files_of(self, rank: int) -> list[Path]:
-        # A rank that failed has removed its files.
+        # `report_failure` removes these files, but `write` has already removed the files of a
+        # failed rank.
         return []
 
     def write(self, folder: Path) -> Written:

@@ -122,14 +122,15 @@ class ResumedSchedules:
         by_names: bool = False,
     ) -> None:
         self._by_names = by_names
-        """Whether schedules by a metric continue, and the rest are stepped to the saved update."""
+        """Whether to step the program's schedules to the saved update, except those by a metric,
+        which continue with their saved state."""
         self._moved = moved
         """The schedules whose functions `load` does not call."""
         self._found = [
             _Saved(each.name, each.schedule.scheduler, each.saved["scheduler"], each.schedule)
             for each in _of_plans(steps, rests)
-            # Otherwise the schedule was saved for several optimizers, but has one here, or the
-            # reverse.
+            # A missing "scheduler" means that the schedule was saved for several optimizers and has
+            # one here, or the reverse.
             if each.saved and "scheduler" in each.saved
         ]
         self._found += [
@@ -213,7 +214,8 @@ class ResumedSchedules:
         """Compute the rates of the program's functions, which no checkpoint holds."""
         over = Counter(id(each.scheduler.optimizer) for each in self._found)
         for each in self._found:
-            # With several schedules, a later one may have changed the rate that a function gave.
+            # Skip optimizers with several schedules: a later one may have changed the rate of the
+            # function.
             if over[id(each.scheduler.optimizer)] == 1 and each.name not in self._moved:
                 _step_again(each.scheduler)
 
@@ -294,13 +296,13 @@ def restart(scheduler: Any) -> None:
 
 
 def _step(scheduler: Any) -> None:
-    # Without this flag, torch warns that no update was made.
+    # torch warns about a scheduler's step before the first update, unless this flag is set.
     scheduler.optimizer._opt_called = True
     scheduler.step()
 
 
 def _step_again(scheduler: Any) -> None:
-    """Repeat the newest step of the last function schedule, and of the schedulers after it."""
+    """Repeat the newest step of a scheduler's last LambdaLR, and of the schedulers after it."""
     acting = list(_acting(scheduler))
     functions = [number for number, each in enumerate(acting) if isinstance(each, LambdaLR)]
     if not functions:
@@ -309,7 +311,7 @@ def _step_again(scheduler: Any) -> None:
         each.last_epoch -= 1
         each._step_count -= 1
         if each.last_epoch < 0:
-            # Before the first update, no factor is applied.
+            # Repeat the step that torch makes in the scheduler's constructor.
             each._initial_step()
         else:
             _step(each)

@@ -126,7 +126,7 @@ def look(path: Path, step: int, manifest: Manifest | None = None) -> Checkpoint 
             saved_at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
             return Checkpoint(path, step, saved_at, size, world_size, damage, score, mesh)
     with suppress(FileNotFoundError):
-        # `stat` raises if the user may list the folder but not search it.
+        # Raise PermissionError if the user may list the parent folder, but not open what is in it.
         path.stat()
     return None
 
@@ -157,7 +157,7 @@ class NewCheckpoint:
 
     home: Path
     head: Manifest
-    """The manifest before the ranks have written: without files, and with entries without
+    """The manifest before the ranks have written: it lists no files, and its entries have no
     chunks."""
     keep: int | None
     keep_every: int | None

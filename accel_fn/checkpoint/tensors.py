@@ -30,7 +30,8 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import CheckpointError
 
 PAGEABLE = ("cpu", "mps")
-"""Devices whose copies to pinned memory are no faster. Copies from other devices do not wait."""
+"""Devices from which a copy to pinned memory is no faster. From other devices, such a copy is
+asynchronous."""
 _BLOCK_BYTES = 2**28
 _ALIGNMENT = 64
 """In bytes, as torch aligns tensors: a copy is faster if both places have the same alignment."""
@@ -101,8 +102,8 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
 
 
 def _is_one_chunk(tensor: Any, entry: Entry) -> bool:
-    """Return whether a single chunk holds the whole of this rank's tensor."""
-    # Most tensors are in one chunk, and torch's planners take longer than reading such a tensor.
+    """Return whether the tensor is not sharded, and a single chunk holds all of it."""
+    # For such a tensor, and most are, torch's planners would take longer than the read.
     if is_sharded(tensor) or len(entry.chunks) != 1:
         return False
     return tuple(tensor.shape) == entry.shape == entry.chunks[0].sizes
@@ -287,13 +288,13 @@ def read_tensors(
 
 
 def _pool() -> Executor:
-    """Make a pool of reading threads: at least two, since one may wait for a disk."""
+    """Make a pool of at least two reading threads: one works while another waits for the disk."""
     return ThreadPoolExecutor(max(2, torch.get_num_threads()), thread_name_prefix="accel_fn load")
 
 
 @torch.no_grad()
 def _read(reading: Reading, file: int) -> int:
-    """Fill a part of a tensor, in place if memory has the file's layout; return its bytes."""
+    """Read a part of a tensor, in place if the file has its layout; return the number of bytes."""
     chunk, target = reading.chunk, reading.target
     has_layout = (
         target.is_cpu

@@ -136,11 +136,11 @@ def _model_refusal(function: str, rule: str, name: str, found: object) -> Argume
 
 @cache
 def _code_of(dtype: torch.dtype, *, is_number: bool) -> tuple[str, list[int]] | None:
-    """Return a dtype's name in safetensors, and the shape there of a tensor of one element."""
+    """Return a dtype's name in safetensors, and the shape that one element has there, or None."""
     try:
         data = save({"": torch.empty(() if is_number else 1, dtype=dtype)})
     except Exception:
-        # The class of the error depends on the version.
+        # safetensors raises errors of different classes in different versions.
         return None
     entry = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[""]
     return entry["dtype"], entry["shape"]
@@ -150,7 +150,7 @@ def _code_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list
     found = _code_of(dtype, is_number=not shape)
     assert found is not None
     code, one = found
-    # Two elements of float4 are one element in torch.
+    # safetensors counts two elements of float4 where torch counts one.
     return code, [*shape[:-1], shape[-1] * one[0]] if shape else []
 
 
@@ -167,7 +167,7 @@ def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first element and of the end of the last one."""
+    """Return the address of a tensor's first element, and that of the end of its last."""
     steps = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (1 + sum(steps)) * tensor.itemsize
 
@@ -258,7 +258,7 @@ class NewSet:
         _remove_others(folder, {INDEX, *self._names})
 
     def _in_file(self, keys: Iterable[str]) -> list[str]:
-        """Sort keys by the size of their elements, so that each tensor is aligned, and by name."""
+        """Sort keys by name, larger elements first, so that each tensor is aligned."""
         return sorted(keys, key=lambda key: (-self.entries.written_dtype(key).itemsize, key))
 
     def _header(self, keys: Sequence[str]) -> bytes:
@@ -330,7 +330,7 @@ def _put_copy(new: Path, path: Path) -> None:
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove the files of earlier sets. Readers use the single file as long as it exists."""
+    """Remove the files of earlier sets; readers would prefer an old single file to a new index."""
     for path in list(folder.iterdir()):
         if _WRITTEN_HERE.fullmatch(path.name) and path.name not in kept:
             path.unlink()
@@ -397,7 +397,8 @@ def open_set(folder: Path, stack: ExitStack) -> Stored:
     index = _read_index(folder)
     files = {name: _open(folder, name, stack) for name in sorted(set(index.values()))}
     if _identity(folder / INDEX) != before:
-        # `save_model` replaces the index before it changes old shards.
+        # A changed index means that `save_model` may be replacing the shards: it replaces the index
+        # first.
         raise _refusal(folder, "stay as it is while it is read", "a new set; load again")
     stored = _stored(folder, files)
     for key, name in index.items():
@@ -436,7 +437,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    # `PureWindowsPath` splits at / as well.
+    # `PureWindowsPath` splits at \ and at /.
     plain = name == PureWindowsPath(name).name
     return plain and name.endswith(".safetensors") and name.isprintable()
 
@@ -484,7 +485,7 @@ def _stored(folder: Path, files: Mapping[str, Any]) -> Stored:
 def _listed(
     path: Path, file: Any, key: str, rule: str, fits: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Read names from the metadata of a file, each with a text for which `fits` is true."""
+    """Read a map of names to texts from a file's metadata; raise if `fits` is false for a text."""
     text = (file.metadata() or {}).get(key, "{}")
     try:
         found = json.loads(text)

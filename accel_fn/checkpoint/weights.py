@@ -211,7 +211,7 @@ def _on_all(fn: Callable[[], T], axes: list[DistState], function: str) -> T:
 
 
 def _check_frozen(path: Path, entries: Entries, stored: Stored) -> None:
-    """Refuse a model whose values differ from the parameters that the files left out."""
+    """Refuse a model whose frozen parameters differ from those that the files left out."""
     lines = []
     for first, tensor in entries.tensors.items():
         saved = {stored.frozen[name] for name in entries.names_of(first) if name in stored.frozen}
@@ -232,7 +232,7 @@ def _absent(entries: Entries, stored: Stored) -> list[str]:
 
 
 def _missing(entries: Entries, stored: Stored) -> list[str]:
-    """List the tensors that the files neither have nor leave out as frozen."""
+    """List the tensors of the model that the files neither hold nor leave out as frozen."""
     return [
         first
         for first in _absent(entries, stored)
@@ -257,7 +257,10 @@ def _only_in_files(entries: Entries, stored: Stored) -> list[str]:
 
 
 def _differences(entries: Entries, stored: Stored, dtype: torch.dtype | None) -> list[str]:
-    """Describe differences between tensors that both have; those of `dtype` in the files are cast."""
+    """Describe tensors whose shapes or dtypes in model and files differ.
+
+    A tensor of `dtype` in the files is no difference, since the load casts it.
+    """
     lines = []
     for first, tensor in entries.tensors.items():
         keys, here = _keys_of(first, entries, stored), _spec(tensor)

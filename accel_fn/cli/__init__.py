@@ -15,8 +15,8 @@ from accel_fn.launcher.worker import open_streams
 def main() -> None:
     """Run the command line."""
     open_streams()
-    # Do not inherit a SIGCHLD that is ignored: the system would drop the exit codes of ranks, and
-    # all would be 0.
+    # Stop ignoring SIGCHLD, if the caller did: otherwise the system would drop the exit codes of
+    # ranks, and all would be 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A shell starts background commands with Ctrl-C ignored; keep it ignored.
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _find_temporary_folder() -> None:
-    """Find the temporary folder now: the search writes a test file, which Ctrl-C could leave."""
+    """Find the temporary folder with Ctrl-C blocked, which could leave the search's test file."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         # Ignore an error here, since not every command needs a temporary folder.

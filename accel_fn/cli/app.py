@@ -1,6 +1,6 @@
-"""The group of commands: a command's module is imported when it is called, torch when it runs.
+"""The group of commands; calling one imports its module, and running it imports torch.
 
-Some commands belong to plug-ins; if a plug-in is missing, its command prints which extra to
+Some commands belong to plug-ins. If a plug-in is missing, its command prints which extra to
 install.
 """
 

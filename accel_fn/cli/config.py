@@ -91,7 +91,11 @@ def _refuse(job: str, options: dict[str, object]) -> None:
 
 
 def _show(config_file: Path | None, *, as_json: bool) -> None:
-    """Print JSON, or a table in which defaults are dim and open settings have effective values."""
+    """Print the settings in force, as JSON or as a table.
+
+    The table shows defaults in dim text. For a setting that is open, it shows the value that a
+    launch would use.
+    """
     resolved = resolve_settings({}, config_file)
     values, sources = asdict(resolved.settings), resolved.sources
     if as_json:
@@ -193,7 +197,8 @@ def choose_settings(ask: Ask, machine: Machine) -> dict[str, Any]:
     put("num_microbatches", "In how many micro-batches each rank computes its part", 1)
     if num_local > 1:
         put("wrap", _WRAP, "ddp")
-    # The question is about this machine; the setting counts the processes of all machines.
+    # The answer is the number on this machine. The setting, the number on all machines, is set
+    # below.
     del answers["num_processes"]
     num_machines = put("num_machines", "How many machines, each with as many processes", 1)
     if num_machines > 1:

@@ -81,7 +81,7 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + the signal if it was killed.
     """
-    # Collect no garbage during the imports: that would take a tenth of their time.
+    # Collect no garbage during the imports, since it would take a tenth of their time.
     gc.disable()
     if module and no_python:
         raise click.UsageError("--module cannot be combined with --no-python")
@@ -105,7 +105,7 @@ def launch(
 
 
 def _name_options_of_script(script: str, arguments: Sequence[str]) -> None:
-    """Print the settings after the script's name: the script gets them, and not the launch."""
+    """Warn about settings after the script's name, which the script gets instead of the launch."""
     own = {"-n", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
     named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
     after = [each for each in named if each.replace("_", "-") in own]
@@ -143,7 +143,7 @@ def _print(text: str, stream: TextIO) -> None:
     try:
         print(text, end="", file=stream, flush=True)
     except OSError:
-        # Send the stream to /dev/null: Python flushes it again at exit, which would fail too.
+        # Redirect the stream to /dev/null: Python flushes it again at exit, which would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

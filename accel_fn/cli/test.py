@@ -124,7 +124,7 @@ def _check_new_world(
             f"({resolved.sources['num_machines']}); start it on each machine: "
             "accel-fn launch -m accel_fn test"
         )
-    # On the CPU, start two ranks by default: one rank shares nothing, so little could break.
+    # On the CPU, start two ranks by default: with one rank, hardly any promise could break.
     on_cpu = settings.cpu or not detect().num_devices
     count = settings.num_processes or 1
     if on_cpu and not resolved.is_given("num_processes"):

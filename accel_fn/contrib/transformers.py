@@ -219,8 +219,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self._step is not None
         model.train()
         if inputs.pop(_IS_STAND_IN, False):
-            # The Trainer counts the tokens and operations of a batch, so a stand-in must have no
-            # rows.
+            # Cut all rows off a stand-in, since the Trainer counts the tokens and operations of
+            # each batch.
             inputs.update(pytree.tree_map_only(Tensor, lambda each: each[:0], dict(inputs)))
         else:
             self._parts.append(dict(inputs))
@@ -329,7 +329,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Return this rank's sums of losses, items and samples of a batch, and its rows by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
-        # A `prediction_step` that the user overrides must also compute in the step's precision.
+        # Set the precision here, so that a `prediction_step` that the user overrides computes in it
+        # too.
         with self.autocast_smart_context_manager():
             loss, logits, labels = self.prediction_step(
                 model, batch, loss_only, ignore_keys=ignore_keys
@@ -374,8 +375,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
         save(self._step, self._state, Path(output_dir, _FOLDER))
-        # Release the lock of the folder, which would stay open as long as the step: nothing more is
-        # saved in this folder.
+        # Release the folder's lock, which the step would hold to its end: nothing more is saved in
+        # this folder.
         self._step.notes.pop("locks", None)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -403,7 +404,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 super()._load_best_model()
 
     def _is_sharded(self) -> bool:
-        # DeepSpeed's ZeRO marks the parameters that it shards.
+        # DeepSpeed's ZeRO adds `ds_id` to the parameters that it shards.
         parameters = self.model.parameters()
         return any(is_sharded(each) or hasattr(each, "ds_id") for each in parameters)
 
@@ -422,7 +423,7 @@ class RankBatches:
         self._drop_last = loader.drop_last
         self._num_samples = len(loader.sampler)  # type: ignore[arg-type]
         self.sampler = _repeatable(loader.sampler, seed)
-        # The Trainer sets the epoch of `.batch_sampler.batch_sampler`.
+        # The Trainer sets the epoch of `.batch_sampler.batch_sampler`, which must be this object.
         self.batch_sampler = self
         self.batch_size = loader.batch_size
 
@@ -438,8 +439,8 @@ class RankBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         order = [*self.sampler]
         state = self._state
-        # Take the main rank's order from any other sampler, whose generator may differ between
-        # ranks.
+        # Any other sampler may draw from a generator that differs between ranks, so take the main
+        # rank's order.
         if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
             order = broadcast(order, state)
         for number in range(len(self)):
@@ -450,16 +451,16 @@ class RankBatches:
 
 
 class _StandIn(int):
-    """The number of a stand-in: a sample that another rank counts."""
+    """The number of a stand-in's sample, which counts only on another rank."""
 
 
 class _Marked(list[Any]):
-    """A list of the samples of a stand-in."""
+    """The list of a stand-in's sample, for `_Collate` to recognise."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Samples(Dataset[Any]):
-    """A data set that marks the samples of a stand-in."""
+    """The user's data set; it returns a stand-in's sample in a `_Marked` list."""
 
     data: Any
 
@@ -477,7 +478,7 @@ class _Samples(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """The user's collate function; it also marks the batch of a stand-in."""
+    """The user's collate function; it also marks the batch that a `_Marked` list makes."""
 
     fn: Callable[[list[Any]], Any]
 
@@ -500,7 +501,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last update was skipped: then the Trainer keeps its schedule."""
+        """Return whether the last update was skipped, at which the Trainer keeps its schedule."""
         return self.was_skipped
 
 

@@ -32,7 +32,8 @@ class Collate:
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
         self._fields: set[Place] = set()
-        """Places of lists whose items are fields; later batches do not check them again."""
+        """The places of lists whose items were found to be fields, so that later batches need no
+        check."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
         """Return the batch of a part; `count` is its number of samples, by default the length."""
@@ -53,12 +54,12 @@ class Collate:
     def _twice(self, samples: Any) -> Any:
         """Collate samples, only to count the rows of the batch; None if the collate_fn raises."""
         try:
-            # Without this context, the user's generators would advance.
+            # This call is extra, so restore the user's random generators after it.
             with Generators(0):
                 return self._collate_fn(samples)
         except Exception:
-            # For example, a collate_fn that removes fields from its samples fails if a sample is
-            # repeated.
+            # The collate_fn may refuse repeated samples, as one does that removes fields from its
+            # samples.
             return None
 
     def _check(self, batch: Any, samples: Any, count: int) -> None:
@@ -71,10 +72,11 @@ class Collate:
     def _grows(self, place: Place, samples: Any, count: int) -> bool:
         """Return whether the list at `place` is longer for twice as many samples.
 
-        Without this check, the code would treat `(inputs, labels)` of two packed samples as two
+        Without this check, `(inputs, labels)` of two packed samples would count as a list of two
         samples.
         """
-        # A data set that reads many samples at once may return any type, which cannot be doubled.
+        # Samples that a data set reads in one call may be of any type, and only a list can be
+        # doubled.
         if not isinstance(samples, list):
             return True
         doubled = self._twice([*samples, *samples])
@@ -108,7 +110,8 @@ class WholeBatch:
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
         """Return this rank's rows of the batch of these samples."""
-        # A list of one text does not count as a column: two samples show whether it has rows.
+        # In a batch of one sample, a list of one text may be a column or a field. Only a batch of
+        # two samples shows which.
         is_one = self.rank > 0 and isinstance(samples, list) and len(samples) == 1
         two = twice(samples) if is_one else None
         batch = self.collate(samples, count)
@@ -126,7 +129,7 @@ def stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
 
 
 def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tuple[Any, ...]]]:
-    """Yield every list and tuple of a batch with its place; skip named tuples: they have fields."""
+    """Yield every list and tuple of a batch with its place; named tuples are skipped, as fields."""
     kind = type(tree)
     if isinstance(tree, Tensor | Samples) or kind in ATOMS:
         return
@@ -145,7 +148,7 @@ def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tu
 
 
 def _may_be_samples(items: list[Any] | tuple[Any, ...], count: int) -> bool:
-    """Return whether items may be samples: one per sample, whose tensors' rows differ in number."""
+    """Return whether items may be samples: one per sample, with tensors that a step would cut."""
     if len(items) != count:
         return False
     columns: list[Any] = []
@@ -184,7 +187,7 @@ def without_rows(one: Any, two: Any) -> Any:
     try:
         found = cut.without(one, two)
     except (_UncutError, TypeError, ValueError):
-        # Trees of two forms differ in length or in type.
+        # The two batches are trees of different forms.
         return None
     return found if cut.has_rows else None
 
@@ -195,11 +198,11 @@ def twice(samples: list[Any]) -> list[Any]:
 
 
 class _UncutError(Exception):
-    """Raised if a value in a batch may hold rows, but is not twice as long for two samples."""
+    """Raised for a value that may hold rows, but is not twice as long for two samples."""
 
 
 class _Cut:
-    """Cuts all rows off a batch, and records whether it had any."""
+    """Cuts all rows off a batch, and records whether the batch had any."""
 
     def __init__(self) -> None:
         self.has_rows = False

@@ -18,7 +18,7 @@ from accel_fn.data.indexed import SamplerBatches, nested_samplers
 from accel_fn.data.order import length_of
 from accel_fn.errors import check_equal
 
-# A list of samples may be long and lie in a file, so only this many at each end are compared.
+# A list of indices may be long and lie in a file, so only this many at each end are compared.
 _ENDS = 4096
 
 Options = TypeVar("Options")
@@ -65,7 +65,7 @@ class SamplerOptions:
 def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
     """Describe this rank's loader, for a comparison over ranks."""
     samplers = nested_samplers(sampling.batch_sampler)
-    # If only one rank's list held a sample, the sample would be lost, so compare the lists.
+    # A sample that only some ranks' lists hold would be lost, so compare the lists too.
     checksum = _of_list(samplers[-1])
     if type(samplers[-1]) is SubsetRandomSampler:
         checksum = _of_numbers(samplers[-1].indices)
@@ -102,7 +102,7 @@ def _checksum(dataset: Any) -> int | None:
 
 
 def _constants(part: Any) -> Iterator[Any]:
-    """Yield the constants of a Hugging Face stream, without the state of a pass."""
+    """Yield the numbers and texts that define a Hugging Face stream, without a pass's state."""
     yield type(part).__name__
     for name, value in sorted(vars(part).items()):
         if isinstance(value, np.random.Generator):
@@ -124,8 +124,8 @@ def _shard(shard: Any) -> Any:
 
 
 def _of_list(sampler: Any) -> int | None:
-    """Compute a checksum of a list's samples or batches, in any order; None for other samplers."""
-    # A range may be long; its repr is short.
+    """Compute a checksum of a list of samples or batches, sorted; None for other samplers."""
+    # Hash the repr of a range: the range may be long, and its repr is short.
     if isinstance(sampler, range):
         return zlib.crc32(repr(sampler).encode())
     if not isinstance(sampler, list | tuple):
@@ -140,7 +140,8 @@ def _of_numbers(numbers: Any) -> int:
     try:
         found = np.asarray(numbers)
     except (TypeError, ValueError):
-        # The names have several lengths, or the numbers are on another device.
+        # The keys are not an array of numbers, or they are on another device: hash their repr
+        # below.
         found = np.empty(0)
     if found.dtype.kind in "iu":
         return zlib.crc32(found.astype(np.int64).tobytes())
@@ -148,7 +149,10 @@ def _of_numbers(numbers: Any) -> int:
 
 
 def _ends(table: Any, count: int) -> int | None:
-    """Compute a checksum of the ends of an Arrow table; its length is compared elsewhere."""
+    """Compute a checksum of the first and last rows of an Arrow table.
+
+    The number of rows is compared elsewhere.
+    """
     if table is None or not len(table):
         return None
     count = min(count, len(table))

@@ -91,7 +91,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
     if sizes is not None and counts != {sum(sizes)}:
         rule = f"return as many rows as it is given, {sum(sizes)}"
         raise BatchError(message("draw", "fn", rule, f"{next(iter(counts))} rows"))
-    # torch draws no number for zero rows, nor for a permutation of one row.
+    # With one row or none, `fn` may be right to draw nothing, such as for a permutation of one row.
     if counts.pop() > 1 and torch.equal(generator.get_state(), before):
         rule, repair = "draw from the generator that it is given", "torch.randn(..., generator=g)"
         raise ArgumentError(message("draw", "fn", rule, "none of its numbers", repair))
@@ -101,7 +101,7 @@ def draw(fn: Callable[..., T], state: DistState, name: str = "", *, rows: object
 
 
 def _sizes(rows: object, state: DistState) -> list[int]:
-    """Return how many rows each rank has of the batch; all ranks raise if one cannot count."""
+    """Return the number of rows of each rank; if one rank cannot count its rows, all raise."""
     failure: Exception | None = None
     try:
         count = count_samples(rows)

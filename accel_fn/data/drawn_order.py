@@ -74,17 +74,18 @@ class DrawnSource(IndexedSource):
                 self._set_loaded_generator()
                 if first_batch == 0:
                     self._draw_seed_of_workers()
-                # torch's workers read ahead in `iter`; without workers, the sampler begins with the
-                # first batch.
+                # With workers, torch's loader reads ahead, and so draws, in `iter`. Without
+                # workers, it draws with the first batch.
                 if first_batch == 0 and self._num_ahead:
                     draw = self._draw()
         parts = self._drawn_parts(epoch or 0, first_batch, drawn, draw)
-        # The loop's thread draws, also under `prefetch`.
+        # With `SampledParts`, the loop's thread draws, even if the thread of `prefetch` reads the
+        # data.
         sampled = SampledParts(parts, self._num_ahead, None)
         return SampledBatches(self._read(load, sampled, epoch, first_batch), sampled)
 
     def _set_loaded_generator(self) -> None:
-        """Set the sampler's generator to its state after the pass of a checkpoint."""
+        """After a load, set the sampler's generator to its state after the checkpoint's pass."""
         generator, drawn = self._samplers_generator, self._drawn
         if drawn.is_loaded and generator is not None and isinstance(drawn.draw, Tensor):
             generator.set_state(drawn.draw)
@@ -93,13 +94,16 @@ class DrawnSource(IndexedSource):
         drawn.is_loaded = False
 
     def _draw_seed_of_workers(self) -> None:
-        """Draw as torch does in each `iter`, except in later ones if the workers stay."""
+        """Draw the seed that torch's `iter` draws for its workers; once if they are persistent.
+
+        The number is not used, but the generator must advance as torch's does.
+        """
         if not (self._keeps_workers and self._has_begun):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         self._has_begun = True
 
     def _draw(self) -> int | Tensor:
-        """Draw the seed of a pass as torch's RandomSampler, or read the state of its generator."""
+        """Draw a pass's seed as a RandomSampler does, or return the state of its generator."""
         if self._samplers_generator is None:
             return int(torch.empty((), dtype=torch.int64).random_())
         return self._samplers_generator.get_state()
@@ -148,7 +152,7 @@ class DrawnSource(IndexedSource):
         return drawn.draw
 
     def _generator_of(self, draw: int | Tensor) -> torch.Generator:
-        """Return the generator for the permutation: on rank 0, the user's if there is one."""
+        """Return the generator for the permutation; on rank 0, the user's if there is one."""
         if not isinstance(draw, Tensor):
             return torch.Generator().manual_seed(draw)
         users = self._samplers_generator if self._is_main else None

@@ -70,7 +70,8 @@ class BatchReader:
     def __init__(
         self, loader: DataLoader[Any], rank: int, world_size: int, *, collates_whole: bool
     ) -> None:
-        # All ranks collate the same batch, so all must use the random numbers of one rank.
+        # With `collates_whole`, all ranks collate the same batch, so all use the random numbers of
+        # rank 0.
         self._rank = 0 if collates_whole else rank
         data, collate_fn, place = loader.dataset, loader.collate_fn, (rank, world_size)
         whole = place if collates_whole else None
@@ -123,11 +124,12 @@ class BatchReader:
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)
-        # All ranks read a whole ready batch, so all must use the random numbers of one rank.
+        # One seed for a ready batch, which all ranks read alike with rank 0's random numbers, and
+        # one for a part.
         seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
-        # A worker_init_fn may have seeded the workers itself.
+        # Do not seed each batch if a worker_init_fn may have seeded the workers.
         has_seeds = self._options["num_workers"] and self._options["worker_init_fn"] is None
-        # Workers take parts long before their batches arrive.
+        # Workers take parts ahead of time: remember the parts until their batches arrive.
         taken: deque[Part] = deque()
 
         def of_epoch() -> Iterator[Part]:
@@ -149,7 +151,8 @@ class BatchReader:
             batches = pool.read(parts, seed)
         else:
             fetcher = self._fetcher.of_pass()
-            # Use a generator: in `map`, a StopIteration of the data set would end the epoch.
+            # Use a generator, which turns a StopIteration of the data set into an error. With
+            # `map`, it would silently end the epoch.
             batches = (fetcher[part] for part in parts)
             if self._pins:
                 batches = map(pin_memory, batches)
@@ -173,7 +176,7 @@ class BatchReader:
 
 
 def _can_pin() -> bool:
-    """Return whether there is an accelerator with pinned memory; torch does not pin without one."""
+    """Return whether there is an accelerator to which pinned memory speeds up copies."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and device.type != "mps"
 
@@ -203,17 +206,18 @@ class _PartWorkers(WorkerPool):
             yield batch
 
     def drop_rest(self) -> None:
-        # Without parts, workers read no more batches; torch drops the last ones at the next pass.
+        # Without parts, workers read no more batches. torch drops those that they still send.
         self._parts.start(())
 
 
 class _PartSampler(Sampler[Any]):
-    """Passes the parts of the current pass to the loader, once."""
+    """Yields the parts of a pass to torch's loader, and keeps each until its batch is read."""
 
     def __init__(self, progress: WorkerProgress) -> None:
         self._progress = progress
         self.pending: dict[int | None, Part] = {}
-        """The parts that the loader has taken, and that are not read yet, oldest first."""
+        """By number of the batch: the parts that the loader has taken and whose batches it has not
+        returned yet, oldest first."""
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:
@@ -244,7 +248,7 @@ class _PartSampler(Sampler[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _InitWithUsersDataSet:
-    """Makes `get_worker_info` show the user's data set, then calls the user's worker_init_fn."""
+    """Makes `get_worker_info` return the user's data set, then calls the user's worker_init_fn."""
 
     fn: Callable[[int], None] | None
 
@@ -272,7 +276,7 @@ class Part:
     seed: int | None = None
     """The seed of the global random generators; None if they are not seeded."""
     keeps: bool = False
-    """Whether the data set keeps its current epoch: then `set_epoch` is not called."""
+    """Whether to leave the data set in its current epoch, without a call of `set_epoch`."""
 
     @property
     def is_split(self) -> bool:
@@ -295,7 +299,7 @@ class Fetcher(Dataset[Any]):
     def __init__(
         self, dataset: Any, collate_fn: Callable[[Any], Any], whole: tuple[int, int] | None = None
     ) -> None:
-        """Given `whole`, (rank, world size), collate all ranks' samples; take this rank's rows."""
+        """With `whole`, (rank, world size), collate all ranks' samples, and take own rows."""
         self.dataset = dataset
         self._whole = whole
         self.collate_fn = collate_fn
@@ -329,7 +333,7 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _read(self, part: Part) -> Any:
-        # Rows are read without the user's code, so the epoch and the seed do not matter.
+        # Rows of tensors are read without the user's code, so set neither epoch nor seed.
         is_empty = type(part.numbers) is EmptyPart
         if self._reads_rows and not is_empty:
             return self.fetch(part.numbers)
@@ -375,21 +379,22 @@ class Fetcher(Dataset[Any]):
                     numbers = _places(numbers, len(self.dataset))
                 return rows(self.dataset, numbers)
             except _NotPlacesError:
-                # Sample by sample, a negative number is valid, and an error names its sample.
+                # Read sample by sample instead: then a negative number is valid, and an error names
+                # its sample.
                 pass
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         return self._collated(self._samples(numbers), numbers)
 
     def _empty(self, numbers: list[Any]) -> Any:
-        """Return an empty batch, in the form of a batch of one sample."""
+        """Return the batch of `numbers`, which holds one sample, without its row."""
         samples = self._samples(numbers)
         # A data set that reads many samples at once may return any type, which cannot be doubled.
         two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)
         with _noting(
             f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
         ):
-            # Whole batches always have samples.
+            # A part is never empty if every rank collates whole batches.
             assert isinstance(self._collate, Collate)
             return self._collate.empty(samples, two)
 
@@ -455,7 +460,7 @@ def _noting(note: str) -> Iterator[None]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Return whether the data set, or the one inside a `Subset`, reads many samples in one call."""
+    """Return whether the data set in any `Subset`s has `__getitems__`, to read many samples."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
@@ -493,7 +498,7 @@ def _columns(dataset: StackDataset[Any]) -> list[Any]:
 
 
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Return whether torch has a dtype for these numbers."""
+    """Return whether torch has this NumPy dtype."""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError):
@@ -518,7 +523,7 @@ def rows(dataset: Any, numbers: Tensor) -> Any:
 
 
 class _NotPlacesError(Exception):
-    """Raised if some keys of samples are not numbers in 0 .. size - 1."""
+    """Raised if some keys of samples are not integers in 0 .. size - 1, the numbers of rows."""
 
 
 def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
@@ -534,7 +539,7 @@ def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
 
 def _places(values: Any, size: int) -> Tensor:
     """Convert integers in 0 .. size - 1 to a tensor [num_values], int64."""
-    # NumPy reads a list in a quarter of torch's time.
+    # NumPy converts a list four times as fast as torch.
     try:
         places = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
     except (TypeError, ValueError) as error:

@@ -15,7 +15,8 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, messa
 
 
 @overload
-# The first matching overload decides.
+# mypy warns that these overloads overlap. The first match decides, and the narrower type stands
+# first.
 def group_batches(  # type: ignore[overload-overlap]
     loader: ShardedLoader[Batch], k: int
 ) -> ShardedLoader[list[Batch]]: ...
@@ -120,7 +121,8 @@ class WindowedSource(Generic[Batch]):
 
 def _lists(batches: Iterable[Batch], k: int) -> Iterator[list[Batch]]:
     source = iter(batches)
-    # `islice` calls `iter`, at which some iterators start again; an iterator of `chain` does not.
+    # Each `islice` calls `iter`, and some iterators then start again. An iterator of `chain` does
+    # not.
     rest = chain(source)
     return sampled_with(source, iter(lambda: list(islice(rest, k)), []), k)
 

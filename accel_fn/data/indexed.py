@@ -52,7 +52,8 @@ from accel_fn.data.set_epoch import InEpoch, LoopEpochs, may_sample, reached_fro
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_equal, message
 from accel_fn.parallel.messages import Channel
 
-# This many samples cost little more to compute or send than one batch.
+# Orders are computed, and sent, for about this many samples together: it takes little longer than
+# for one batch.
 _SAMPLES_AT_ONCE = 4096
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
@@ -114,7 +115,7 @@ def refuse_read_ahead(read_ahead: int | None) -> None:
 
 
 def _num_beyond(loader: DataLoader[Any], read_ahead: int | None) -> int:
-    """Return how many batches to read ahead, beyond those that workers need."""
+    """Return how many batches the loop takes ahead, beyond those that the workers read ahead."""
     least = loader.num_workers * (loader.prefetch_factor or 0)
     if read_ahead is None:
         return 0
@@ -171,7 +172,7 @@ def _check(loader: Any) -> None:
         raise ArgumentError(
             message("shard_loader", "loader", "be a torch DataLoader", name, repair)
         )
-    # A sampler may hold another one under any name and at any depth.
+    # A sampler may hold another one in any attribute and at any depth.
     held = reached_from(outermost(loader), may_sample)
     nested = nested_samplers(outermost(loader))
     for sampler in [*nested, *(each for each in held if isinstance(each, Sampler))]:
@@ -219,7 +220,7 @@ def _goes_through(sampler: Any, dataset: Any) -> bool:
 
 def _seed(loader: DataLoader[Any], state: DistState) -> int:
     """Return the state's seed, mixed with the seed of a generator that the user gave."""
-    # torchdata's samplers make a generator themselves, with another seed in each process.
+    # Skip torchdata's samplers: each process makes their generator with another seed.
     samplers = [each for each in nested_samplers(outermost(loader)) if not _is_torchdatas(each)]
     for generator in (loader.generator, *(getattr(each, "generator", None) for each in samplers)):
         if isinstance(generator, torch.Generator):
@@ -233,7 +234,8 @@ class IndexedSource:
     def __init__(self, loader: DataLoader[Any], order: Order, rank: int, world_size: int) -> None:
         self.order = order
         self._is_of_items = isinstance(order, ItemOrder)
-        # Every rank reads a whole item and cuts it, so the order of items is for one rank.
+        # Every rank reads each whole item, a ready batch, and cuts it. So all ranks use the order
+        # of rank 0.
         self.rank = 0 if self._is_of_items else rank
         is_whole = isinstance(order, WholeOrder)
         self._read_order = replace(order, world_size=1) if is_whole else order
@@ -287,7 +289,7 @@ class IndexedSource:
 
 def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor | EmptyPart]:
     """Yield a rank's samples, batch by batch; many batches are computed at once."""
-    # The last batch may have another size, so it is computed alone.
+    # The last batch may have another size, so compute its part separately.
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)
     at_once = max(1, _SAMPLES_AT_ONCE // max(1, stop - start))
@@ -322,7 +324,7 @@ class SamplerBatches:
     length: int | None = None
     # The number of batches that are read together. None means batches of some thousand samples.
     at_once: int | None = None
-    # Whether the data set has batches ready.
+    # Whether the data set returns ready batches, each by its key.
     gives_keys: bool = False
     # Whether every rank collates the samples of all ranks.
     collates_whole: bool = False
@@ -368,7 +370,7 @@ class SamplerBatches:
         """Yield the batches of the sampler, unchanged."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
-        # Enter the contexts again for each read: between two reads, the loop uses its own random
+        # Enter the contexts for each read only: between two reads, the loop has its own random
         # numbers and epochs.
         readers = reached_from(sampler, may_sample)
         inside: list[AbstractContextManager[Any]] = [InEpoch(readers, None if keeps else epoch)]
@@ -426,7 +428,7 @@ def plain(batch: Iterable[Any]) -> list[Any]:
 
 
 def _key(key: Any) -> Batch:
-    """Return a list of indices for a list, a range or an array; return any other key unchanged."""
+    """Convert a list, a range or an array to a list of indices; return any other key unchanged."""
     is_list = isinstance(key, list | range) or getattr(key, "ndim", 0) > 0
     return plain(key) if is_list else _number(key)
 
@@ -435,7 +437,7 @@ def _number(number: Any) -> Any:
     try:
         return operator.index(number)
     except TypeError:
-        # The data set has other keys.
+        # Not an integer: the data set has keys of another type.
         return number
 
 
@@ -531,7 +533,7 @@ class SamplerSource:
     def _parts(
         self, channel: Channel | None, epoch: int, first_batch: int, *, keeps: bool
     ) -> Iterator[Batch]:
-        """Yield this rank's samples of each batch, or the samples of all ranks if it collates them.
+        """Yield this rank's samples of each batch, or all samples if it collates whole batches.
 
         With a channel, rank 0 takes the batches and sends each rank its part.
         """
@@ -541,7 +543,8 @@ class SamplerSource:
             place = (0, 1) if is_whole else (self._rank, self._world_size)
             yield from (_part(batch, *place) for batch in batches)
             return
-        # Ranks along `dp` share a batch; ranks along other axes take the same part of the batch.
+        # Ranks along `dp` divide a batch; ranks that differ only along other axes take the same
+        # part.
         shape, world_size = mesh_of(channel.state), channel.state.world_size
         along = [ranks_along(shape, "dp", rank) for rank in range(world_size)]
         places = [(ranks.index(rank), len(ranks)) for rank, ranks in enumerate(along)]
@@ -562,7 +565,7 @@ class SamplerSource:
 
 
 def _part(batch: Batch, rank: int, world_size: int) -> Batch:
-    """Return a rank's samples; every rank gets the key of a ready batch, and cuts its rows."""
+    """Return a rank's samples of a batch; every rank reads a ready batch, so return its key."""
     if not isinstance(batch, list):
         return batch
     start, stop = part_bounds(len(batch), world_size, rank)

@@ -68,7 +68,7 @@ class Source(Protocol[Batch]):
 
 
 class _Count:
-    """Counts its calls, and returns its argument."""
+    """A function that returns its argument and counts its calls."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -103,7 +103,7 @@ class DrawnPass:
     draw: int | Tensor | None = None
     """The seed of the pass, or the state of the sampler's generator before it."""
     is_loaded: bool = False
-    """Whether `load_state_dict` has set the draw, and the sampler's generator does not have it
+    """Whether `load_state_dict` has set `draw`, but the sampler's generator has not been set to it
     yet."""
 
 
@@ -114,7 +114,7 @@ class Position:
         self.drawn = DrawnPass()
         self._progress = Progress(0, 0, 1, None)
         self._is_next = True
-        """Whether the next pass begins at this place."""
+        """Whether the next pass begins here; False while a pass runs."""
 
     def place(self) -> tuple[int, int]:
         """Return the number of the pass, and the number of batches received in it."""
@@ -148,7 +148,8 @@ class Received(Iterator[Batch]):
         try:
             batch = next(self._batches)
         except BaseException as error:
-            # Drop the iterator, so that workers end with it even if the caller keeps the error.
+            # Drop the iterator: workers end with it, and an error that the caller keeps must not
+            # keep it alive.
             self._batches = iter(())
             if isinstance(error, StopIteration):
                 progress.num_batches = progress.count
@@ -199,7 +200,7 @@ class Epoch(Generic[Batch]):
         return map(self._read, islice(batches, self.max_batches))
 
     def _num_read(self) -> int:
-        """Return the number of batches of the epoch, or those read if its data have no length."""
+        """Return the number of batches of the epoch; of those read, if the loader has no length."""
         try:
             return len(self)
         except ArgumentTypeError:
@@ -432,7 +433,7 @@ class Epochs(Iterator[Epoch[Batch]]):
         start: tuple[int, int] = (0, 0),
     ) -> None:
         self.loader, self.num_epochs, self.max_steps = loader, num_epochs, max_steps
-        # The position: batches so far, and (epoch, batch in it).
+        # The position: the number of batches so far, and (epoch, batch in the epoch).
         self.step, self.start = step, start
         self._left = self._epochs()
 

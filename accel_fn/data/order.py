@@ -16,8 +16,8 @@ from torch import Tensor
 from accel_fn.core.split_batch import part_bounds
 from accel_fn.errors import ArgumentError, message
 
-# With fewer rounds, neighbouring keys fail a chi-square test of 20,000 keys; small sets need more
-# rounds.
+# The number of rounds of `permute`; sets of fewer than `_FEW` samples need more. With fewer rounds,
+# the orders of 20,000 neighbouring keys fail a chi-square test.
 _FEW = 64
 _ROUNDS, _ROUNDS_OF_FEW = 10, 24
 # 2**64 divided by the golden ratio.
@@ -66,18 +66,18 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
 
 
 def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -> _Numbers:
-    """Move each cell: its row by a hash of its column, then its column by a hash of its row, ..."""
+    """Permute the cells of a grid: rounds add a hash of the column to the row, then the reverse."""
     size, other_size = np.uint64(num_rows), np.uint64(num_columns)
     place, other = np.divmod(cells, other_size)
     moved = np.empty_like(place)
     for multiplier, addend in keys:
         np.multiply(other, multiplier, out=moved)
         moved += addend
-        # Without the square, neighbouring rows would keep their distance.
+        # Square the hash: a linear hash would keep the distances between neighbours.
         moved *= moved
         moved >>= _33
         moved *= size
-        # Scale 31 bits of the hash to 0 .. size - 1.
+        # The product and this shift scale 31 bits of the hash to 0 .. size - 1.
         moved >>= _31
         place += moved
         np.subtract(place, size, out=moved)
@@ -113,7 +113,7 @@ class Cut:
     # The number of samples in a global batch.
     batch_size: int
     world_size: int
-    # Whether to leave out a last batch that is not full.
+    # Whether to drop a last batch that is not full.
     drop_last: bool
 
     def count(self, num_samples: int) -> int:
@@ -174,11 +174,13 @@ class Order(Cut):
         if self.order == "distributed":
             # DistributedSampler adds its seed, 0 by default, to the epoch.
             return _distributed(self.num_samples, epoch)[places]
-        # Hash the seed twice: seed s in epoch e + 1 must differ from seed s + 1 in epoch e.
+        # Hash the seed before the epoch is added: otherwise seed s in epoch e + 1 would give the
+        # order of seed s + 1 in epoch e.
         return permute(places, self.num_samples, key=mix(mix(self.seed) + epoch))
 
 
-# A pass reads its permutation in slices; simulated ranks and a second loader share the cache.
+# Cache permutations: a pass reads one in many slices, and simulated ranks and a second loader read
+# it too.
 @lru_cache(maxsize=2)
 def _distributed(num_samples: int, epoch: int) -> Tensor:
     """Return the permutation of torch's DistributedSampler: [num_samples], int64."""
@@ -248,5 +250,5 @@ def length_of(data: Any) -> int | None:
     try:
         return len(data)
     except (TypeError, NotImplementedError):
-        # torch's own classes raise one of these errors.
+        # torch's data sets and samplers without a length raise one of these errors.
         return None

@@ -25,7 +25,7 @@ from accel_fn.data.sampled_batches import SampledBatches
 from accel_fn.errors import ArgumentTypeError, check_count, message
 from accel_fn.parallel.hang_report import Stack
 
-# The memory of these devices belongs to no stream.
+# On these devices, memory belongs to no stream, so the reading thread copies and waits.
 _COPIED = ("mps", "meta")
 _REPORT_AFTER_S = 60.0
 # At the end of the program, wait this long for a batch that is being read.
@@ -33,7 +33,8 @@ _PATIENCE_S = 1.0
 
 
 @overload
-# The first matching overload decides.
+# mypy warns that these overloads overlap. The first match decides, and the narrower type stands
+# first.
 def prefetch(  # type: ignore[overload-overlap]
     loader: ShardedLoader[Batch], state: DistState, depth: int = 2
 ) -> ShardedLoader[Batch]: ...
@@ -100,7 +101,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Depth and device of the prefetch, and whether all ranks must read equally many batches."""
+    """A prefetch's depth and device, and whether all ranks must read equally many batches."""
 
     depth: int
     device: torch.device
@@ -156,7 +157,7 @@ class _End:
 
 
 class _Handover:
-    """Passes batches from the reading thread to the loop, one for each permit."""
+    """Passes batches from the reading thread, which reads one for each permit, to the loop."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -165,7 +166,7 @@ class _Handover:
         self.taken = 0
         """The number of batches that the loop has taken."""
         self.num_reads: int | None = None
-        """The total number of batches that the thread reads; known after the loop has ended."""
+        """The number of batches after which the thread ends; None until the loop has ended."""
 
 
 class Reader(threading.Thread):
@@ -189,7 +190,8 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
                 if batch is handover:
                     break
                 handover.ready.put(mover.move(batch))
-                # Delete the batch: this frame would hold it while the next one is read.
+                # Delete the batch, which this frame would otherwise keep in memory while the next
+                # one is read.
                 del batch
     except BaseException as error:
         handover.ready.put(_End(error))
@@ -198,7 +200,7 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
 
 
 class _Pass(Iterator[Any]):
-    """Iterates over one pass in the loop."""
+    """The iterator of one pass that the loop gets: takes batches that a thread has read."""
 
     def __init__(self, batches: Iterator[Any], ahead: _Ahead) -> None:
         self._batches = batches
@@ -216,9 +218,10 @@ class _Pass(Iterator[Any]):
             self._take_samples(handover.depth)
             reader = Reader(self._batches, handover, self._mover)
             reader.start()
-            # A finalizer also runs when the iterator is dropped, and when the program ends.
+            # Use a finalizer: it runs also if the loop drops this iterator, or the program ends.
             self._close = weakref.finalize(self, _stop, reader, handover, self._ahead.together)
-            # Only the thread holds the batches, so their workers end with it.
+            # From here on, only the thread refers to the batches, so their workers end when it
+            # ends.
             del self._batches
             self._reader = reader
         if not self._close.alive:
@@ -235,11 +238,12 @@ class _Pass(Iterator[Any]):
             try:
                 raise StopIteration if found.error is None else found.error
             finally:
-                # The frame must not hold the error, whose traceback holds the frame.
+                # Delete the reference: otherwise this frame and the error's traceback would keep
+                # each other alive.
                 del found
         handover.taken += 1
-        # Take samples before giving the permit. With the permit, the thread may read a batch at
-        # once, so its samples must have been taken.
+        # Take samples before releasing the permit: the thread may then read the next batch at once,
+        # and needs its samples.
         self._take_samples(1)
         handover.permits.release()
         return self._mover.hand_over(found)
@@ -251,7 +255,7 @@ class _Pass(Iterator[Any]):
 
 
 def _report(reader: Reader) -> None:
-    """Warn that a batch takes long, with the line of the data set that its thread executes."""
+    """Warn that a batch takes long, and name the line that the reading thread executes."""
     stack = Stack.of_thread(sys._current_frames().get(reader.ident or 0))
     place = stack.place(LIBRARIES)
     warn_user(
@@ -261,10 +265,11 @@ def _report(reader: Reader) -> None:
 
 
 def _stop(reader: Reader, handover: _Handover, together: bool) -> None:
-    """Let the reading thread end, and wait for it."""
-    # At the end of the program, finalizers run after the main thread has ended.
+    """Make the reading thread end, and wait for it."""
+    # If the main thread has ended, this finalizer runs because the program ends.
     ending = not threading.main_thread().is_alive()
-    # Ranks may exchange messages for each batch: if one stopped early, its peers would wait.
+    # If ranks exchange messages for each batch, all must read the same number: a rank that stopped
+    # early would leave its peers waiting.
     handover.num_reads = handover.taken + handover.depth if together and not ending else 0
     handover.permits.release()
     # The garbage collector may run this in the reading thread, which cannot wait for itself.
@@ -312,12 +317,12 @@ class _SideStream(Mover):
     """Copies from pinned memory on a second stream of the accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        # An empty tensor's device has its index.
+        # `device` may have no index. The device of a tensor has one.
         super().__init__(torch.empty(0, device=device).device)
         self.stream = torch.Stream(self.device)
 
     def around(self) -> AbstractContextManager[Any]:
-        # A thread starts at device 0, and would pin memory for it.
+        # Set the device in the reading thread: otherwise it would pin memory for device 0.
         return torch.accelerator.device_index(self.device.index)
 
     def move(self, batch: Any) -> tuple[Any, torch.Event]:
@@ -342,8 +347,8 @@ class _SideStream(Mover):
 
         def record_use(tensor: Tensor) -> Tensor:
             if tensor.device == self.device:
-                # Otherwise the allocator could reuse the memory while the loop's kernels still read
-                # it.
+                # The memory was allocated on the second stream. Without this call, the allocator
+                # could reuse it while the loop's kernels still read it.
                 tensor.record_stream(stream)
             return tensor
 

@@ -1,4 +1,4 @@
-"""Set the random generators of the user's process to other states for a while, and restore them."""
+"""Seed the random generators of the user's process for a while, and restore them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 from accel_fn.data.order import mix
 
-# Threads take turns: all of them share the global generators, and simulated ranks are threads.
+# Threads, and so simulated ranks, share the global generators. With this lock, they take turns.
 GLOBAL_LOCK = threading.RLock()
-# Hold the lock while a worker is forked: otherwise the worker would keep states that another thread
-# has set for a while.
+# Hold the lock during a fork: otherwise a worker could start with states that another thread has
+# set for a while.
 os.register_at_fork(
     before=GLOBAL_LOCK.acquire,
     after_in_parent=GLOBAL_LOCK.release,
@@ -74,9 +74,10 @@ def generators_of(holder: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """NumPy's global state in memory, and the normal number that it keeps for the next call.
+    """The words of NumPy's global state, and the normal number that NumPy keeps for its next call.
 
-    `get_state` and `set_state` take 100 us each, which is longer than reading a batch takes.
+    They are read and written in NumPy's memory: `get_state` and `set_state` take 100 us each,
+    longer than reading a batch may take.
     """
 
     words: bytes
@@ -87,10 +88,11 @@ class _Words:
         """Read the state, and remove the kept normal number."""
         words = memory.raw
         number = np.random.standard_normal()
-        # No random word was drawn, so the normal number was the kept one.
+        # The words are unchanged, so `number` was not drawn: it is the kept one.
         if memory.raw == words:
             return cls(words, number)
-        # Normal numbers are drawn in pairs: remove the second one.
+        # NumPy drew a pair of normal numbers and keeps the second one. Remove it, and restore the
+        # words.
         np.random.standard_normal()
         memory.raw = words
         return cls(words, None)

@@ -44,13 +44,13 @@ from accel_fn.errors import ArgumentTypeError, message
 
 _BLOCK = 1024
 _PART_BLOCK = 16
-# The number of items that ranks compare.
+# The number of first items whose hashes ranks compare.
 NUM_HASHED = 16
-# Simulated ranks are threads that share torch's global `_worker_info`.
+# Simulated ranks are threads, and share torch's global `_worker_info`. They set it in turn.
 _INFO_LOCK = threading.RLock()
-# Simulated ranks are threads. If two of them forked workers at the same time, the workers of one
-# would inherit locks that were held then, and a pipe of the other. The closing of that pipe shows
-# that the other's workers have ended.
+# Simulated ranks are threads, and start their workers in turn. Workers that are forked while
+# another rank starts its own would inherit locks that it holds. They would also keep a pipe of that
+# rank open, whose closing shows that its workers have ended.
 _STARTING = threading.Lock()
 _KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
@@ -86,7 +86,7 @@ class Stream:
         in_worker: bool = False,
         num_hashed: int = 0,
     ) -> None:
-        """With `keeps`, the data set keeps the loop's epoch; `num_hashed` items are hashed."""
+        """With `keeps`, the data set stays in the loop's epoch; `num_hashed` items are hashed."""
         self._data = data
         self._epoch = epoch
         self._info = info
@@ -122,7 +122,7 @@ class Stream:
     def take(self, count: int) -> list[Any]:
         """Return the next items: fewer than `count` at the end, and later an empty list."""
         found: list[Any] = []
-        # Do not call an iterator after its end: some begin again.
+        # Do not call `next` after the end: some iterators begin again.
         if self._ended:
             return found
         try:
@@ -174,7 +174,7 @@ def parts_of_stream(
             return
         first, stop = part_bounds(size, cut.world_size, rank)
         yield held[first - start : stop - start] or EmptyPart(example)
-        # Do not hold the batch while the next one is read.
+        # Free the batch before the next one is read.
         del held, example
         if num_read < cut.batch_size:
             return
@@ -182,9 +182,9 @@ def parts_of_stream(
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
-    """Read a batch; return the part's items, their place, the count, and a list of one item."""
-    # The stream may end inside the batch, and a rank's part depends on the number of items. So keep
-    # the items that would belong to the part for any number of items from here on.
+    """Read a batch; return this rank's items, their start in it, its size, and [its first item]."""
+    # The stream may end inside the batch, and the rank's part depends on the number of items read.
+    # So hold the items that can still belong to the part, however many items follow.
     held: list[Any] = []
     example: list[Any] = []
     start, count = 0, 0
@@ -207,7 +207,8 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
 class Split:
     """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
 
-    # "shard": the data set's method splits it. "workers": it splits itself by `get_worker_info`.
+    # "shard": the data set's method `shard` splits it. "workers": the data set splits itself by
+    # `get_worker_info`.
     kind: str
     world_size: int
     readers_per_rank: int
@@ -287,11 +288,11 @@ class PartStream(IterableDataset[Any]):
         return f" {place} of epoch {int(self.place[0])}"
 
     def __iter__(self) -> Iterator[Any]:
-        # Read the place now: the place of a persistent worker changes with the next pass.
+        # Read the place now: with persistent workers, the next pass overwrites it.
         epoch, first_batch, keeps = self.place.tolist()
         info = get_worker_info()
-        # A simulated rank may show another data set's worker here, although this process is not
-        # that worker.
+        # Another simulated rank may have set `_worker_info` for another data set, although this
+        # process is not a worker.
         if info is not None and info.dataset is not self:
             info = None
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
@@ -310,13 +311,14 @@ class PartStream(IterableDataset[Any]):
             reader = self.rank * self.split.readers_per_rank + worker
             stream = self._shard(epoch, reader, keeps=bool(keeps), in_worker=info is not None)
             numbers = iter(lambda: stream.num_read, None)
-            # Drop batches before number w + n * k of the pass; the number is smaller if other
-            # workers have ended.
+            # The k-th batch of worker w of n has number w + n * k in the pass, so do not make
+            # batches before `first_batch`. If other workers have ended, its number is smaller, and
+            # `until_all_end` drops it.
             batches = self._of_shard(stream, -(-(first_batch - worker) // num_workers))
         return batches if info is None else self._recorded(batches, numbers)
 
     def _of_stream(self, stream: Stream, first_batch: int, stride: int) -> Iterator[Any]:
-        """Yield batches, then an `End`; one of the batches carries hashes of the first items."""
+        """Yield batches, then an `End`; one batch is `Noted` with the hashes of the first items."""
         parts = parts_of_stream(stream, self.cut, self.rank, first_batch=first_batch, stride=stride)
         batches = map(self.collate_fn, parts)
         for batch in batches:
@@ -324,7 +326,7 @@ class PartStream(IterableDataset[Any]):
                 yield Noted(batch, stream.hashes)
                 break
             yield batch
-            # Do not hold the batch while the next one is read.
+            # Free the batch before the next one is read.
             del batch
         yield from batches
         yield End(stream.num_read)
@@ -342,7 +344,7 @@ class PartStream(IterableDataset[Any]):
         return Stream(data, epoch, seed=seed, keeps=keeps, info=info, in_worker=in_worker)
 
     def _of_shard(self, stream: Stream, num_dropped: int) -> Iterator[Any]:
-        """Yield this rank's batches, the first one with an item; yield None for dropped batches."""
+        """Yield this rank's batches, the first one `Noted` with an item; None for a dropped one."""
         size = part_sizes(self.cut.batch_size, self.cut.world_size)[self.rank]
         for number, part in enumerate(parts_of_shard(stream, size, drop_last=self.cut.drop_last)):
             example = _packed(part[:1]) if number == 0 else None
@@ -350,11 +352,11 @@ class PartStream(IterableDataset[Any]):
             yield Noted(batch, example) if number == 0 else batch
 
     def _recorded(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
-        """Yield the batches, and record which one this worker reads."""
+        """Yield the batches, and record the number of the one that this worker is reading."""
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)
-            # `self` marks the end.
+            # `self` stands for the end, since no batch is this object.
             batch = next(batches, self)
             self.progress.end()
             if batch is self:
@@ -363,7 +365,7 @@ class PartStream(IterableDataset[Any]):
 
 
 def _packed(items: list[Any]) -> bytes | None:
-    """Pickle items; None if that fails, which matters only to a rank without items."""
+    """Pickle items; None if that fails: only a rank without items would need them."""
     try:
         # Copy each tensor: a view would be pickled with its whole storage.
         return pickle.dumps(map_tensors(lambda tensor: tensor.detach().clone(), items))
@@ -376,7 +378,7 @@ class WorkerInit:
     """Calls the user's worker_init_fn while `get_worker_info` shows the user's data set."""
 
     fn: Callable[[int], None]
-    # The number of this rank's first worker, among all that split the stream.
+    # The number of this rank's first worker, among the workers of all ranks that split the stream.
     first: int | None = None
     # The number of workers that split the stream.
     num_workers: int = 1
@@ -402,7 +404,7 @@ def options_of(loader: DataLoader[Any], init: Callable[[Any], WorkerInit]) -> di
 
 
 class _StreamPool(WorkerPool):
-    """Workers over one of our streams, from a place that each pass sets."""
+    """Workers that read a `PartStream`, from the place that each pass writes to shared memory."""
 
     def __init__(self, stream_of: Callable[[Tensor], PartStream], options: dict[str, Any]) -> None:
         self.place = torch.zeros(3, dtype=torch.int64)

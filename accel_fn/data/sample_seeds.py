@@ -20,7 +20,7 @@ from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-# Without this constant, the seeds would be the numbers that order an epoch.
+# Keeps the seeds of samples different from the numbers that shuffle an epoch.
 _KIND = 0x73616D706C657321
 # The increment of SplitMix64.
 _STEP = 0x9E3779B97F4A7C15
@@ -159,9 +159,9 @@ def reading(epoch: int) -> Iterator[None]:
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Restore the global generators at the end of the context, which may seed them."""
-    # A worker takes no lock: no loop shares its generators, and the worker may have been forked
-    # while the lock was held.
+    """A context whose body may seed the global generators: it restores them at its end."""
+    # Take no lock in a worker: no loop shares its generators, and if the lock was held at the fork,
+    # the worker would wait forever.
     alone: AbstractContextManager[Any] = nullcontext()
     if get_worker_info() is None:
         if isinstance(threading.current_thread(), Reader):

@@ -1,4 +1,4 @@
-"""Batches of a sampler: the loop's thread takes the samples, another thread may read the data."""
+"""Batches of a sampler: the loop's thread runs the sampler, another thread may read the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = TypeVar("Batch", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A placeholder for a batch's samples, if the sampler raised an error."""
+    """Stands for the samples of a batch at which the sampler raised an error."""
 
     error: Exception
 
@@ -24,7 +24,7 @@ class SampledParts(Iterator[Any]):
     def __init__(
         self, parts: Iterator[Any], num_ahead: int, send: Callable[[Exception], None] | None
     ) -> None:
-        """Workers need `num_ahead` more parts than they read; `send` sends errors to peers."""
+        """Workers take `num_ahead` more parts than they have read; `send` sends errors to peers."""
         self._parts = parts
         self._num_ahead = num_ahead
         self._send = send
@@ -46,8 +46,7 @@ class SampledParts(Iterator[Any]):
         try:
             self._taken.extend(islice(self._parts, num_batches))
         except Exception as error:
-            # Raise the error instead of its batch: earlier batches were read, and the loop still
-            # needs them.
+            # Do not raise yet, but in place of this batch: the loop still needs the earlier ones.
             self._taken.append(_Failed(error))
 
     def __next__(self) -> Any:
@@ -61,7 +60,8 @@ class SampledParts(Iterator[Any]):
         try:
             raise found.error
         finally:
-            # Delete the reference: otherwise frame and error keep each other alive.
+            # Delete the reference: otherwise this frame and the error's traceback would keep each
+            # other alive.
             del found
 
 
@@ -79,8 +79,8 @@ class SampledBatches(Iterator[Batch]):
         except StopIteration:
             raise
         except Exception as error:
-            # Under `prefetch`, this is the reading thread. The loop's thread then raises the error
-            # and sends it.
+            # Under `prefetch`, this is the reading thread, which must not send: the loop's thread
+            # sends the error when it raises it.
             if not self.parts.by_loop:
                 self.parts.send_error(error)
             raise

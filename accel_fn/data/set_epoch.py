@@ -1,6 +1,7 @@
 """Call `set_epoch` of data sets and samplers, which several passes may share.
 
-The loop may call it too: `LoopEpochs` notices that by the epoch in a reader's attributes.
+The loop may call `set_epoch` too. `LoopEpochs` notices this, since an attribute of the reader then
+has another epoch.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch.utils.data import Dataset, Sampler
 
 from accel_fn.data.loader import ShardedLoader
 
-# A list of samples may be long, so only its first items are followed.
+# Of a list in an attribute, which may be a long list of samples, only this many items are searched.
 _SEVERAL = 100
-# The epochs in a reader's attributes before the first `set_epoch`.
+# Values that readers have in their "epoch" attributes before the first `set_epoch`.
 _FIRST = (-1, 0)
 
 
 class _Shared:
-    """The epoch of an object that several passes may share, and the lock of the reading pass."""
+    """The epoch of an object that several passes may share, and the lock for reading it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -34,9 +35,9 @@ class _Shared:
 
 
 _LOCK = threading.Lock()
-# One table for the process, since passes that share an object do not know each other: the epochs of
-# a training and a validation loader over one data set, or a pass under `prefetch` and the next one.
-# The key is the id of the object, which each InEpoch keeps alive.
+# One table for the process, since passes that share an object do not know each other: those of a
+# training and a validation loader over one data set, or a pass under `prefetch` and the next one.
+# The key is the id of the object, which stays valid because each InEpoch keeps the object alive.
 _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 
 
@@ -49,13 +50,13 @@ class InEpoch:
     """
 
     def __init__(self, readers: Iterable[Any], epoch: int | None, *, alone: bool = False) -> None:
-        """With `alone`, share no lock: a worker may have been forked while the lock was held."""
+        """With `alone`, use new locks: a worker may have been forked while a lock was held."""
         distinct = {id(each): each for each in readers if hasattr(each, "set_epoch")}
         shared = {key: _Shared() if alone else _shared_of(key) for key in distinct}
         self.epoch = epoch
         self._readers = [(each, shared[key]) for key, each in distinct.items()]
-        # All passes take locks in one order: otherwise two passes that share readers could
-        # deadlock.
+        # All passes take locks in the order of the keys: otherwise two passes that share readers
+        # could deadlock.
         self._locks = [shared[key].lock for key in sorted(shared)]
         self._is_set = False
 
@@ -65,7 +66,7 @@ class InEpoch:
         try:
             for reader, shared in self._readers:
                 if self.epoch is None:
-                    # The loop may have set any epoch by hand.
+                    # The loop sets the epoch by hand, so it is unknown here.
                     shared.epoch = None
                 elif not self._is_set or shared.epoch != self.epoch:
                     reader.set_epoch(self.epoch)
@@ -88,7 +89,7 @@ def _shared_of(key: int) -> _Shared:
 def reached_from(root: Any, may_follow: Callable[[Any], bool]) -> list[Any]:
     """List an object and the objects in its attributes and their items, the outermost first."""
     found = [root]
-    # The list grows during the loop.
+    # Objects that are found below are appended to the list, so this loop visits them too.
     for each in found:
         for value in getattr(each, "__dict__", {}).values():
             items = value.values() if isinstance(value, Mapping) else value
@@ -128,8 +129,8 @@ class LoopEpochs:
     def __init__(self, root: Any, may_follow: Callable[[Any], bool]) -> None:
         self._root, self._may_follow = root, may_follow
         self._known: dict[int, tuple[Any, _Shared, list[int]]] = {}
-        """Each reader, its shared epoch and its epoch numbers at the last check, by the reader's
-        id."""
+        """For each reader, by its id: the reader, its `_Shared`, and the integers in its "epoch"
+        attributes at the last check."""
 
     def are_set(self) -> bool:
         """Return whether the loop has set an epoch since the last call, or before the first."""
@@ -146,7 +147,7 @@ class LoopEpochs:
 
 
 def _shown(reader: Any) -> list[int]:
-    """Return the integers in attributes of an object that have "epoch" in their names."""
+    """Return the integers in those attributes of an object whose names contain "epoch"."""
     values = [v for name, v in getattr(reader, "__dict__", {}).items() if "epoch" in name.lower()]
     numbers = [v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in values]
     return [each for each in numbers if type(each) is int]

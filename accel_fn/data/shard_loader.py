@@ -132,7 +132,8 @@ def shard_loader(
         rule = "be one of " + ", ".join(map(repr, _ORDERS))
         raise ArgumentError(message("shard_loader", "order", rule, order))
     options: dict[str, Any] = {"batch": batch, "split": split}
-    # torch stacks a row in the same way, whichever samples are stacked with it.
+    # torch's default collate_fn makes the same row of a sample, whichever other samples are in the
+    # batch. So each rank can collate its own samples.
     is_plain = isinstance(loader, DataLoader) and stacks_plainly(loader.collate_fn)
     options["collates_whole"] = collate == "global" and not is_plain
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):

@@ -51,7 +51,8 @@ from accel_fn.errors import (
 from accel_fn.parallel.messages import Channel
 
 _FEWEST = 8
-"""The fewest different items for a comparison: equal items would show nothing."""
+"""Ranks are compared only if their first items have more different hashes than this: a stream of
+equal items would show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
     if loader.batch_size is None:
         if batch == "per_rank":
             raise per_rank_error("batch_size=None", "a data set")
-        # Every rank reads each item, which is a global batch.
+        # Each item is a global batch, and every rank reads all items: the cut is for one rank.
         return Cut(1, 1, drop_last=False)
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
@@ -119,7 +120,8 @@ def _split(loader: DataLoader[Any], state: DistState, option: str, batch_size: i
             raise ArgumentError(message("shard_loader", "split", rule, option))
         return None
     can_be_split = option == "workers" or (option == "auto" and hasattr(data, "shard"))
-    # With fewer samples in a batch than ranks, the shards of some ranks would never be read.
+    # With fewer samples in a batch than ranks, some ranks would have no rows, and never read their
+    # shards.
     is_shared = state.world_size * readers > 1 and batch_size >= state.world_size
     if not can_be_split or not is_shared:
         return None
@@ -135,7 +137,7 @@ def _split(loader: DataLoader[Any], state: DistState, option: str, batch_size: i
 
 
 def _num_shards(data: Any) -> int | None:
-    """Return the largest number of shards of a data set; None without such an attribute."""
+    """Return the number of shards that a data set states in an attribute; None without one."""
     count = getattr(data, "num_shards", getattr(data, "n_shards", None))
     return count if isinstance(count, int) else None
 
@@ -153,7 +155,8 @@ class StreamSource:
         if loader.batch_size is None:
             self._collate = ReadyBatch(loader.collate_fn, rank, options.world_size)
         self._options = options
-        # Shards may be uneven, so the number of their batches does not follow from the length.
+        # Shards may be uneven, so the length of the stream does not determine the number of
+        # batches.
         self._num_items = options.num_items if options.split is None else None
         self._rank = rank
         self._channel = channel
@@ -169,7 +172,8 @@ class StreamSource:
         kept = options_of(loader, init)
         if split is not None and loader.num_workers:
             kept["num_workers"] = split.readers_per_rank
-        # If every rank reads whole batches, it uses the cut and the random numbers of one rank.
+        # If the cut is for one rank, because every rank reads whole batches, all use rank 0's
+        # random numbers.
         place = rank if cut.world_size > 1 else 0
         part_stream = partial(
             PartStream, data=loader.dataset, cut=cut, split=split, rank=place, seed=options.seed
@@ -245,7 +249,8 @@ class StreamSource:
         if self._num_items is not None and self.num_batches() > 0:
             return divmod(step, -(-self.num_batches() // window))
         find = partial(find_by_counting, step, self._count, window)
-        # With shards, counting exchanges before each batch, so all ranks find the same position.
+        # With shards, ranks exchange messages before each batch that they count, so all find the
+        # same position.
         if self._channel is None or self._options.split or self._num_items is not None:
             return find()
         state = self._channel.state
@@ -261,7 +266,7 @@ class StreamSource:
         return place
 
     def _count(self, epoch: int) -> Iterator[Any]:
-        """Yield an item for each batch of an epoch."""
+        """Yield one item for each batch of an epoch, for counting."""
         items = self._counting.start(epoch, 0)
         if self._options.split is None:
             return until_end(items, None, 0)
@@ -309,7 +314,7 @@ def until_all_end(
     example: bytes | None = None
     with closing(items):  # type: ignore[type-var]
         for number in count():
-            # `items` marks the end.
+            # `items` stands for the end, since no batch is this object.
             item = next(items, items)
             if isinstance(item, Noted):
                 item, example = item.batch, example or item.note
@@ -320,7 +325,8 @@ def until_all_end(
                 return
             knowing = [rank for rank, (_, knows) in enumerate(every) if knows]
             if number == first_batch and 0 < len(knowing) < len(every):
-                # A rank without items needs an item of another rank, for the form of its batches.
+                # A rank without items takes an item of another rank, which shows the form of its
+                # empty batches.
                 mine = example if channel.state.rank == knowing[0] else None
                 example = channel.exchange(mine)[knowing[0]]
             if item is not items:

@@ -48,7 +48,8 @@ WORKER_OPTIONS = (
 )
 """Options of a user's DataLoader that a loader over our own data set takes over."""
 
-# A connection may break before the worker's process has ended.
+# A dying worker's connection may break before its process has ended, so wait this long for its exit
+# code.
 _PATIENCE_S = 0.5
 _POLL_MS = 200
 _REPORT_AFTER_S, _MOST_SHOWN = 60.0, 8
@@ -83,13 +84,13 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
     try:
         running: Any = iter(loader)
     except RuntimeError as error:
-        # torch noticed a death while it started more workers.
+        # A worker died while torch started the others, and torch has noticed it.
         if "DataLoader worker (pid" in str(error):
             raise worker_error(str(error).strip()) from error
         raise
     if getattr(running, "_worker_pids_set", False):
-        # Without the workers' ids, torch's handler of SIGCHLD raises nothing in the middle of a
-        # step.
+        # Hide the workers' ids from torch's handler of SIGCHLD, which would otherwise raise in the
+        # middle of a step.
         signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
         running._worker_pids_set = False
         wait = _Wait(running._workers, where)
@@ -102,7 +103,7 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait for workers: warns about their work if it takes long, and raises if one died."""
+    """A wait for workers: if it takes long, warns and lists what they read; raises if one died."""
 
     workers: Sequence[Any]
     where: Callable[[int], str]
@@ -117,7 +118,7 @@ class _Wait:
         now = time.monotonic()
         if self.since is None:
             self.since = now
-        # Torch checks only the workers from which it still expects a batch.
+        # Check all workers: torch checks only those from which it still expects a batch.
         if dead := [each for each in self.workers if each.exitcode]:
             raise EOFError(f"DataLoader worker (pid {dead[0].pid}) ended while it was waited for")
         stopped = [each for each in self.workers if _is_stopped(each.pid)]
@@ -144,7 +145,8 @@ class _Wait:
 
 def _report_waits(running: Any, wait: _Wait) -> None:
     """Check the workers whenever torch's wait for a batch has timed out."""
-    # Use the class's function with a proxy: a bound method in the object itself would be a cycle.
+    # Bind the class's function to a proxy: `running` will hold `try_get_data`, and a bound method
+    # would make a reference cycle.
     try_get = partial(type(running)._try_get_data, weakref.proxy(running))
 
     def try_get_data(*timeout: float) -> tuple[bool, Any]:
@@ -167,7 +169,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _kill_stopped(workers: Sequence[Any]) -> None:
-    """Kill stopped workers: they cannot notice that they should end, and exit waits for them."""
+    """Kill stopped workers: they do not notice that they should end, and exit waits for them."""
     for each in workers:
         if each.pid and each.exitcode is None and _is_stopped(each.pid):
             each.kill()
@@ -180,8 +182,12 @@ def _end_by_kill(workers: Sequence[Any]) -> None:
 
 
 def _end_partial_messages(running: Any, wait: _Wait) -> None:
-    """Raise EOFError if a worker died in the middle of sending; the read would never return."""
-    # All workers write into one pipe, which the living ones keep open, so no end of file arrives.
+    """Make reads raise EOFError if a worker died while it sent a message.
+
+    Otherwise the read would wait forever for the rest of the message.
+    """
+    # All workers write into one pipe. The living ones keep it open, so the read gets no end of
+    # file.
     reader, workers = running._worker_result_queue._reader, running._workers
     arriving = select.poll()
     arriving.register(reader.fileno(), select.POLLIN)
@@ -198,7 +204,7 @@ def _end_partial_messages(running: Any, wait: _Wait) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _InitWithWatchdog:
-    """Runs first in a worker, and makes the worker end with its main process."""
+    """Runs first in a worker: makes it end with its main process, and report failed sends."""
 
     fn: Callable[[int], None] | None
 
@@ -220,7 +226,7 @@ class _SendError(ExceptionWrapper):
 
 
 def _send_error(queue: Any, worker: int, error: Exception, item: Any) -> None:
-    """Send an error instead of a batch: Python would only print it, and the loader would wait."""
+    """Send an error instead of a batch; Python would only print it, and the loader would hang."""
     if not (isinstance(item, tuple) and len(item) == 2 and type(item[0]) is int):
         # The item belongs to a user's own queue: print the error, as Python would.
         traceback.print_exception(error)
@@ -260,7 +266,8 @@ class _Watchdog:
         assert main is not None
         if isinstance(current_process(), ForkServerProcess):
             return main.is_alive()
-        # Forked workers hold the pipe behind `is_alive` open for each other, so it shows nothing.
+        # `is_alive` would not notice the end: it watches a pipe, which forked workers hold open for
+        # each other.
         return os.getppid() == main.pid
 
 
@@ -279,7 +286,8 @@ def lost_workers(
             if worker.sentinel in ended:
                 worker.join(_PATIENCE_S)
     is_open = not getattr(running, "_shutdown", True)
-    # A worker of a stream ends by itself, with exit code 0, when its part of the stream ends.
+    # A worker of a stream may have ended with exit code 0, because its part of the stream has
+    # ended.
     may_end = isinstance(getattr(running, "_dataset", None), IterableDataset)
     return ", ".join(
         f"worker {number} (process {worker.pid}) {_ending(worker.exitcode)}{where(number)}"
@@ -321,7 +329,8 @@ class WorkerPool:
             try:
                 item = next(self._running)
             except StopIteration as end:
-                # With arguments, this is a worker's error that torch raises again, not the end.
+                # A StopIteration with arguments is a worker's error, which torch raises again, and
+                # not the end.
                 if end.args:
                     raise RuntimeError(*end.args) from end
                 return
@@ -329,8 +338,8 @@ class WorkerPool:
                 if _is_full(error) and not isinstance(error, WorkerError):
                     error.add_note(f"shard_loader: {_room()}")
                 if hasattr(self._running, "_workers"):
-                    # An error that the user keeps refers to torch's frames, and these refer to the
-                    # workers.
+                    # The user may keep the error. Its traceback refers to torch's frames, which
+                    # would keep the workers alive.
                     traceback.clear_frames(error.__traceback__)
                 raise
             yield item
@@ -402,7 +411,7 @@ class WorkerProgress:
     def _row(self) -> Any:
         info = get_worker_info()
         assert info is not None
-        # Writing by NumPy takes a tenth of a tensor's time.
+        # NumPy writes a number in a tenth of the time that a tensor takes.
         return self._rows.numpy()[info.id]
 
     def of(self, worker: int) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""The first code of a rank that runs a function: it reads the call from a file and writes its result.
+"""The first code of a rank that runs a function: reads the call from a file, and writes the result.
 
 It does not import torch, so a rank whose function does not need torch starts sooner.
 """
@@ -68,7 +68,8 @@ def main(caller: str, cpus: str, place: str, displays: str) -> None:
         if finish is not None:
             finish()
     except BaseException as error:
-        # A process that `fn` forks is not the rank, and writes no result.
+        # A process that `fn` has forked also gets here, but must not write a result: it is not the
+        # rank.
         if os.getpid() != pid:
             raise
         _write(own / RAISED, pickle.dumps(_raised(error)))
@@ -92,7 +93,8 @@ def _run(data: bytes) -> bytes:
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     """Pickle code as cloudpickle does, with the file's name."""
-    # From 3.1.3 on, cloudpickle writes `<dynamic-code>` as the name; tracebacks then show no line.
+    # From 3.1.3 on, cloudpickle replaces the file's name by `<dynamic-code>`, so tracebacks could
+    # show no line.
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
     return _make_code, (make, parts, code.co_filename)
 
@@ -125,7 +127,10 @@ def _raised(error: BaseException) -> Raised:
 
 
 def _dump_error(error: BaseException, last_line: str) -> bytes:
-    """Pickle the error, or a RankError if the error would exit the caller or cannot be pickled."""
+    """Pickle the error, or a RankError in its place.
+
+    The place is taken if the error would end the caller, such as SystemExit, or cannot be pickled.
+    """
     if not isinstance(error, Exception):
         return dumps(RankError(message("launch", "fn", "return or raise an Exception", last_line)))
     text = last_line
@@ -141,7 +146,7 @@ def _dump_error(error: BaseException, last_line: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _ErrorParts:
-    """The parts of an error whose `__init__` does not accept its own `args`, as pickle expects."""
+    """The parts of an error that pickle cannot rebuild: its `__init__` does not accept `args`."""
 
     kind: type[Exception]
     args: tuple[Any, ...]

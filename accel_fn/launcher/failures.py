@@ -97,8 +97,8 @@ class Failure:
         lines = self.last_line.splitlines()
         if self.stopped and not self.exception:
             lines = ["stopped"]
-        # Take the first line that is not indented: a SyntaxError starts with its place, indented,
-        # and an error may list ranks below.
+        # Take the first line that is not indented. A SyntaxError starts with indented lines, and an
+        # error about ranks may end with a list of them.
         line = f"{self.process}: {next((each for each in lines if not each[:1].isspace()), '')}"
         line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
         return f"{line}, at {self.place}" if self.place else line
@@ -117,11 +117,12 @@ def read_failure(
     """Describe a failed rank, by the record of its end if its folder has one."""
     stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
-    # A stopped rank wrote its stack at SIGTERM, which shows where it waited for the failed rank.
+    # A stopped rank wrote its stack at SIGTERM. The stack shows where the rank waited for the
+    # failed one.
     if stopped and not exception:
         place = place_of_wait(_read_stack(folder))
-    # A rank that wrote its record before the world was stopped counts as failed: it was only slow
-    # to exit.
+    # A stopped rank with a record counts as failed: it had raised its error, and was only slow to
+    # exit.
     return Failure(
         rank=rank,
         host=host,
@@ -136,15 +137,18 @@ def read_failure(
 
 
 def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int | None]:
-    """Read stack, exception, time and exit code from the rank's record, else from a native crash.
+    """Read a rank's stack, exception, time and exit code from its record.
 
-    The exit code is that of a rank that exited, even if it was killed while it exited.
+    Without a record, return the stack that the rank wrote when it crashed, if any.
+
+    The record has an exit code if the rank called `sys.exit`. It counts even if the rank was killed
+    while it exited.
     """
     try:
         record = json.loads((folder / "error.json").read_text())
         if "exception" in record:
             return record["stack"], record["exception"], record["time"], record.get("exit_code")
-        # Without this key, torch's own decorator `record` has written the file.
+        # A file without this key was written by torch's own decorator `record`.
         extra = record["message"]["extraInfo"]
         stack, _, exception = extra["py_callstack"].rstrip().rpartition("\n")
         return stack, exception, float(extra["timestamp"]), None
@@ -155,7 +159,7 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 def read_crash(folder: Path) -> str:
     """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
     lines = _read_stack(folder).splitlines(keepends=True)
-    # Without this line, the stack is that of a SIGTERM, which the rank survived.
+    # Without a line like this, the rank did not crash: the stack was written at a SIGTERM.
     if not any(line.startswith("Fatal Python error") for line in lines):
         return ""
     return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
@@ -192,8 +196,8 @@ def cause(failures: Sequence[Failure]) -> Failure:
     Crashes come first, then errors of ranks, then exits, then errors from lost peers. Within a
     kind, the earliest failure comes first.
     """
-    # Times are not enough: a killed rank records none, and its peers notice its end before the
-    # launcher does.
+    # Sort by kind before time: a killed rank records no time, and its peers fail before the
+    # launcher notices its end.
     return min(failures, key=lambda failure: (_kind(failure), failure.time, failure.rank))
 
 
@@ -221,7 +225,8 @@ def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool
         head = f"accel-fn launch: {num_failed} of {world_size} ranks failed"
         lines = [head, *lines, ""]
     last = "\n".join([*first.stack.splitlines(), first.process, first.last_line])
-    # Fold the error's text too: an error from a loader's worker contains the worker's traceback.
+    # Fold the error's text as well as the stack: an error from a loader's worker contains the
+    # worker's traceback.
     lines.append(last if full_traceback else fold(last))
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Find the processors and accelerators of this machine, if possible without importing torch."""
+"""Find the processors and accelerators of this machine; import torch only if nothing else helps."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def _number(path: Path) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Return the processors that share a core with this one."""
+    """Return the list of processors that share a core with this one, as Linux writes it."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text() if path.is_file() else str(cpu)
 
 
 def _quota(root: Path) -> float:
-    """Read how many processors a container may keep busy (cgroup 2); inf without a limit."""
+    """Read how many processors this container may keep busy (cgroup 2); inf without a limit."""
     try:
         limit, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
         return int(limit) / int(period)
@@ -104,7 +104,8 @@ def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...],
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0")
-"""Device files of other makers: if one exists, torch is imported to count the devices."""
+"""Device files of makers other than NVIDIA. Only if one exists is torch imported, to count the
+devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def visible_devices(ids: list[str], variable: str | None) -> list[str]:
     """
     if variable is None:
         return ids
-    # CUDA shows a process only one MIG part.
+    # With MIG, a process can use only one part of a GPU.
     if variable.startswith("MIG-"):
         return [variable]
     chosen: list[str] = []
@@ -195,7 +196,7 @@ def built_for_cuda() -> bool:
 
 
 def _count_by_torch(machine: Machine) -> Machine:
-    """Count accelerators of other makers by torch."""
+    """Count the accelerators of makers other than NVIDIA, by torch."""
     import torch
 
     current = torch.accelerator.current_accelerator(check_available=True)

@@ -194,7 +194,7 @@ def _unpicklable(
 
 
 def _variables(settings: Settings, processors: Processors) -> list[dict[str, str]]:
-    """Return the variables of each rank, as `accel-fn launch` and torch's agent would set them."""
+    """Return for each rank the variables that `accel-fn launch` and torch's agent would set."""
     machines = Machines(
         num_machines=1,
         machine_rank=0,
@@ -216,8 +216,9 @@ def _variables(settings: Settings, processors: Processors) -> list[dict[str, str
 # ---- the ranks of a call
 
 _POLL_S, _SETTLE_S, _STOP_WITHIN_S = 0.02, 0.5, 3.0
-"""A rank that lost a peer often ends before that peer has written its own error, which takes
-less than half a second. After SIGTERM, ranks get three seconds to save their work."""
+"""After a failure, the launcher waits half a second: a rank that lost a peer may end first, before
+the peer has written the error that is the cause. After SIGTERM, ranks get three seconds to save
+their work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +273,14 @@ def run_ranks(
         (folder / CALL).write_bytes(call)
         for number, own in enumerate(variables):
             ranks.append(_start(number, {**own, **met}, cpus[number], folder, displays))
-            # Watch each rank at once: if this process is killed here, no rank is left behind.
+            # Register each rank with the reaper before the next one starts: if this process is
+            # killed here, the reaper kills the ranks.
             reaper.watch([ranks[-1].process.pid])
         failed_at = _wait(ranks)
         if failed_at is not None:
             raise _failure(ranks, failed_at)
-        # Use `map`: a comprehension is a frame in some Pythons, and `_result` counts frames for its
-        # warning.
+        # Use `map`: `_result` counts frames for its warning, and in some Pythons a comprehension is
+        # a frame.
         return list(map(_result, ranks))
     finally:
         _stop(ranks)
@@ -306,14 +308,15 @@ def _start(
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         pass_fds=[] if displays is None or number else [displays],
-        # In a separate session, ranks get no Ctrl-C from the terminal: the caller stops them.
+        # In a new session, ranks get no Ctrl-C from the terminal. This process gets it, and stops
+        # them.
         start_new_session=True,
     )
     return Rank(number, own, process)
 
 
 def _wait(ranks: Sequence[Rank]) -> float | None:
-    """Wait for all ranks, or for `_SETTLE_S` after a failure; return the time of the failure."""
+    """Wait until all ranks end, or for `_SETTLE_S` after a failure; return its time, or None."""
     failed_at = None
     while not all(rank.has_ended() for rank in ranks):
         if failed_at is None and any(rank.has_failed() for rank in ranks):
@@ -325,7 +328,7 @@ def _wait(ranks: Sequence[Rank]) -> float | None:
 
 
 def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
-    """Stop all ranks; return the error of the rank whose failure caused the other failures."""
+    """Stop all ranks; return the error of the rank that failed first and made the others fail."""
     running = {rank.number for rank in ranks if not rank.has_ended()}
     _stop(ranks)
     failures = []
@@ -357,7 +360,7 @@ def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
     try:
         error: Exception = pickle.loads(raised.error)
     except Exception:
-        # The type of the error can be loaded only in a rank.
+        # This process cannot load the class of the error, for example because `fn` has defined it.
         error = RankError(raised.last_line)
     error.__cause__ = RankTraceback(raised.traceback)
     error.add_note(f"on {where}")
@@ -376,7 +379,7 @@ def _result(rank: Rank) -> Any:
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """Stop ranks that still run, and the processes that they have started."""
+    """Stop ranks that still run, and processes in their sessions, by SIGTERM, then by SIGKILL."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         running = [rank.process for rank in ranks if rank.process.poll() is None]
         for process in running:

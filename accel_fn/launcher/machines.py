@@ -24,7 +24,7 @@ class Machines:
 
     num_machines: int
     machine_rank: int | None
-    """The number of this machine, from 0; None if the rendezvous decides it."""
+    """The rank of this machine, from 0; None if the rendezvous assigns it."""
     num_local: int
     host: str
     port: int
@@ -33,7 +33,7 @@ class Machines:
     job: str | None
     """The name of this run on all machines, if a cluster has set one."""
     why: Mapping[str, str]
-    """The sources of the numbers of processes and machines, of host and port."""
+    """For each of the numbers of processes and machines, host and port: the source of its value."""
 
     @property
     def num_processes(self) -> int:
@@ -130,8 +130,8 @@ def _agree(name: str, given: int | None, found: int, node: Node, resolved: Resol
 def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
     count = settings.num_processes or 1
-    # The default is the number of devices here times the settings' number of machines. The cluster
-    # may have set another number of machines.
+    # By default, `count` is the number of devices here times the settings' number of machines.
+    # Divide by the same number: the cluster's may differ.
     if not resolved.is_given("num_processes"):
         return (node and node.num_local) or count // (settings.num_machines or 1)
     if count % num_machines:
@@ -163,7 +163,7 @@ def _host(
 def _port(
     resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
 ) -> int:
-    """Return the port of the rendezvous, which several machines must know; 0 on one machine."""
+    """Return the port of the rendezvous; 0, for a free one, on one machine."""
     port = resolved.settings.main_process_port
     if port or num_machines == 1:
         return port or 0
@@ -195,8 +195,8 @@ def listen(host: str, port: int, *, alone: bool) -> socket.socket:
     """Listen at an address and a port of this machine; 0 stands for a free port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # On Debian, a machine resolves its own name to a loopback address, which other machines
-        # cannot reach. They resolve the name to its network address, so listen on all interfaces.
+        # On Debian, a machine resolves its own name to a loopback address, but other machines
+        # resolve it to the network address. To be reachable for them, listen on all interfaces.
         if not alone and address[0] != host and ip_address(address[0]).is_loopback:
             family, address = socket.AF_INET, ("", port)
         return socket.create_server(address, family=family)
@@ -233,7 +233,7 @@ def own_address(host: str) -> str:
     """Return the address of this machine from which it reaches `host`."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # This sends nothing: with UDP, it only chooses the route.
+        # With UDP, `connect` sends nothing, but chooses the route and so this machine's address.
         probe.connect(address)
         own: str = probe.getsockname()[0]
         return own

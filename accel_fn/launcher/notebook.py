@@ -1,6 +1,6 @@
-"""Launch ranks from a notebook: its cell shows the displays of rank 0.
+"""Launch ranks from a notebook: the cell that launches them shows the displays of rank 0.
 
-IPython is imported only if a notebook has imported it, and in the ranks of the notebook.
+The caller uses IPython only if it is imported already. The ranks of a notebook import it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_unused_accelerator(shell: Any) -> None:
     device = torch.accelerator.current_accelerator() if torch else None
     if torch is None or device is None:
         return
-    # MPS has no function `is_initialized`.
+    # torch.mps has no function `is_initialized`.
     is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return
@@ -58,16 +58,16 @@ def shown_displays(shell: Any) -> Iterator[int | None]:
     try:
         yield writer.fileno()
     finally:
-        # Send an end mark: closing the pipe is not enough, since a process that outlives rank 0
-        # may hold the pipe open.
+        # Send None as an end mark. To close the pipe is not enough: a process that rank 0 started,
+        # and that outlives it, may hold the pipe open.
         with writer, suppress(OSError):
             writer.send(None)
         thread.join()
 
 
 def _show(reader: Connection, publisher: Any) -> None:
-    # If rank 0 is killed while it sends, `recv` raises an EOFError or OSError. If a display cannot
-    # be shown, the pipe is closed, so that rank 0 fails instead of waiting.
+    # `recv` raises an EOFError or OSError if rank 0 is killed while it sends. If a display cannot
+    # be shown, `reader` is closed, so that rank 0's next send fails instead of waiting forever.
     with reader, suppress(EOFError, OSError):
         for method, args, kwargs in iter(reader.recv, None):
             getattr(publisher, method)(*args, **kwargs)

@@ -51,7 +51,7 @@ class LaunchPlan:
     variables: Sequence[Variable]
     """The variables that are equal for all ranks of this machine."""
     cpus: Sequence[Sequence[int]] | None
-    """The processors of each local rank; None leaves the choice to the system."""
+    """The processors to which each local rank is bound; None if ranks may use all of them."""
 
 
 def plan_launch(
@@ -87,14 +87,16 @@ def choose_processors(
 ) -> Sequence[Sequence[int]] | None:
     """Choose the processors of each local rank; None leaves them to the system."""
     cpus = bind_ranks(processors, num_local)
-    # A rank should run near its accelerator, and only the driver knows which processors are near.
+    # Do not bind ranks with accelerators: a rank should run near its accelerator, and only the
+    # driver knows which processors are near.
     has_choice = cpus and (settings.cpu or not detect(environment).num_devices)
     return cpus if has_choice else None
 
 
 def check_temporary_folder() -> None:
     """Refuse a machine on which no temporary file can be made."""
-    # Ranks record their errors in this folder: without it, the launcher could report no cause.
+    # Ranks record their errors in the temporary folder. Without it, the launcher could not report
+    # why they failed.
     try:
         tempfile.TemporaryFile().close()
     except OSError as error:
@@ -115,7 +117,7 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    """Check only that the outermost package exists: its contents are not known before an import."""
+    """Check only that the outermost package exists: to look into it would import it."""
     first, places = target.partition(".")[0], [os.getcwd(), *sys.path]
     if PathFinder.find_spec(first, places) or (first and find_spec(first)):
         return
@@ -143,7 +145,8 @@ _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_p
 ROLE, STORE = "rank", "ACCEL_FN_STORE"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
-"""The largest value that every glibc before 2.36 accepts; larger values have no effect."""
+"""The largest threshold that every glibc before 2.36 accepts; an older glibc ignores a larger
+one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,8 @@ def threads_variable(
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
     """Yield a variable that makes glibc keep freed memory."""
-    # By default, glibc returns the memory of large tensors to the system at once, and each step
-    # needs page faults to get it again.
+    # By default, glibc returns the memory of a large tensor to the system when the tensor is freed,
+    # and each step pays for page faults to get it back.
     version = glibc_version()
     if version is None or "malloc" in environment.get("LD_PRELOAD", ""):
         return
@@ -228,13 +231,14 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
     """Yield variables for the store of torch's rendezvous and for Gloo's interface."""
-    # By default, torch gives the ranks of a restart the store of the previous attempt.
+    # By default, torch gives restarted ranks the store of the previous attempt, with its old keys.
     if machines.backend != "static":
         why = "a new store for each attempt"
         yield Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)
     if machines.num_machines == 1:
         return
-    # By default, Gloo uses the address of the host's name, which often is a loopback address.
+    # By default, Gloo uses the address to which the host's own name resolves, often a loopback
+    # address.
     name = "GLOO_SOCKET_IFNAME"
     if environment.get(name):
         yield Variable(name, environment[name], "set already")

@@ -1,7 +1,8 @@
-"""The reaper: a process that kills remaining processes when its launcher ends.
+"""The reaper: a process that kills what is left of a run when the run's launcher ends.
 
-It is a script that imports only the standard library. It reads folders and ranks from its standard
-input until that closes. The input closes however the launcher ends.
+It is a script that imports only the standard library. The launcher writes folders and ranks to its
+standard input. When the launcher ends, in any way, the input closes, and the reaper kills the ranks
+and removes the folders.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # In a separate session, the reaper outlives a Ctrl-C that ends the launcher.
+            # In a new session, the reaper does not get a Ctrl-C that ends the launcher.
             start_new_session=True,
         )
 
@@ -47,7 +48,7 @@ class Reaper:
 
     def _send(self, value: object) -> None:
         assert self._process.stdin is not None
-        # If the reaper is gone, the launch still succeeds.
+        # The reaper may be gone, for example killed. The launch works without it.
         with suppress(OSError):
             self._process.stdin.write(f"{json.dumps(value)}\n".encode())
             self._process.stdin.flush()
@@ -64,7 +65,7 @@ def kill_left(ranks: Iterable[int], run_id: str) -> None:
     A process that has opened its own session is left running: it was meant to stay.
     """
     sessions = {*ranks}
-    # Repeat, since a process may start another one while the list is read.
+    # Repeat, since a process may have started another one while /proc was read.
     for _ in range(_TRIES):
         left = [pid for pid in _members(sessions) if _is_of(run_id, pid)]
         if not left:
@@ -87,7 +88,7 @@ def _members(sessions: set[int]) -> list[int]:
 
 
 def _is_of(run_id: str, pid: int) -> bool:
-    """Return whether a process belongs to this run: the system may have reused its number."""
+    """Return whether a process belongs to this run: the system may have reused a rank's number."""
     with suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return f"TORCHELASTIC_RUN_ID={run_id}".encode() in variables

@@ -58,10 +58,12 @@ from accel_fn.launcher.store_rendezvous import GONE_AFTER_S, StoreRendezvous
 
 _RECORD_WITHIN_S, _POLL_S = 1.2, 0.05
 _BARRIER_S = 5
-"""The time-out of torch's barrier: with our rendezvous, all machines have finished before it."""
+"""The time-out of the barrier at the end of torch's agent. It can be short: with our rendezvous,
+all machines have finished before the barrier."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""Seconds until ranks are killed: after a failure, and after a signal, as they may save state."""
+"""Seconds from SIGTERM until ranks are killed: after a failure, and after a signal to the launcher,
+when ranks may save their state."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -132,8 +134,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks."""
         most = worker_group.spec.max_restarts
-        # Torch counts only the restarts of this machine, but restarts of other machines are
-        # attempts too.
+        # Torch counts only the restarts that this machine has caused. Count the attempts of all
+        # machines.
         if self._machines is not None:
             self._remaining_restarts = max(0, most - self._machines.attempt)
         attempt = most - self._remaining_restarts
@@ -143,12 +145,13 @@ class Agent(LocalElasticAgent):
                 why = cause(self.failures).summary
             _logger.warning("restart %d of %d: %s", attempt, most, why)
         self.failures = []
-        # Block Ctrl-C: ranks inherit the mask, and unblock Ctrl-C when they can end without a
-        # traceback.
+        # Block Ctrl-C while ranks start. They inherit the mask, and unblock Ctrl-C as soon as it
+        # can end them without a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started: dict[int, int] = super()._start_workers(worker_group)
-            # Replace torch's handlers, which would raise at every signal.
+            # Replace torch's handlers: they would raise at a second signal too, and interrupt the
+            # clean-up.
             for number in STOPS:
                 signal.signal(number, self._stop)
         finally:
@@ -165,7 +168,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stop the ranks; kill them if a signal arrives during the wait."""
         try:
-            # Close the ranks here: before 2.12, torch's `_shutdown` takes no timeout.
+            # Stop the ranks here, with the timeout: before 2.12, torch's `_shutdown` takes none.
             if self._pcontext is not None:
                 self._pcontext.close(death_sig, timeout)
             super()._shutdown(death_sig)
@@ -174,7 +177,10 @@ class Agent(LocalElasticAgent):
             raise
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Make the agent stop the ranks; at later signals, kill the ranks, but finish clean-ups."""
+        """At the first signal, make the agent stop the ranks; at later ones, kill them.
+
+        Only the first one raises, so that later ones do not interrupt clean-ups.
+        """
         if self._is_stopping:
             self._kill()
             return
@@ -189,7 +195,8 @@ class Agent(LocalElasticAgent):
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal to the ranks."""
-        # Do not restart ranks that end by the signal: they save their state for the next job.
+        # Do not restart ranks that end after the signal: they have saved their state for the next
+        # job.
         self._remaining_restarts = 0
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
@@ -201,7 +208,8 @@ class Agent(LocalElasticAgent):
         exit_codes = self._poll_until_cause()
         ended, stopped_at = _failed(exit_codes), time.time()
         has_lost = self._has_lost_machine()
-        # Return before torch polls again: it could find ranks that end before the cause is known.
+        # Return before torch polls again: it could find another rank's end before the rank that
+        # caused it has recorded its error.
         if None in exit_codes.values() and not ended and not has_lost:
             return RunResult(state=WorkerState.HEALTHY)
         if ended or has_lost:
@@ -221,7 +229,8 @@ class Agent(LocalElasticAgent):
                 )
                 for rank, failure in result.failures.items()
             ]
-        # Ranks here have finished, but wait: if another machine fails, all machines start again.
+        # The ranks here have finished, but keep the agent until all machines have: if another one
+        # fails, all start again.
         elif not has_lost and self._machines is not None and not self._machines.all_finished():
             return RunResult(state=WorkerState.HEALTHY)
         if has_lost:
@@ -229,7 +238,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _has_lost_machine(self) -> bool:
-        """Return whether another machine has ended the run, or no longer signals."""
+        """Return whether another machine has ended the run, or has stopped sending its signal."""
         if self._machines is None:
             return False
         if self._machines.has_ended():
@@ -241,8 +250,9 @@ class Agent(LocalElasticAgent):
         return silent is not None
 
     def _poll_until_cause(self) -> dict[int, int | None]:
-        """Return local exit codes, None for a running rank; wait for the cause of a failure."""
-        # A rank that loses a peer ends at once, while the peer may still unwind from its own error.
+        """Return local exit codes, None for a running rank; after a failure, wait for its cause."""
+        # A rank that loses a peer may end first, while the peer has not recorded the error that is
+        # the cause. So wait while all ended ranks have only lost a peer.
         deadline = time.monotonic() + _RECORD_WITHIN_S
         folders = self.folders.ranks
         while True:
@@ -261,8 +271,8 @@ class Agent(LocalElasticAgent):
         assert isinstance(self._pcontext, SubprocessContext)
         processes = {rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()}
         for rank, process in processes.items():
-            # After an error, an exit handler may end a rank with code 0. Correct `returncode`,
-            # which torch reads too.
+            # An exit handler may end a failed rank with code 0. Correct `returncode` in place,
+            # since torch reads it too.
             if process.poll() == 0 and has_failed(self.folders.ranks[rank]):
                 process.returncode = 1
         return {rank: process.returncode for rank, process in processes.items()}
@@ -274,7 +284,7 @@ class Agent(LocalElasticAgent):
 
 
 def _failed(exit_codes: dict[int, int | None]) -> set[int]:
-    """Return the local ranks that have failed by themselves."""
+    """Return the local ranks that have ended with an error."""
     return {rank for rank, code in exit_codes.items() if code}
 
 
@@ -292,7 +302,7 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
     machines, settings, command = plan.machines, plan.settings, plan.command
     run_id = machines.job or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     reaper = Reaper(run_id)
-    # Torch's agent starts ranks with this process's environment.
+    # Torch's agent passes this process's environment to the ranks.
     os.environ.update({each.name: each.value for each in plan.variables if each.value is not None})
     _quieten_torch()
     redirects = Std.ALL if settings.log_dir or settings.tee else Std.NONE
@@ -317,7 +327,7 @@ def run(plan: LaunchPlan) -> tuple[int, str]:
             role=ROLE,
             local_world_size=machines.num_local,
             entrypoint=sys.executable,
-            # Torch replaces `${...}` in arguments by its own values.
+            # Escape `$`: torch replaces names such as `${local_rank}` in arguments.
             args=tuple(each.replace("$", "$$") for each in arguments),
             rdzv_handler=handler,
             max_restarts=settings.max_restarts,
@@ -336,19 +346,20 @@ def _wait(
     agent: Agent, handler: RendezvousHandler, machines: Machines, settings: Settings
 ) -> tuple[int, str]:
     """Run the agent to its end; return the exit code and the report."""
-    # Forward SIGUSR1, which Slurm sends before a job's time is over.
+    # Forward SIGUSR1 to the ranks: Slurm sends it before a job's time is over.
     before = signal.signal(signal.SIGUSR1, agent.forward_signal)
     try:
         result = agent.run()
     except SignalException as stop:
-        # Ignore further signals: no rank is left to stop, and Python resets its handlers before
-        # it ends.
+        # Ignore further signals: no rank is left to stop. At its end, Python would reset a handler,
+        # and a signal would then kill this process.
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
         _logger.warning(
             "stopped by %s", "Ctrl-C" if stop.sigval is signal.SIGINT else stop.sigval.name
         )
-        # With restarts, do not end the other machines: they wait for a successor of this launcher.
+        # With restarts, do not end the run of the other machines: they wait until a new launcher
+        # replaces this one.
         if isinstance(handler, StoreRendezvous) and not settings.max_restarts:
             handler.leave()
         return 128 + stop.sigval, ""
@@ -369,7 +380,8 @@ def _wait(
         return 1, ""
     text = report(failures, machines.num_processes, full_traceback=settings.full_traceback)
     if settings.log_dir:
-        # Write a file too, since stderr may be lost. A full disk must not hide the cause.
+        # Write the report to a file too, since stderr may be lost. If the disk is full, still
+        # return it.
         with suppress(OSError):
             (agent.folders.logs / "report.txt").write_text(text, encoding="utf-8")
     return cause(failures).exit_status, text
@@ -412,8 +424,8 @@ def _log_folder(log_dir: Path | None) -> Path | None:
 
 
 def _quieten_torch() -> None:
-    """Silence torch's agent, unless the user has set a level."""
-    # Torch would log a failure between the ranks' output and the report.
+    """Silence the log of torch's agent, unless the user has set LOGLEVEL."""
+    # Otherwise torch would log a failure too, between the ranks' output and our report.
     if "LOGLEVEL" not in os.environ:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed"):

@@ -109,7 +109,7 @@ def _refuse_unless(is_right: bool) -> None:
 
 
 def _number(make: type, least: float, most: float, value: Any) -> Any:
-    # YAML's `yes` is not the number 1.
+    # YAML reads `yes` as True. Refuse it: True == 1, but the user did not mean the number 1.
     _refuse_unless(not isinstance(value, bool) and (isinstance(value, str) or make(value) == value))
     _refuse_unless(least <= make(value) <= most)
     return make(value)
@@ -158,7 +158,7 @@ def _mesh(value: Any) -> str:
 
 def _path(value: Any) -> Path:
     _refuse_unless(value != "")
-    # No shell has expanded the `~` of a value in a file.
+    # Expand `~` here: no shell has done so for a value in a file.
     return Path(os.path.expanduser(value)) if isinstance(value, str) else Path(value)
 
 
@@ -374,7 +374,8 @@ def _working_folder() -> Path:
 def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
     """Take the strongest value of each setting, and its source.
 
-    `cpu` and `gpu_ids` both choose the devices: the stronger source of either overrides the other.
+    `cpu` and `gpu_ids` both choose the devices: whichever has the stronger source overrides the
+    other.
     """
     given: dict[str, Given] = {}
     sources = dict.fromkeys(SETTINGS, "default")
@@ -440,7 +441,10 @@ def _from_variables(environment: Mapping[str, str]) -> Layer:
 
 
 def _read(path: Path, *, is_pyproject: bool = False) -> Layer | None:
-    """Read a file of settings; import the readers here, since many launches have no file."""
+    """Read a file of settings.
+
+    The readers are imported only here, since many launches have no file.
+    """
     from accel_fn.launcher.settings_files import read_pyproject, read_yaml
 
     return read_pyproject(path) if is_pyproject else read_yaml(path)
@@ -470,7 +474,7 @@ def user_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a path is a file in a folder that can be read."""
+    """Return whether a path is a file; False if its folder may not be searched."""
     try:
         return path.is_file()
     except OSError:
@@ -535,7 +539,7 @@ def _cluster(environment: Mapping[str, str]) -> Task | Node | None:
 
 
 def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
-    """Find devices that do not exist, or that CUDA_VISIBLE_DEVICES hides or cannot select."""
+    """Find indices of devices that do not exist, or that CUDA_VISIBLE_DEVICES hides."""
     count = machine.num_installed
     if machine.kind not in ("", "CUDA"):
         rule = f"be left out where the devices are {machine.kind}"

@@ -25,7 +25,8 @@ _OF_ACCELERATE = {"compute_environment", "distributed_type"}
 
 _SECTION = "[tool.accel_fn]"
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""Errors of both parsers; numbers too long for Python and impossible dates raise ValueErrors."""
+"""Errors that the parsers of YAML and TOML raise. A number with too many digits, or an impossible
+date, is a ValueError."""
 
 
 def read_yaml(path: Path) -> Layer:
@@ -136,7 +137,7 @@ def _line(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return f"{name}: {list(value)}\n"
     plain = str(value) if isinstance(value, Path) else value
-    # A limit on the width would fold long paths into several lines. Line ends of Unicode must be
-    # escaped, since a reader would fold them.
+    # Without `width`, long paths would be folded into several lines. `allow_unicode` would leave
+    # Unicode's line ends unescaped, and a reader would take them for spaces.
     readable = str(plain).isprintable()
     return yaml.safe_dump({name: plain}, allow_unicode=readable, width=math.inf)

@@ -1,8 +1,8 @@
-"""The rendezvous of a launch's machines: a new store per attempt, machines in the given order.
+"""The rendezvous of a launch's machines, which makes a new store for each attempt.
 
-Torch's static rendezvous keeps the order of machines, but also its store with the keys of failed
-attempts. Its c10d rendezvous makes a new store, but changes the order of machines. This rendezvous
-keeps the order and makes a new store. Stores, barriers and processes are still torch's.
+Torch's static rendezvous keeps the order of machines, but reuses its store, which holds the keys of
+failed attempts. Torch's c10d rendezvous makes a new store, but changes the order of machines. This
+rendezvous keeps the order and makes a new store. It uses torch's stores.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class StoreRendezvous(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         """Return whether ranks use a store that the launcher serves."""
-        # On one machine, rank 0 serves a store for scripts that call init_process_group themselves.
+        # On one machine, return False: rank 0 then serves a store, for scripts that call
+        # init_process_group themselves.
         return self._machines.num_machines > 1
 
     def get_backend(self) -> str:
@@ -77,7 +78,7 @@ class StoreRendezvous(RendezvousHandler):
         try:
             return int(self._store.check([f"attempt/{self.attempt + 1}"]))
         except DistError:
-            # Machine 0 is gone, so `has_ended` returns True.
+            # The store does not answer: machine 0 is gone, and `has_ended` will return True.
             return 0
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -90,7 +91,7 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt += 1
         self._join(self._store)
         if self._rank == 0 and self.attempt > 0 and self._machines.num_machines > 1:
-            # Serve a new store: the ranks of an attempt must not read keys of the previous attempt.
+            # Serve a new store: ranks must not read the keys of the previous attempt.
             self._attempt_store, port = _serve(self._machines, 0)
         own = PrefixStore(f"store/{self.attempt}", self._store)
         info = RendezvousStoreInfo.build(self._rank, own, self._machines.host, port)
@@ -111,9 +112,9 @@ class StoreRendezvous(RendezvousHandler):
         return _signed(store), port
 
     def _take_over(self, store: Any) -> None:
-        """Wait until an earlier launcher of this machine has ended, and replace it."""
-        # The earlier launcher has ended if the other machines are at an attempt without it, or if
-        # its beat stops.
+        """Wait until the earlier launcher of this machine has ended, and take its place."""
+        # It has ended if it is missing in the latest attempt, or if its beat has not changed for
+        # GONE_AFTER_S.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
         first = store.get(beat) if store.check([beat]) else b""
         while time.monotonic() < deadline:
@@ -126,8 +127,7 @@ class StoreRendezvous(RendezvousHandler):
                     f"launch: machine_rank must be another on each machine, got {self._rank} twice"
                 )
             time.sleep(_POLL_S)
-        # `next_rendezvous` continues to count from this attempt, and the waiting machines join the
-        # next one.
+        # `next_rendezvous` starts the attempt after this one, and the waiting machines join it.
         self.attempt = latest
 
     def beat(self) -> int | None:
@@ -146,16 +146,17 @@ class StoreRendezvous(RendezvousHandler):
                 if last != beat:
                     self._beats[peer] = beat, now
                 elif now > since + GONE_AFTER_S:
-                    # A launcher that replaces it gets the same time for its first beat.
+                    # Forget the machine, so that a launcher that replaces it gets the full time for
+                    # its first beat.
                     del self._beats[peer]
                     return peer
         except DistError:
-            # Machine 0 is gone, so `has_ended` returns True.
+            # The store does not answer: machine 0 is gone, and `has_ended` will return True.
             pass
         return None
 
     def _join(self, store: Any) -> None:
-        """Wait until all machines are at one attempt."""
+        """Wait until all machines have joined the same attempt."""
         size = json.dumps([self._machines.num_machines, self._machines.num_local])
         while True:
             while self.num_nodes_waiting():
@@ -166,7 +167,7 @@ class StoreRendezvous(RendezvousHandler):
                 return
 
     def _all_joined(self, store: Any, size: str) -> bool:
-        """Return False if a later attempt starts before all have joined; raise if worlds differ."""
+        """Wait for all machines; return False if a later attempt starts, raise if worlds differ."""
         for peer in range(self._machines.num_machines):
             key = f"here/{self.attempt}/{peer}"
             self._wait(partial(self._has_key, store, key), f"machine {peer}")
@@ -239,7 +240,7 @@ class StoreRendezvous(RendezvousHandler):
             self._store.set(f"done/{self.attempt}/{self._rank}", "")
             return bool(self._store.check([f"done/{self.attempt}/{peer}" for peer in peers]))
         except DistError:
-            # Machine 0 is gone, so `has_ended` returns True.
+            # The store does not answer: machine 0 is gone, and `has_ended` will return True.
             return False
 
     def exchange_reports(self, report: str) -> list[str]:
@@ -261,7 +262,8 @@ class StoreRendezvous(RendezvousHandler):
                 time.sleep(_POLL_S)
             self._linger(self._store)
         except DistError:
-            # Machine 0 is gone, so return the reports that have arrived.
+            # The store does not answer, since machine 0 is gone. Return the reports that have
+            # arrived.
             pass
         return list(reports.values())
 
@@ -277,7 +279,7 @@ def _signed(store: TCPStore) -> Any:
 
 
 def _serve(machines: Machines, port: int) -> tuple[Any, int]:
-    """Serve a store at this port, or at a free one for 0; return the store and the port."""
+    """Serve a store at this port, or at a free one if it is 0; return the store and the port."""
     listener = listen(machines.host, port, alone=machines.num_machines == 1)
     port = listener.getsockname()[1]
     store = TCPStore(

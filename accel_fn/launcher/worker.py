@@ -1,4 +1,4 @@
-"""The first code of a rank: it arranges to end with the launcher, then runs the user's program.
+"""The first code of a rank: it makes the rank end with the launcher, then runs the user's program.
 
 It is a script that imports only the standard library, since every rank waits for its imports.
 """
@@ -35,8 +35,8 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
-        # Let the system handle Ctrl-C: Python's handler would only record a Ctrl-C that comes just
-        # before the exec, and the exec discards the record.
+        # Let the system handle Ctrl-C. Python's handler only takes note, to raise later, so a
+        # Ctrl-C just before the exec would be lost.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         _unblock_ctrl_c()
@@ -53,8 +53,8 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
         threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
-    # The launcher may have ended before the lines above. They would then wait for the end of
-    # another parent.
+    # If the launcher ended before the lines above, this process has another parent, whose end they
+    # would wait for.
     if os.getppid() != launcher:
         os._exit(1)
 
@@ -78,7 +78,7 @@ def open_streams() -> None:
 def print_whole_lines() -> None:
     """Write each printed line in one piece, so that the lines of ranks do not mix."""
     for stream in (sys.stdout, sys.stderr):
-        # A notebook replaces streams by objects of another class.
+        # In a notebook, the streams are of another class, without `reconfigure`.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
@@ -88,21 +88,21 @@ def record_stacks(path: Path) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except FileNotFoundError:
-        # The reaper has removed the folder, since the launcher is gone.
+        # The launcher is gone, and the reaper has removed the folder.
         os._exit(1)
     faulthandler.enable(file)
     faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
-    # A process that the rank forks inherits these handlers, but must not write the rank's stack.
+    # A forked process inherits these handlers. Send its stack to /dev/null: it is not the rank's.
     os.register_at_fork(after_in_child=lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), file))
 
 
 def _unblock_ctrl_c() -> None:
-    # The launcher blocks Ctrl-C while a rank starts, since Python would print a traceback.
+    # The launcher has blocked Ctrl-C for the rank's start, in which Python would print a traceback.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _die_after(launcher: int) -> None:
-    """Kill this process within a second of its launcher's end, if the system cannot do so."""
+    """Kill this process within a second of its launcher's end, on systems that cannot do it."""
     while os.getppid() == launcher:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +122,10 @@ def _run(
     *,
     show: bool,
 ) -> None:
-    """Run the user's program; write its error to a file: the launcher prints one rank's error."""
+    """Run the user's program, and write its error to a file.
+
+    The launcher prints the error of one rank only. With `show`, the rank prints its error too.
+    """
     # Read RANK now, since the program may empty os.environ.
     hook, own, rank = _Hook(), os.getpid(), os.environ["RANK"]
     if not show:
@@ -131,7 +134,8 @@ def _run(
         _unblock_ctrl_c()
         start(target, arguments)
     except SystemExit as end:
-        # A process that the program forks is not the rank, and writes no record.
+        # A process that the program has forked also gets here, but must not write a record: it is
+        # not the rank.
         if _status(end) == 0 or os.getpid() != own:
             raise
         text = _record(end, None, file)
@@ -147,12 +151,13 @@ def _run(
         text = _record(error, frames, file)
         if isinstance(error, KeyboardInterrupt):
             sys.exit(128 + signal.SIGINT)
-        # Set `last_value`, as Python does for an error that ends a program: exit handlers read it.
+        # Exit handlers read `last_value`. Set it, as Python does for an error that ends a program.
         hook.recorded = sys.last_value = error
         sys.excepthook(type(error), error, frames)
     else:
         return
-    # Threads and exit handlers may keep a failed rank alive, and its peers would wait for it.
+    # Threads and exit handlers could keep this failed rank alive, while its peers wait for it. So
+    # end it soon.
     reason = "" if show else f"rank {rank} has failed and is slow to end\n{text}"
     threading.Thread(target=_end_if_slow, args=(reason,), daemon=True).start()
     sys.exit(1)
@@ -190,7 +195,7 @@ def _run_script(target: str, arguments: list[str]) -> None:
 
 
 def _run_module(target: str, arguments: list[str]) -> None:
-    """Run a module as `python -m MODULE` does, by the same function of the standard library."""
+    """Run a module as `python -m MODULE` does, with the function of `runpy` that it calls."""
     sys.argv = ["-m", *arguments]
     _search_first(os.getcwd())
     _replace_main()
@@ -198,15 +203,15 @@ def _run_module(target: str, arguments: list[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    """Import from this folder first, unless the user has set PYTHONSAFEPATH."""
+    """Put this folder first in `sys.path`, unless the user has set PYTHONSAFEPATH."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
 def _replace_main(**attributes: object) -> ModuleType:
     """Make a new `__main__`."""
-    # Do not use runpy here: at the end, it would restore this file's `__main__`, while the
-    # program's threads still need theirs.
+    # Do not use runpy for this: at the program's end, it would restore this file's `__main__`,
+    # while the program's threads still need their own.
     main_module = ModuleType("__main__")
     main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
     sys.modules["__main__"] = main_module
@@ -214,7 +219,7 @@ def _replace_main(**attributes: object) -> ModuleType:
 
 
 def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames of the program, without the outer ones of this file and of runpy."""
+    """Drop the outer frames of a traceback, which belong to this file and to runpy."""
     starts = (__file__, "<frozen runpy>", runpy.__file__)
     while frames is not None and frames.tb_frame.f_code.co_filename in starts:
         frames = frames.tb_next
@@ -222,7 +227,7 @@ def _of_the_program(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _record(error: BaseException, frames: TracebackType | None, file: Path) -> str:
-    """Write the error of this rank to the file that torch names, in a form that torch can read."""
+    """Write this rank's error to a file, in a form that torch's agent can read; return its text."""
     whole = traceback.TracebackException(type(error), error, frames)
     text, last = "".join(whole.format()), "".join(whole.format_exception_only())
     own_code = None
@@ -239,7 +244,7 @@ def _record(error: BaseException, frames: TracebackType | None, file: Path) -> s
         "time": now,
     }
     try:
-        # Rename a finished file, so that the launcher finds a whole file or no file.
+        # Write under another name and rename, so that the launcher never finds half a file.
         Path(f"{file}.new").write_text(json.dumps(content))
         os.replace(f"{file}.new", file)
     except OSError:
@@ -248,7 +253,7 @@ def _record(error: BaseException, frames: TracebackType | None, file: Path) -> s
 
 
 def _status(end: SystemExit) -> int:
-    """Return the exit status that other processes will see: 255 for -1."""
+    """Return the exit status that other processes will see, which has 8 bits: 255 for -1."""
     return end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
 
 

@@ -185,7 +185,8 @@ class _RankTotals:
         self.terms: Sequence[str] = step.plan.terms
         """The names of the terms of the loss."""
         self._has_means = False
-        """Whether a metric of the loss function is not a pair."""
+        """Whether the loss function returned a metric that is a mean, and not a (sum, count)
+        pair."""
         self._look = MetricsLook(step.plan, step.strategy, state, self._outputs_of(metric_fn))
 
     def cut_up(self, batch: Any) -> Any:
@@ -197,7 +198,8 @@ class _RankTotals:
 
     def add(self, each: CutBatch) -> None:
         """Add the results of a batch."""
-        # A rank whose batches have no rows does not know the metric names.
+        # Begin with NOTHING: a rank whose batches have no rows calls no function, and learns no
+        # names of metrics.
         self.totals = added(self.totals, NOTHING)
         if self._metric_fn is None:
             self._add_losses(*each.parts)
@@ -283,13 +285,13 @@ def _sums_of(plan: Plan, outcome: Outcome, weight: Weight, function: str) -> dic
         if isinstance(value, tuple):
             sums[name.removeprefix(COUNTED)] = value
         else:
-            # This is the weight of the only term: with several terms, all metrics are pairs.
+            # `weight` has one entry here: with several terms, all metrics are pairs.
             sums[name] = _sum_of(value, weight[0])
     return sums
 
 
 def _sum_of(mean: Tensor, weight: float) -> Metric:
-    """Return a mean as a sum and its count. If the count is 0, the mean may be nan."""
+    """Convert a mean to a sum and its count; a mean of no items may be nan, but its sum is 0."""
     wide = widest(mean)
     assert wide is not None
     return (wide * weight if weight else 0.0), weight
@@ -412,8 +414,8 @@ def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor
 
     The main rank warns about pairs that may be means of means.
     """
-    # A rank may have a sum without a count, such as a loss of all anchors divided by the number of
-    # positive ones.
+    # Leave out ranks that had no sample: their only entry is a loss with sum 0 and count 0. A count
+    # of 0 alone is not enough: a loss may sum over all anchors, and count only the positive ones.
     known = [
         {}
         if [*totals] == ["loss"] and not (totals["loss"].count.any() or totals["loss"].sum.any())

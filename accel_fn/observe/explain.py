@@ -105,7 +105,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 
 def _parts(plan: Plan, state: DistState) -> str:
-    """Describe into how many parts ranks divide the model and its state; "" if it is whole."""
+    """Describe into how many parts ranks divide model and state; "" if each rank has all."""
     # FSDP shards a split model along dp only, and any other model over all ranks.
     size = state.data.world_size if plan.shard_model else state.world_size
     names: dict[int, list[str]] = {}
@@ -185,7 +185,8 @@ def _optimizer(optimizer: Optimizer) -> str:
     given = [group.get("lr") for group in optimizer.param_groups]
     rates = sorted({float(rate) for rate in given if rate is not None})
     settings = f"(lr={', '.join(f'{rate:g}' for rate in rates)})" if rates else ""
-    # DeepSpeed leaves an empty tensor for a sharded parameter, with its number of elements.
+    # In place of a sharded parameter, DeepSpeed leaves an empty tensor, whose `ds_numel` is the
+    # parameter's number of elements.
     numbers = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     own = sum(getattr(p, "ds_tensor", local(p)).numel() for p in trained)
     is_shared = any(is_sharded(p) or hasattr(p, "ds_tensor") for p in trained)

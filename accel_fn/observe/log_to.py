@@ -252,8 +252,8 @@ class LogOnMain(Log):
         self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
-        # Only the last line outlives the step. This handler is registered after the exit handlers
-        # of trackers, so it runs before them.
+        # When the step is deleted, or the process ends, write its last line. Exit handlers run in
+        # reverse order, so this one runs before those of trackers, which were registered earlier.
         atexit.register(finalize(self, recorder.end, os.getpid()))
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
         self._num_updates = 0
@@ -353,7 +353,8 @@ class LoopWait:
         """Whether no step has begun yet."""
 
     def begin_step(self) -> None:
-        # The gradients of this update were computed in an earlier call, which began the step.
+        # An earlier call has begun this step, and computed the gradients for the update of this
+        # call.
         if self._in_step:
             return
         now = perf_counter()
@@ -397,13 +398,13 @@ class Throughput:
                 batches = batch if self._takes_windows else [batch]
                 self._samples += sum(map(count_samples, batches))
             except BatchError:
-                # Only a weight_fn can count such data.
+                # `count_samples` cannot count such a batch, only the plan's weight_fn can.
                 self._counts = False
 
     def add(self, report: Report) -> None:
         """Add the weight of a global batch to the counts."""
         if isinstance(report.weight, int | float):
-            # This test is faster than a test for a Mapping.
+            # Test for numbers, which is faster than a test for a Mapping.
             weights = {"": report.weight}
         else:
             weights = {f"/{name}": weight for name, weight in report.weight.items()}
@@ -467,7 +468,7 @@ def _learning_rates(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
         of_optimizer = f"learning_rate/{name}" if len(optimizers) > 1 else "learning_rate"
         groups = optimizer.param_groups
         for index, group in enumerate(groups):
-            # The rate of Adafactor may be None, since it computes its own.
+            # Adafactor's rate may be None: it then computes the rate itself.
             if group.get("lr") is not None:
                 named = f"{of_optimizer}/{index}" if len(groups) > 1 else of_optimizer
                 # Copy a rate that is a tensor: schedules write to it in place.
@@ -491,7 +492,7 @@ def _is_number(value: object) -> bool:
 def _check_writer(given: object) -> None:
     path = path_of(given)
     if path is None:
-        # The writer is None on ranks where the program makes no tracker.
+        # None is allowed: a program may make its tracker on one rank, and have None on the others.
         if given is not None:
             check_writer(given)
     elif path.suffix not in SUFFIXES or path.name.endswith(EVENTS):
@@ -587,9 +588,9 @@ class Recorder:
         if self._prefix:
             values = {f"{self._prefix}{name}": value for name, value in values.items()}
         for file in self._files:
-            # First flush the lines of plans that run less often: their values are older, and steps
-            # must rise. With one plan, a walk over weak references would take a tenth of the time
-            # of a line.
+            # Steps in a file must rise, so first flush the older lines of plans that run less
+            # often. Skip this for one plan: a walk over weak references would take a tenth of the
+            # time of a line.
             for other in file.recorders if len(file.recorders) > 1 else ():
                 if other._line is not None and other._line[0] < step:
                     other.flush()
@@ -606,7 +607,7 @@ class Recorder:
         try:
             self.flush(_END_S)
         except Exception as error:
-            # The program may have closed a tracker.
+            # Do not raise at exit. The program may, for example, have closed a tracker.
             _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
         # The error that ends this process, if there is one.
         last = getattr(sys, "last_value", None)

@@ -52,12 +52,12 @@ def open_log(path: Path) -> LogFile:
 
 
 def _check_log(path: Path) -> None:
-    """Refuse a file that is not a log, since it would lose lines."""
+    """Refuse a file that is not a log, since a log drops lines that it cannot read."""
     begin = _TABLES[path.suffix].begin
     with path.open("a+b") as file:
         file.seek(0)
         found = file.read(len(begin))
-    # A log that was cut may be shorter than `begin`.
+    # A log that another program has cut may be shorter than `begin`, or begin with zeros.
     is_log = begin.startswith(found) or found.startswith(b"\0") or events_file(path).exists()
     if not is_log:
         raise LogError(
@@ -182,7 +182,8 @@ class _JsonLines:
         """Add a line, or add the values to the last line if that belongs to the same step."""
         is_same = line["step"] == self.last.get("step")
         end = os.fstat(self._file).st_size
-        # Another program may have cut the file, as logrotate does; then the last line is gone.
+        # If another program has cut the file, as logrotate does, the last line is gone: append a
+        # new one.
         start = self._start if is_same and end == self._end else end
         self._put_at(start, {**self.last, **line} if is_same else line)
 
@@ -204,7 +205,8 @@ class _JsonLines:
 
     def _open(self) -> None:
         """Open the file, and drop an incomplete last line."""
-        # Append: if another program truncates the file, writes at an old position leave zeros.
+        # Open to append. Otherwise, after another program has truncated the file, a write at the
+        # old position would fill the gap with zeros.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, self._file)
         self.cut(math.inf)
@@ -222,8 +224,8 @@ class _JsonLines:
             raise
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
-        # JSON has no nan and no infinity: only Python's readers accept them. Numbers are formatted
-        # directly, since an encoder takes twice as long.
+        # Write null for nan and infinity, which JSON does not have and only Python's readers
+        # accept. Format numbers directly, since a JSON encoder takes twice as long.
         pairs = [
             f"{_quoted(name)}: {each if math.isfinite(each) else 'null'}"
             for name, each in line.items()
@@ -278,7 +280,7 @@ class _Csv(_JsonLines):
         path.replace(self._path)
         self._close()
         self._open()
-        # The file may have been empty, without a header to read.
+        # `_open` reads the columns from the header, but an empty file has none. So set them again.
         self._columns = columns
 
     def _encoded(self, line: Line, *, is_first: bool) -> bytes:
@@ -304,7 +306,7 @@ class _Events:
         self._file = os.open(events_file(path), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         finalize(self, os.close, self._file)
         size = os.fstat(self._file).st_size
-        # End an incomplete last line, so that it stays a separate line, which readers skip.
+        # End an incomplete last line, so that it does not spoil the next one. Readers skip it.
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
         self.plans: list[str] = []
@@ -394,7 +396,7 @@ def whole_lines(file: Path) -> tuple[bytes, bool]:
     if file.suffix == ".csv" and "step" in heading(file):
         places.insert(0, (0, data.index(b"\n") + 1))
     whole = b"".join(data[start:end] for start, end in places)
-    # The end of a process may have cut the last line.
+    # An incomplete last line is not damage: a process may have ended while it wrote the line.
     return whole, whole != data[: data.rfind(b"\n") + 1]
 
 
@@ -415,7 +417,10 @@ def _is_number(value: Any) -> bool:
 def _placed(
     file: Path, parse: Callable[[str], T | None], most: int | None = None
 ) -> Iterator[tuple[int, int, T]]:
-    """Parse the lines of a file, which may be missing, be cut off or have damaged bytes."""
+    """Yield start, end and content of each line that can be parsed.
+
+    The file may be missing, and lines may be incomplete or damaged.
+    """
     end = 0
     with suppress(FileNotFoundError), file.open("rb") as opened:
         for data in itertools.islice(opened, most):
@@ -433,7 +438,7 @@ def _object_of(line: str) -> dict[str, Any] | None:
 
 
 def _row_of(line: str) -> list[str] | None:
-    # A damaged file may have a cell that is too long.
+    # `csv` refuses a cell that is too long, which a damaged file may have.
     with suppress(csv.Error):
         return next(csv.reader([line]), None)
     return None
@@ -475,7 +480,7 @@ def as_writer(given: Any) -> Write:
 
 def check_writer(given: object) -> None:
     """Refuse a value that is neither a run of these libraries nor a function."""
-    # A class is callable too, such as SummaryWriter instead of SummaryWriter().
+    # Refuse a class, although it is callable: SummaryWriter was given for SummaryWriter().
     if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
         rule = (
             "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "
@@ -509,7 +514,7 @@ def _tensorboard(writer: Any) -> Write:
 def _tensorboard_settings(writer: Any, settings: Mapping[str, object]) -> None:
     plan, *others = (f"{name}: {value}" for name, value in settings.items())
     lines = [*plan.removeprefix("plan: ").splitlines(), *others]
-    # The text is Markdown, which does not change indented lines.
+    # TensorBoard renders the text as Markdown, which leaves indented lines unchanged.
     writer.add_text("accel_fn", "\n".join(f"    {line}" for line in lines), 0)
 
 
@@ -534,7 +539,8 @@ def _mlflow(given: Any) -> Write:
 
 def _mlflow_settings(given: Any, settings: Mapping[str, object]) -> None:
     run, client = _mlflow_run(given), sys.modules["mlflow"].MlflowClient()
-    # Write tags: a parameter of a run cannot change, and a resumed run may have another world size.
+    # Write tags, not parameters: a run's parameters cannot change, and a resumed run may have
+    # another world size.
     for name, value in settings.items():
         client.set_tag(run.info.run_id, f"accel_fn.{name}", str(value))
 
@@ -572,7 +578,7 @@ _KINDS: dict[str, _Kind] = {
     "trackio.Run": _CONFIGURED,
     "trackio": _CONFIGURED,
     "swanlab.Run": _CONFIGURED,
-    # This is the name before version 0.8.
+    # swanlab's name for `Run` before version 0.8.
     "swanlab.SwanLabRun": _CONFIGURED,
     "swanlab": _CONFIGURED,
     "aim.Run": (_aim, _aim_settings),

@@ -91,7 +91,8 @@ def over_loader(
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
     looks = Looks([], []) if isinstance(loader, ShardedLoader | Epoch) else None
-    # Ranks along axes other than `dp` may meet in a forward, so all must run the same number.
+    # Forwards may run collectives, over mesh axes other than `dp` or over shards. Then all ranks
+    # must run the same number of forwards.
     together = state.data.world_size < state.world_size
     together = together or (step.strategy.pads and state.world_size > 1)
     with restored_random(state.device):
@@ -120,15 +121,16 @@ def over_loader(
                     for numbers, batch in batches:
                         use_and_show(CutBatch(numbers, batch, cut_up(batch)))
         except Exception:
-            # Read on to the end, since a peer may depend on this rank for its items. With shards,
-            # all ranks stop together.
+            # Read the loader to its end: a peer may wait for messages that this rank sends while it
+            # reads. If ranks run `together`, they have already stopped together.
             if state.world_size > 1 and not together:
                 with suppress(Exception):
                     for _ in batches:
                         pass
             raise
         finally:
-            # Drop the iterator, so that workers end with it even if the caller keeps the error.
+            # Drop the iterator: workers end with it, and an error that the caller keeps must not
+            # keep it alive.
             del batches
     return looks or Looks([], [])
 
@@ -177,7 +179,8 @@ def _use_in_step(
         try:
             raise failure
         finally:
-            # Delete the reference: otherwise frame and error keep each other alive.
+            # Delete the reference: otherwise this frame and the error's traceback would keep each
+            # other alive.
             del failure
 
 

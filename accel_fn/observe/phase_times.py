@@ -75,7 +75,8 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
     """Cut ranges to the times in which the host may wait for a collective."""
-    # A sum that starts before the forward is awaited in the rest of the step, after the forward.
+    # A collective counts in the range in which it starts. One that starts before the forward runs
+    # beside it, and is awaited in the rest of the step.
     return [
         (max(begin, start), min(end, stop))
         for start, stop in ranges

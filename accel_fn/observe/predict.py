@@ -130,7 +130,7 @@ def predict(
                 f"predict: fn must return one form of tree on every rank, got {got}"
             )
     state = over(state)
-    # A rank without rows does not know the form of the tree.
+    # A rank without rows does not know the form of the tree, so send it an empty tree.
     if len(with_rows) < state.world_size:
         rows.take_form(broadcast([rows.without_rows()], state, source=first)[0])
     tree, numbers, batches = join_rows(rows.joined(), state, "predict", "fn's tree")
@@ -148,7 +148,7 @@ def predict(
 
 
 def _window(plan: Plan, batch: Any) -> list[Any] | None:
-    """Return a window's batches, which are its micro-batches; None for any other batch."""
+    """Return the batches of a window, if the plan splits it into them; None for any other batch."""
     if not plan.split or type(batch) is not list:
         return None
     parts = [*plan.split[0](batch)]

@@ -177,14 +177,15 @@ class Profile(Observer):
 
     def _start(self, state: DistState) -> None:
         """Start the profiler on all ranks at once."""
-        # Simulated ranks share one process.
+        # Simulated ranks share one process, and a process has one profiler. The first rank in it
+        # starts the profiler.
         process = socket.gethostname(), os.getpid(), id(profile)
         every = primitives.exchange(process, state, "profile")
         leads = every.index(process) == state.rank
         all_or_none(lambda: self._trace.start(self._phases() if leads else ()), state, "profile")
 
     def _finish(self, state: DistState) -> None:
-        """Write traces and table, on all ranks."""
+        """Stop the profilers; each rank writes its trace, and the main rank writes the table."""
         self._end()
         every = agreed(self._trace.stop, state, "profile")
         ranks = {rank: times for rank, times in enumerate(every) if times is not None}
@@ -224,8 +225,8 @@ class RankTrace:
             )
         self.is_running = True
         if phases:
-            # torch 2.11 warns that a cycle clears the events of the previous cycle; there is only
-            # one here.
+            # Without `acc_events`, torch 2.11 warns that a cycle clears the events of the previous
+            # one. Here there is only one cycle.
             self._profiler = torch.profiler.profile(acc_events=True)
             self._profiler.start()
         for owner, name, phase in phases:
@@ -267,7 +268,8 @@ class RankTrace:
         entered: AbstractContextManager[Any] = record_function(f"{PREFIX}{name}")
         entered.__enter__()
         self._open = name, entered
-        # Do not count the forward of an evaluation between steps as a phase of a step.
+        # Between steps, claim to be in a phase: the forward of an evaluation must not count as a
+        # step's.
         self._is_in_phase = name == DATA
 
     def _leave(self) -> None:
@@ -285,7 +287,7 @@ class RankTrace:
         for owner, name in self._places:
             if (there := owner()) is not None:
                 delattr(there, name)
-        # This waits for the device.
+        # `stop` waits for the device, so the trace has all kernels.
         profiler.stop()
         plain = self._path.with_suffix("")
         profiler.export_chrome_trace(str(plain))

@@ -21,14 +21,15 @@ from accel_fn.data.sampled_batches import sampled_with
 from accel_fn.errors import ArgumentTypeError, message
 
 T = TypeVar("T", covariant=True)
-# A shorter wait needs no bar.
+# Show a bar only for waits of at least this many seconds.
 _DELAY_S = 1.0
 
 
 @overload
 def progress(loader: Epochs[Batch], state: DistState) -> Progress[ShownEpoch[Batch]]: ...
 @overload
-# The first matching overload decides.
+# mypy warns that these overloads overlap. The first match decides, and the narrower type stands
+# first.
 def progress(  # type: ignore[overload-overlap]
     loader: Epoch[Batch], state: DistState
 ) -> ShownEpoch[Batch]: ...
@@ -152,7 +153,7 @@ class ShownEpoch(Epoch[Batch], Shows):
         return cls(**{each.name: getattr(epoch, each.name) for each in fields(Epoch)}, _bar=bar)
 
     def _cut(self, batches: Iterator[T]) -> Iterator[T]:
-        # Slots make another class, which `super()` does not know.
+        # `dataclass(slots=True)` replaces the class, so `super()` would fail here.
         cut = Epoch._cut(self, batches)
         return sampled_with(cut, self._bar.over_epoch(cut, self))
 
@@ -194,7 +195,7 @@ class LoopBar:
         self._bar.set_description_str(text, refresh=False)
         per_epoch = loader_length(epoch.loader)
         if per_epoch is not None:
-            # The loop may have left the previous epoch early.
+            # Move the bar to this place: the loop may have left the previous epoch early.
             self._bar.update(epoch.index * per_epoch + first - self._bar.n)
         yield from self._counted(items)
 

@@ -169,7 +169,7 @@ def copied(plan: Plan) -> Plan:
 
 
 def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> None:
-    """Refuse a training in which all plans would be equivalent."""
+    """Refuse a training that could not show a difference between plans."""
     start, end = dict(plan.model.named_parameters()), trace[-1].values
     rule = ""
     if not any(weight for after in trace for weight in _weights(after.report).values()):
@@ -192,12 +192,12 @@ def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
         other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)
         given = [_tensors(each) for each in (*halves, batch, other)]
         if torch.equal(given[0], given[1]) and torch.equal(given[2], given[3]):
-            # The halves are equal, and no number of the batch can be changed.
+            # Nothing to compare: the halves are equal, and the batch has no number to change.
             return False
         try:
             losses = [_loss(copied(plan), each) for each in (*halves, batch, other)]
         except Exception:
-            # A loss that refuses a half depends on the batch.
+            # A loss that raises for a half depends on the batch.
             return False
         if not all(torch.equal(losses[0], each) for each in losses):
             return False
@@ -258,7 +258,7 @@ def _compare_reports(expected: Report, found: Report, where: str, rtol: float) -
         b = _reported(found).get(name)
         if a is None or b is None:
             continue
-        # Both plans may refuse such a batch, which then has a loss of nan.
+        # Both plans may have skipped a batch with a loss of nan.
         if math.isnan(float(a)) and math.isnan(float(b)):
             continue
         if not math.isclose(float(a), float(b), rel_tol=max(rtol, _REPORTED), abs_tol=_REPORTED):

@@ -30,11 +30,11 @@ class _Turn:
 
 
 class _Rank(threading.local):
-    """The simulated rank of this thread, and the current turn, of this or another rank."""
+    """The simulated rank that this thread runs, if any, and the current turn of any rank."""
 
     process: int | None = None
-    """The process of the rank. In a forked process, such as a loader's worker, no thread is a
-    rank."""
+    """The process in which the thread runs the rank. A forked process, such as a loader's worker,
+    has a copy of this object, but runs no rank."""
     group: ProcessGroup | None = None
     turn: _Turn | None = None
     lock = threading.Lock()

@@ -106,11 +106,14 @@ class _IdleWorlds:
             self._worlds.append((self._newest_s, world))
 
     def rest(self) -> None:
-        """Wait until Gloo's threads have released all tensors: after Python's end, that would abort."""
+        """Wait, at exit, until Gloo's threads have released all tensors.
+
+        A release after Python's end would abort the process.
+        """
         _sleep_until(self._newest_s + _RELEASE_S)
 
     def _release_oldest(self) -> None:
-        """Release worlds until the rest hold few sockets; each mesh made in a world adds some."""
+        """Release the oldest worlds until the others hold at most `_MAX_IDLE_SOCKETS`."""
         num_sockets = sum(world.num_sockets() for _, world in self._worlds)
         while num_sockets > _MAX_IDLE_SOCKETS:
             ended_s, world = self._worlds.pop(0)
@@ -148,8 +151,8 @@ class _LostThreads:
 
 _exiting = threading.Event()
 _lost = _LostThreads()
-# The handler that is registered last runs first: recovering threads see `_exiting`, and stop
-# waiting.
+# Exit handlers run in reverse order. So `_exiting` is set before `join_oldest` waits for recovering
+# threads, which then stop waiting themselves.
 atexit.register(_lost.join_oldest)
 atexit.register(_exiting.set)
 _idle = _IdleWorlds()
@@ -270,8 +273,8 @@ def simulate(
     try:
         results = _results(endings, world_size)
     except BaseException:
-        # Most errors are raised on all ranks, which then end at once, so that their world can be
-        # used again.
+        # Give the ranks a moment to end: most errors are raised on all ranks, and if all end, their
+        # world can be used again.
         _join(threads, _POLL_S)
         if any(map(threading.Thread.is_alive, threads)) or not _given_back(world, start):
             _recover_later(threads, world, start)
@@ -294,9 +297,9 @@ def _num_ranks(mesh: Mapping[str, int] | None) -> int:
 
 
 def _given_back(world: _World, start: float) -> bool:
-    """Keep a world whose ranks have ended, unless a collective may still be running in it."""
+    """Keep a world whose ranks have ended for reuse, unless a collective may still run in it."""
     _forget_modules()
-    # `fn` may have caught a time-out, after a collective that not all ranks called.
+    # A collective may still run if not all ranks called it: `fn` may have caught its time-out.
     fits = time.monotonic() - start < world.key[1] and world.called_equally_many()
     if fits:
         _idle.give(world)
@@ -313,7 +316,7 @@ def _forget_modules() -> None:
 
 
 def _recover_later(threads: list[threading.Thread], world: _World, start: float) -> None:
-    """Keep a world whose ranks end by themselves; otherwise close it and release its threads."""
+    """Keep the world for reuse if its ranks end within `_GRACE_S`; else close and release it."""
 
     def recover() -> None:
         _join(threads, _GRACE_S)

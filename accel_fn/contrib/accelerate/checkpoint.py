@@ -51,7 +51,7 @@ _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _INDEX = "model.safetensors.index.json"
 _SCALER = "scaler.pt"
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options of a group that choose an implementation; the running program's values stay."""
+"""Options of an optimizer's group that choose an implementation. The program's own values stay."""
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *_IMPLEMENTATION}
 
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
@@ -236,7 +236,7 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
 
 @contextmanager
 def _expecting(path: Path, content: str) -> Iterator[None]:
-    """Name the file in any error."""
+    """A context that turns any error into one that names the file and its expected content."""
     try:
         yield
     except AccelError:

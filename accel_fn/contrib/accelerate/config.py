@@ -132,7 +132,8 @@ _SAME = (
 """Keys with the same name and meaning in accel_fn."""
 
 _BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
-"""The first two change nothing: machines meet by address, and collectives are always checked."""
+"""Keys that are true or false. The first two change nothing in accel_fn: machines meet by address,
+and collectives are always checked."""
 
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
@@ -224,7 +225,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
                 "accel_fn starts no job: give its estimator an entry point that calls accel-fn "
                 "launch, which reads this file there",
             )
-        # If `gpu_ids` names devices that do not exist, a later check refuses them by name.
+        # Do not check `gpu_ids` here: a later check names the devices that do not exist.
         uses_cpu = on_cpu or settings.cpu
         if kind.value != "NO" and not (uses_cpu or settings.gpu_ids or num_devices):
             rule, repair = (
@@ -247,7 +248,7 @@ def _section(name: str, each: Given) -> Mapping[str, object]:
 
 
 def _distributed_type(given: Mapping[str, Given], types: tuple[str, ...]) -> Given:
-    """Read the type; YAML reads an unquoted NO as false."""
+    """Read the distributed_type; YAML has read an unquoted NO as false."""
     if "distributed_type" not in given:
         source = next(iter(given.values())).source
         raise SettingsError(f"{source}: distributed_type must be given, as accelerate does")
@@ -300,7 +301,7 @@ def _precision(given: Mapping[str, Given]) -> Given | None:
 def _microbatches(
     given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]
 ) -> Given | None:
-    """Read the number of micro-batches: accelerate's steps of accumulation."""
+    """Read the number of micro-batches from accelerate's gradient_accumulation_steps."""
     for section, key in reversed(_MICROBATCHES):
         count = sections.get(section, {}).get(key, "auto")
         if count != "auto":
@@ -362,7 +363,7 @@ def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Gi
 
 
 def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None:
-    """Warn once about keys to write in the script, and about keys without a counterpart."""
+    """Warn once about keys with a counterpart in the script, and about keys without any."""
     written: list[str] = []
     missing: dict[str, list[str]] = {}
     for section, key, value in entries:

@@ -126,7 +126,7 @@ class ZeRO(Strategy):
         self._own = own
         self._put(own)
         self.module = self.loss_module = self._engine
-        # The engine adds up gradients itself, in the dtype of its settings.
+        # No parameter needs sums of gradients in float32: the engine adds up gradients itself.
         self.halves = []
         if self._stage:
             refuse_state_dicts(plan.model, self._optimizer)
@@ -159,7 +159,7 @@ class ZeRO(Strategy):
 
     @contextmanager
     def _engine_groups(self) -> Iterator[None]:
-        """Give the optimizer the engine's flat shards inside the context."""
+        """A context in which the optimizer holds the engine's flat shards."""
         self._put(self._flat)
         try:
             yield
@@ -258,14 +258,19 @@ class ZeRO(Strategy):
             raise
 
     def _check_reached(self, loss: Tensor) -> None:
-        """Refuse a loss that reaches no parameter, another engine's, or varies between ranks."""
+        """Check which parameters the loss reaches.
+
+        Raises if the loss reaches none, or one of another engine, or other ones than on another
+        rank; also if parameters were written since `build`.
+        """
         leaves = {id(each): each for each in _leaves(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
         foreign = [each for key, each in leaves.items() if is_held(each) and key not in self._names]
         is_written = self._stage > 0 and is_overwritten(self._engine.optimizer, self.trained)
         mine = names, len(foreign), is_written
-        # Do not exchange at stage 0: ranks may run different numbers of micro-batches, and reduce
-        # gradients by parameter.
+        # At stage 0, do not exchange: ranks may run different numbers of micro-batches, and could
+        # deadlock here. Each gradient is reduced separately, so the loss may reach different
+        # parameters.
         every = exchange(mine, self._state, "step") if self._stage else [mine]
         if any(is_written for *_, is_written in every):
             raise StateError(
@@ -313,7 +318,7 @@ class ZeRO(Strategy):
         return state.advanced(None, report.samples, report.weight), report
 
     def _norm_at_stage_0(self) -> Tensor | None:
-        """Return the norm by which the engine clips but does not report; None without clipping."""
+        """Compute the norm by which the engine clips at stage 0, which it does not report."""
         if self._stage or self._max_norm is None:
             return None
         return self.norm([each.grad for each in self.trained if each.grad is not None])
@@ -363,7 +368,10 @@ def _cannot_be_sent(parameter: Tensor) -> bool:
 
 
 def _sent(model: nn.Module) -> list[Tensor]:
-    """Return tensors that the engine does not send: buffers, and parameters of some layouts."""
+    """Return the tensors that `build` must send, since the engine does not.
+
+    They are buffers, and parameters of some layouts.
+    """
     return [*model.buffers(), *(p.detach() for p in model.parameters() if _cannot_be_sent(p))]
 
 
@@ -372,7 +380,7 @@ def _unsent(model: nn.Module, *, is_sharded: bool) -> Iterator[None]:
     """Make the engine skip the parameters that `_sent` returns: rank 0 has sent them already."""
     held: list[Any] = [each for each in model.parameters() if _cannot_be_sent(each)]
     for each in held if is_sharded else ():
-        # Stage 3 sends every parameter, and shards flat parameters.
+        # Stage 3 sends and shards every parameter as a flat tensor, so make it contiguous.
         each.data = each.data.contiguous()
     for each in held:
         # DeepSpeed does not send parameters with this attribute.

@@ -299,7 +299,8 @@ def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
     if size is not None:
         found |= {key: _OF_HIDDEN_SIZE[key](size) for key in zero.keys() - found.keys()}
     if device_of(zero, "offload_optimizer") == "nvme":
-        # DeepSpeed reads a gradient incorrectly if it begins inside of a block of the file.
+        # Put each parameter into a sub-group alone: DeepSpeed reads a gradient incorrectly if the
+        # gradient begins inside a block of the file.
         found["sub_group_size"] = 1
         # The buffers hold a parameter, its gradient, and three tensors of state, as many as AdamW
         # has with amsgrad.

@@ -105,8 +105,8 @@ def _make_entries(
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
     """Add the parameters' state entries to their shard: zeros per element, copies of other values."""
-    # A 0-dim parameter's state has the shape of a count, so use the group's other parameters to
-    # tell them apart.
+    # A 0-dim parameter's state has the shape of a step count. So learn from the other parameters
+    # which keys hold a value for each element.
     items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
     of_elements = {
         k for p, k, v in items if p.ndim and isinstance(v, Tensor) and v.shape == p.shape
@@ -147,8 +147,8 @@ def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
         else:
             safe_set_full_optimizer_state(parameter, value, key)
         return
-    # DeepSpeed pads a parameter to shards of one size, but its function for whole values does not.
-    # Use `Any`, since DeepSpeed has added attributes to parameters.
+    # DeepSpeed pads a parameter, so that all shards have one size. Its function for whole values
+    # does not pad, so pad here. Use `Any`, since DeepSpeed has added attributes to parameters.
     held: Any = parameter
     size = held.ds_tensor.numel()
     padded = value.new_zeros(size * torch.distributed.get_world_size())

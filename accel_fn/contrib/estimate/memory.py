@@ -225,7 +225,8 @@ def estimates(
         shape = shapes[size]
         # A split model is sharded along dp, any other model over all ranks.
         parts = _parts(plan, shape["dp"] if plan.shard_model else size)
-        # Replicas are the same on any number of ranks.
+        # If ranks divide nothing, they hold replicas, whose memory does not depend on the number of
+        # ranks. So run once.
         key = size if parts or plan.shard_model else None
         if key not in runs:
             mine = make()[0] if runs else plan
@@ -260,7 +261,8 @@ def _run(
     autocast: torch.dtype | None,
 ) -> _Run:
     """Divide the model as the plan does on these ranks, and run its optimizers once."""
-    # The first of the ranks has the largest part. Torch makes meshes of tensors with data.
+    # Take the part of the first rank, which is the largest. Make the meshes outside of `mode`,
+    # since torch makes them from tensors with data.
     meshes = silent_meshes(device, {**shape, "dp": max(parts.values(), default=1)})
     module = None
     model, optimizers, frozen = plan.model, plan.optimizers, plan.frozen
@@ -295,7 +297,10 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 
 class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode of tensors with shapes and devices but no data; deep copies of modules stay in it."""
+    """A mode in which tensors have shapes and devices, but no data.
+
+    A deep copy of a tensor refers to the same mode, since a copy of the mode is the mode itself.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoData:
         return self
@@ -425,9 +430,11 @@ class _Run:
     frozen: Sequence[Tensor]
     """Parameters and buffers of frozen models."""
     parts: Mapping[str, int]
-    """The number of parts into which ranks divide memory that this model holds whole, by name."""
+    """By name, such as "gradients": into how many parts ranks divide memory that this model holds
+    as a whole."""
     sharded: nn.Module | None
-    """The loss over shards, which gathers parameters in the step."""
+    """The module that computes the loss from shards, and gathers parameters for it; None without
+    shards."""
     whole: Sequence[Tensor]
     """The parameters in the form that a forward uses."""
 
@@ -448,8 +455,8 @@ class _Run:
         if batch is not None:
             part = _microbatch(batch, num_places, num_microbatches)
         several = num_microbatches > 1
-        # DDP's buckets stay. Other gradients are allocated in the backward, and freed by the
-        # update.
+        # Gradients stay allocated in DDP's buckets, and while micro-batches are summed. Other
+        # gradients are allocated in the backward, and freed by the update.
         is_split = any(map(is_sharded, trained))
         kept = self.sharded is None and (several or (num_places > 1 and not is_split))
         gradients = [torch.zeros_like(each) for each in trained]
@@ -493,7 +500,7 @@ class _Run:
         """Return the bytes alive between forward and backward, and the peak of the step."""
         with _Ledger(held) as ledger:
             if self.sharded is not None and several:
-                # Until the last micro-batch, gradients stay whole.
+                # Before the last micro-batch, gradients are not sharded yet.
                 with self.sharded.no_sync():  # type: ignore[operator]
                     self._loss(part).backward()  # type: ignore[no-untyped-call]
             loss = self._loss(part)
@@ -565,7 +572,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor)
 
     def __enter__(self) -> Any:
-        # FSDP frees whole parameters by resizing their storages, which no operation shows.
+        # Watch `resize_` too: FSDP frees whole parameters by it, and `__torch_dispatch__` does not
+        # see it.
         storages: Any = torch.UntypedStorage
         self._resize = storages.resize_
         storages.resize_ = lambda storage, size: self._resized(storage, size)
@@ -598,7 +606,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            # For shards, count the operations on this rank's part.
+            # Let torch dispatch to the shard's class. This class then sees the operations on this
+            # rank's part.
             return NotImplemented
         found = func(*args, **(kwargs or {}))
         for each in tensors_of(found):

@@ -39,7 +39,8 @@ _LAST = (
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
 # With more runs than this, all curves have one width: the first would be too thick.
 _MOST_WIDE = 4
-# From this ratio of highest to lowest value on, a linear axis hides the end of a curve.
+# From this ratio of highest to lowest value on, use a logarithmic axis: a linear one hides the end
+# of a curve.
 _LOG_FROM = 100
 
 

@@ -29,8 +29,8 @@ _SPENT_IN = {"save": "checkpoints", "load": "checkpoints", "evaluate": "evaluati
 """The category of each kind of event that takes time."""
 
 _PAUSED = "paused"
-"""No process ran after one that had ended, and nobody waited for the run, so this time counts
-nowhere."""
+"""The time between a process that ended without an error and the next process. Nobody waited for
+the run, so this time is in no category."""
 
 _PRIORITY = ("down", _PAUSED, "compile", "repeated", "checkpoints", "evaluation", "start", "other")
 """Categories in order of priority, for times that overlap: the save of a lost step is lost time."""
@@ -156,7 +156,7 @@ def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
     found = defaultdict(list)
     for column in columns:
         for step, value in zip(*column, strict=True):
-            # A value of nan counts as 0.
+            # Count nan as 0.
             found[step].append(value if value > 0 else 0.0)
     return found
 
