@@ -53,7 +53,7 @@ SYNC = r"wrap_ddp\(sync_batchnorm=True\) or wrap_fsdp\(sync_batchnorm=True\), Gr
         (
             af.accumulate(2),
             1,
-            r"of each micro-batch, .* numbers of micro-batches and ranks; use GroupNorm, or freeze it by eval",
+            "of each micro-batch, .* numbers of micro-batches and ranks; use GroupNorm, or freeze it",
         ),
         (
             af.compose(af.wrap_ddp(), af.accumulate(2)),

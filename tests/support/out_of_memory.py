@@ -1,5 +1,7 @@
 """Runs on devices whose memory holds some rows only, and the runs that are cut so from the start."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -91,10 +93,21 @@ def train(state, parts, loss_fn, recipe):
     return go_on(*make(state, loss_fn, af.compose(af.wrap_ddp(), recipe)), parts)
 
 
+class Votes(af.extend.SlotFunction):
+    """A wrapper of the gradient function after which ranks vote, as with `accumulate("auto")`.
+
+    Such ranks divide by the weight of the global batch, where others predict it from the last
+    batch. The two differ in the last bit if the weight varies.
+    """
+
+    traits = frozenset({"retries"})
+
+
 def cut_into(counts):
     """Make a split into these numbers of micro-batches, batch by batch."""
     left = iter(counts)
-    return af.accumulate(1, split=lambda batch: split_batch(batch, num_parts=next(left)))
+    cut = af.accumulate(1, split=lambda batch: split_batch(batch, num_parts=next(left)))
+    return af.compose(cut, lambda plan: replace(plan, wrap_grad_fn=(Votes(lambda fn: fn),)))
 
 
 def told_by(scaler):
