@@ -18,6 +18,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -55,6 +57,8 @@ class Seen:
     draws: bool = False
     """Whether the step drew from these generators, as dropout does."""
     parts: tuple[Part, ...] = ()
+    is_cleared: bool = False
+    """Whether the script has cleared gradients of the update between a backward and the step."""
 
 
 @dataclass
@@ -146,6 +150,9 @@ def _watched_old(found: Recording, num_updates: int) -> Iterator[None]:
             accelerator = importlib.import_module("accelerate").Accelerator
             scaled = watch.of_accelerate(accelerator.backward)
             stack.enter_context(mock.patch.object(accelerator, "backward", scaled))
+        for home in (Module, Optimizer):
+            clears = watch.clears(vars(home)["zero_grad"])
+            stack.enter_context(mock.patch.object(home, "zero_grad", clears))
         stack.callback(register_optimizer_step_post_hook(watch.end_update).remove)
         yield
 
@@ -164,6 +171,8 @@ class _Watch:
         self._found, self._num_updates = found, num_updates
         self._parts: list[Part] = []
         self._is_double = False
+        self._cleared: set[int] = set()
+        """The parameters whose gradients of this update the script has cleared, by identity."""
         self._batch: Any = None
         self._is_new = True
         """Whether no backward of this update has used the batch yet."""
@@ -194,6 +203,17 @@ class _Watch:
 
         return backward
 
+    def clears(self, run: Callable[..., None]) -> Callable[..., None]:
+        """Return `zero_grad` of a module or an optimizer that notes the gradients of an update."""
+
+        def zero_grad(owner: Module | Optimizer, *args: Any, **kwargs: Any) -> None:
+            if self._parts:
+                owned = _parameters(owner)
+                self._cleared |= {id(each) for each in owned if each.grad is not None}
+            run(owner, *args, **kwargs)
+
+        return zero_grad
+
     def batches_of(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Any]:
         """Wrap `__iter__` of a loader, so that it records the batches that it yields."""
 
@@ -213,11 +233,12 @@ class _Watch:
         labels, shapes = _num_labels(self._batch), _row_shapes(self._batch)
         self._parts.append(Part(float(loss.detach()), rows, labels, shapes))
 
-    def end_update(self, *_: Any) -> None:
+    def end_update(self, optimizer: Optimizer, *_: Any) -> None:
         """End an update; a second optimizer that steps for the same losses begins no new one."""
         if not self._parts:
             return
         parts, self._parts = tuple(self._parts), []
+        cleared, self._cleared = self._cleared, set()
         self._is_new = True
         self._found.updates.append(
             Seen(
@@ -226,6 +247,7 @@ class _Watch:
                 self._is_double,
                 _position(),
                 parts=parts,
+                is_cleared=any(id(each) in cleared for each in _parameters(optimizer)),
             )
         )
         if len(self._found.updates) >= self._num_updates:
@@ -248,6 +270,12 @@ class _Noted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._items, name)
+
+
+def _parameters(owner: Module | Optimizer) -> list[Tensor]:
+    if isinstance(owner, Module):
+        return [*owner.parameters()]
+    return [each for group in owner.param_groups for each in group["params"]]
 
 
 def _position() -> str:

@@ -10,7 +10,8 @@ from functools import cached_property
 
 import libcst as cst
 
-from accel_fn.contrib.migrate.facts import Edit, Facts, last, walk
+from accel_fn.contrib.migrate.facts import Facts
+from accel_fn.contrib.migrate.source import Edit, last, walk
 
 _DRAWS = re.compile(
     r"torch\.(randn|rand|randint|randn_like|rand_like|randint_like|normal|bernoulli|multinomial|randperm)"
@@ -337,11 +338,10 @@ class Backward:
         return ", ".join([*map(self.facts.code, first), sizes, *dtype])
 
     def _unknown(self, call: cst.Call) -> str:
-        numbers = ""
         if last(self.facts.code(call.func)) == "randint":
             *first, _ = (each.value for each in call.args if each.keyword is None)
             return f"{', '.join(map(self.facts.code, first))}, (n, *SHAPE)"
-        return f"{numbers}n, *SHAPE"
+        return "n, *SHAPE"
 
     def _is_known(self, names: set[str]) -> bool:
         """Return whether the loop can compute these names from the batch only."""
@@ -475,7 +475,7 @@ class Backward:
         found = re.search(_LABELS, self.facts.text)
         ignored = re.search(r"ignore_index *= *([-\w.]+)", text)
         if found and ".loss" in text:
-            path = f'(0, "{"labels"}")' if has_draws else '"labels"'
+            path = '(0, "labels")' if has_draws else '"labels"'
             shift = ", shift=1" if found[1] == "CausalLM" else ""
             return f"af.count_labels({path}{shift})"
         if ignored:
@@ -493,6 +493,12 @@ class Backward:
             self._note(self.call, "backward has no argument")
         if not self._source[0]:
             self._note(self.call, "no loader gives the batch of this backward")
+        if self.loop is not None and self.own_optimizers and facts.steps_below(self.loop):
+            self._note(
+                self.loop,
+                "the optimizer steps below the loop, so its batches are one update: give the step "
+                "all of them, in a list for af.accumulate(k, split=None)",
+            )
         if not self.models:
             why = "no line prepares the model of this loss: give af.Plan the one that trains"
             self.by_hand[why] = None
@@ -518,8 +524,10 @@ class Backward:
         """Add a note for each name in the loss that is not defined in it or around it."""
         facts = self.facts
         own = {*facts.trained, *facts.frozen, *self.models, *facts.devices, *local}
-        changed = {name for each in walk(self._body) for name in writes(each)}
-        changed |= {*(names_in(self.loop.target) if isinstance(self.loop, cst.For) else ())}
+        loops = [
+            each for each in facts.ancestors(self.call) if isinstance(each, cst.For | cst.While)
+        ]
+        changed = {name for loop in loops for name in writes(loop)}
         for name in self._read:
             why = ""
             if name in facts.averages:

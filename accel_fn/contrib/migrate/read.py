@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+from libcst.metadata import MetadataWrapper
 
-from accel_fn.contrib.migrate.facts import Facts, joined, last, walk
+from accel_fn.contrib.migrate.facts import Facts
 from accel_fn.contrib.migrate.loops import Backward, Loop
+from accel_fn.contrib.migrate.source import joined, last, walk
 from accel_fn.contrib.migrate.table import DIFFERENCES, TABLE
 from accel_fn.errors import ArgumentError, message
 
@@ -138,10 +139,7 @@ class _Reader:
     """Walks through a script once, and finds its lines and the transforms of its recipe."""
 
     def __init__(self, module: cst.Module) -> None:
-        wrapper = MetadataWrapper(module)
-        self.positions = wrapper.resolve(PositionProvider)
-        self.parents = wrapper.resolve(ParentNodeProvider)
-        self.facts = Facts(wrapper)
+        self.facts = Facts(MetadataWrapper(module))
         self.source = module.code.splitlines()
         self.lines: dict[int, Line] = {}
         self.transforms: list[tuple[str, int]] = []
@@ -236,8 +234,17 @@ class _Reader:
 
     def _read_whole(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
         """Add a statement or an argument that is replaced as a whole; return whether it is one."""
-        is_assignment = not isinstance(node, cst.Arg) and self._read_assignment(node)
-        return is_assignment or self._has_factor(node)
+        is_read = (
+            self._read_argument(node) if isinstance(node, cst.Arg) else self._read_assignment(node)
+        )
+        return is_read or self._has_factor(node)
+
+    def _read_argument(self, node: cst.Arg) -> bool:
+        """Add the use of an argument that accelerate's loggers alone have; return whether it is one."""
+        key = f"logger({self.facts.code(node).rstrip(', ')})"
+        if key in TABLE:
+            self._add_use(node, key)
+        return key in TABLE
 
     def _has_factor(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
         """Add the line of a length without its factors; return whether it has some."""
@@ -276,24 +283,32 @@ class _Reader:
             parameters = [each for each in around if isinstance(each, cst.Param)]
             self._add_use(parameters[0] if parameters else node, "annotation")
             return
-        member = self.facts.code(self.parents[node])
+        member = self.facts.code(self.facts.parents[node])
         if name == "set_seed" and "equal seeds" not in self.facts.traits:
             name = "set_seed(own)"
+        if name == "get_logger" and self.facts.function_around(node) is None:
+            name = "get_logger(module)"
         if name == "DistributedType" and member.endswith((".FSDP", ".DEEPSPEED")):
             name = "DistributedType(sharded)"
         self._add_use(node, name)
-        call = self.parents[node]
+        call = self.facts.parents[node]
         if name != "Accelerator" or not isinstance(call, cst.Call):
             return
         for argument in call.args:
-            if argument.keyword is None:
+            given = self.facts.keywords(argument)
+            if not given:
                 self._add_use(node, f"Accelerator({self.facts.code(argument).rstrip(', ')})")
-            else:
-                self._add_use(argument, f"Accelerator({argument.keyword.value})")
+            for key, value in given.items():
+                self._add_use(
+                    argument,
+                    f"Accelerator({key})",
+                    {key: _short(self.facts.code(value))},
+                    condition=self.facts.condition(call, key, value),
+                )
 
     def _read_member(self, node: cst.Attribute, name: str) -> None:
         """Add the use of an attribute or method of the accelerator."""
-        call = self.parents[node]
+        call = self.facts.parents[node]
         if name == "prepare" and isinstance(call, cst.Call):
             self._read_prepare(node, call)
         elif name == "gather" and isinstance(call, cst.Call) and self._known_figure(call):
@@ -315,7 +330,9 @@ class _Reader:
         elif name == "state" and self._read_plugin(node):
             return
         else:
-            self._add_use(node, f"accelerator.{name}")
+            # The loop over epochs has the position already.
+            goes = name == "skip_first_batches" and bool(self.facts.epoch_loops)
+            self._add_use(node, f"accelerator.{name}", goes=goes)
 
     def _loss_read(self, node: cst.Attribute | cst.Name) -> Backward | None:
         """Return the backward whose loss this name is, if it is read elsewhere, as for a log."""
@@ -344,8 +361,8 @@ class _Reader:
 
     def _read_plugin(self, node: cst.Attribute) -> bool:
         """Add the use of `accelerator.state.fsdp_plugin`, also by getattr; return whether it is one."""
-        around = self.parents[node]
-        found = around if isinstance(around, cst.Attribute) else self.parents[around]
+        around = self.facts.parents[node]
+        found = around if isinstance(around, cst.Attribute) else self.facts.parents[around]
         text = self.facts.code(found)
         is_read = isinstance(found, cst.Attribute) or text.startswith(("getattr(", "hasattr("))
         for each in ("fsdp_plugin", "deepspeed_plugin"):
@@ -356,7 +373,7 @@ class _Reader:
 
     def _read_move(self, node: cst.Attribute) -> None:
         """Add the use of `x.to(accelerator.device)`, according to the kind of x."""
-        call = self.parents[self.parents[node]]
+        call = self.facts.parents[self.facts.parents[node]]
         assert isinstance(call, cst.Call)
         assert isinstance(call.func, cst.Attribute)
         name = self.facts.code(call.func.value)
@@ -421,9 +438,15 @@ class _Reader:
             self._add_use(node, "count loop")
         elif loader is not None:
             is_in_epochs = self.facts.loop_around(node) in self.facts.epoch_loops
-            head = self.facts.code(node.iter)
-            over = (
-                re.sub(rf"(?<![\w.]){re.escape(loader)}\b", "epoch", head) if is_in_epochs else head
+            loaders = [
+                each
+                for each in walk(node.iter)
+                if isinstance(each, cst.Name | cst.Attribute)
+                and self.facts.loader_in(each) == loader
+            ]
+            over = self.facts.edited(
+                node.iter,
+                [(*self.facts.span(each), "epoch") for each in loaders if is_in_epochs],
             )
             counts = over.startswith("enumerate(")
             count = self.facts.code(node.target).split(",")[0] if counts else ""
@@ -484,8 +507,9 @@ class _Reader:
         values: Mapping[str, str] | None = None,
         *,
         goes: bool = False,
+        condition: str = "",
     ) -> None:
-        """Add the replacement of a name."""
+        """Add the replacement of a name; its transform is in the recipe on a condition."""
         line = self._line(node)
         found = "is_*_available" if re.fullmatch(r"is_\w+_available", key) else key
         row = TABLE.get(found)
@@ -510,8 +534,10 @@ class _Reader:
         )
         line.uses.append(Use(key, replacement, part, row.why.format_map(filled), differences))
         if row.transform:
-            where = self.positions[node].start.line
-            self.transforms.append((row.transform.format_map(filled), where))
+            unless = f" if {condition} else af.compose()" if condition else ""
+            self.transforms.append(
+                (row.transform.format_map(filled) + unless, self.facts.line(node))
+            )
 
     def _filled(self, key: str, replacement: str, values: Mapping[str, str]) -> str:
         """Fill a replacement in, with the names of the script's state and step."""
@@ -523,7 +549,7 @@ class _Reader:
         """Return the arguments of a call by name; for a constructor's argument, only that one."""
         if isinstance(node, cst.Arg) and node.keyword is not None:
             return {node.keyword.value: self.facts.code(node.value)}
-        call = self.parents[node]
+        call = self.facts.parents[node]
         if not isinstance(call, cst.Call):
             return {}
         positional = [each for each in call.args if each.keyword is None and not each.star]
@@ -540,12 +566,12 @@ class _Reader:
     def _up_to_statement(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the nodes around a node, up to its statement or decorator."""
         while not isinstance(node, cst.BaseStatement | cst.Decorator | cst.Module):
-            node = self.parents[node]
+            node = self.facts.parents[node]
             yield node
 
     def _line(self, node: cst.CSTNode) -> Line:
         statement = [node, *self._up_to_statement(node)][-1]
-        where = self.positions[statement]
+        where = self.facts.positions[statement]
         number, end = where.start.line, where.end.line
         if isinstance(statement, cst.BaseCompoundStatement):
             end = number
@@ -570,16 +596,16 @@ class _Reader:
 
     def _shown(self, node: cst.CSTNode) -> str:
         text = self.facts.code(node).rstrip(", ")
-        call = self.parents[node]
+        call = self.facts.parents[node]
         if isinstance(call, cst.Call) and node is call.func:
             text += "(...)" if call.args else "()"
         return text
 
     def _stands_alone(self, node: cst.Name) -> bool:
         """Return whether the accelerator itself is passed on here."""
-        parent = self.parents[node]
+        parent = self.facts.parents[node]
         if isinstance(parent, cst.Arg):
-            call = self.parents[parent]
+            call = self.facts.parents[parent]
             known = isinstance(call, cst.Call) and self.facts.name_in_accelerate(call.func)
             return node is not parent.keyword and not known
         return isinstance(parent, cst.Param) and parent.annotation is None

@@ -97,6 +97,7 @@ TABLE: dict[str, Row] = {
     ),
     "divide": Row(None, "af.accumulate weighs the losses of micro-batches."),
     "optimizer.zero_grad": Row(None, "A step has gradients of its own.", (6,)),
+    "model.zero_grad": Row(None, "A step has gradients of its own.", (6,)),
     "optimizer.step_was_skipped": Row("not report.applied"),
     "scheduler.step": Row(None, "af.schedule steps it after each applied update.", (9, 10)),
     "scheduler.step(epoch)": Row(
@@ -366,8 +367,9 @@ TABLE: dict[str, Row] = {
     "accelerator.use_distributed": Row("state.world_size > 1"),
     "accelerator.multi_device": Row('state.world_size > 1 and state.device.type != "cpu"'),
     "accelerator.mixed_precision": Row(
-        "af.extend.compute_dtype(plan)",
-        "A dtype; before there is a plan, af.launcher.launch_options().mixed_precision is the launch's.",
+        '(af.launcher.launch_options().mixed_precision or "no")',
+        "The launch's; if the script gives one to Accelerator, this one. Of a plan, "
+        "af.extend.compute_dtype(plan) is the dtype.",
     ),
     "accelerator.distributed_type": Row(None, "One recipe: no code branches on it."),
     "accelerator.state": Row("state", "What the recipe sets stands in the recipe."),
@@ -454,6 +456,13 @@ TABLE: dict[str, Row] = {
     "get_logger": Row(
         "af.main_logger(logging.getLogger({name}), state)", arguments="name log_level"
     ),
+    "get_logger(module)": Row(
+        "logging.getLogger({name})",
+        "There is no state yet: below af.init, af.main_logger(logger, state).",
+        arguments="name log_level",
+    ),
+    "logger(main_process_only=False)": Row("extra=dict(all_ranks=True)"),
+    "logger(main_process_only=True)": Row(None),
     "MultiProcessAdapter": Row("af.main_logger(logger, state)"),
     "find_executable_batch_size": Row(
         'af.accumulate("auto") in the recipe',

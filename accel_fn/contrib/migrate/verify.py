@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from accel_fn import launch
-from accel_fn.contrib.migrate.child import Part, Recording, record
+from accel_fn.contrib.migrate.child import Part, Recording, Seen, record
 from accel_fn.errors import RankError
 
 _RELATIVE = {True: 1e-9, False: 1e-4}
@@ -155,7 +155,30 @@ def _equal(a: float, b: float, *, is_double: bool) -> bool:
 def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -> tuple[str, bool]:
     """Return the known difference that explains two updates, and whether OLD computes it wrongly."""
     a, b = old.updates[index], new.updates[index]
-    parts = a.parts
+    weighed = _explained_by_weights(old, b, index, is_double=is_double) if a.rows == b.rows else ""
+    if weighed:
+        return weighed, True
+    if any(each.is_cleared for each in old.updates[:index]):
+        return (
+            "cleared gradients: the old script clears gradients between the backwards of an update, so "
+            "the batches before do not count",
+            True,
+        )
+    if len({part.shapes for part in a.parts}) > 1:
+        return (
+            "padding: the batches of an update have rows of unequal lengths, which one larger batch pads "
+            "to the longest, and the loss depends on it",
+            False,
+        )
+    were_equal = index > 0 and old.updates[index - 1].position == new.updates[index - 1].position
+    if a.parts and a.position != b.position and (were_equal or _draws(old) or _draws(new)):
+        return "another number of draws: the random generators are at other positions", False
+    return "", False
+
+
+def _explained_by_weights(old: Recording, new: Seen, index: int, *, is_double: bool) -> str:
+    """Return which weights of the batches of an update give the loss of NEW; "" if none do."""
+    parts = old.updates[index].parts
     most = max([old.divisor, *(len(each.parts) for each in old.updates[: index + 1])])
     means = [part.value * most for part in parts]
 
@@ -164,33 +187,22 @@ def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -
         if not total:
             return False
         mean = sum(value * weight for value, weight in zip(means, weights, strict=True)) / total
-        return _equal(mean, b.loss, is_double=is_double)
+        return _equal(mean, new.loss, is_double=is_double)
 
-    if parts and a.rows == b.rows:
-        for place in range(min((len(part.num_labels) for part in parts), default=0)):
-            if fits([part.num_labels[place] for part in parts]):
-                return (
-                    f"labels counted unevenly: {a_list(parts, place)} labels weigh the same in the old "
-                    "script; the new one divides by their number",
-                    True,
-                )
-        if fits([part.rows for part in parts]):
-            if len(parts) < most:
-                return (
-                    f"a short last window of accumulation: the old script divides {len(parts)} of {most} "
-                    f"batches by {most}",
-                    True,
-                )
-            return "batches of unequal sizes weigh the same in the old script", True
-    if len({part.shapes for part in parts}) > 1:
+    for place in range(min((len(part.num_labels) for part in parts), default=0)):
+        if fits([part.num_labels[place] for part in parts]):
+            return (
+                f"labels counted unevenly: {a_list(parts, place)} labels weigh the same in the old "
+                "script; the new one divides by their number"
+            )
+    if not fits([part.rows for part in parts]):
+        return ""
+    if len(parts) < most:
         return (
-            "padding: the batches of an update have rows of unequal lengths, which one larger batch pads "
-            "to the longest, and the loss depends on it",
-            False,
+            f"a short last window of accumulation: the old script divides {len(parts)} of {most} "
+            f"batches by {most}"
         )
-    if parts and a.position != b.position and (_draws(old) or _draws(new)):
-        return "another number of draws: the random generators are at other positions", False
-    return "", False
+    return "batches of unequal sizes weigh the same in the old script"
 
 
 def _draws(run: Recording) -> bool:

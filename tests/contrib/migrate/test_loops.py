@@ -69,6 +69,28 @@ def test_what_a_loss_function_does_not_have_is_left_with_its_reason(loop, reason
     assert len(reasons) == 1, only["by_hand"]
 
 
+OUTER = """
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+for update in range(9):
+    batches = [next(batches_of_all) for _ in range(4)]
+    count = len(batches)
+    for batch in batches:
+        loss = net(batch).sum() * weight / count
+        accelerator.backward(loss)
+    optimizer.step()
+"""
+
+
+def test_batches_of_an_update_in_a_list_are_left_with_the_reason(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + "optimizer = SGD(net.parameters(), 0.1)\n" + OUTER)
+    [loop] = json.loads(command(tmp_path, "migrate", path, "--json").stdout)["loops"]
+    text = "\n".join(loop["by_hand"])
+    assert "the loss reads `count`, which the loop changes" in text
+    assert "`weight`" not in text
+    assert "the optimizer steps below the loop" in text
+
+
 def test_a_plain_loss_leaves_nothing(tmp_path):
     loop = one_loop(
         tmp_path, "x, y = batch\nscale = 2 * size\nloss = scale * F.mse_loss(net(x), y)"
@@ -134,6 +156,13 @@ def test_a_frozen_model_stands_in_the_plan_and_a_pipeline_does_not(tmp_path):
     texts = {line["source"]: line["uses"][0]["replacement"] for line in result["lines"]}
     assert texts["vae.to(accelerator.device, dtype=half)"] == "vae.to(dtype=half)"
     assert texts["pipeline = pipeline.to(accelerator.device)"] == "state.device"
+
+
+def test_a_batch_that_its_loop_moves_is_no_frozen_model(tmp_path):
+    loop = one_loop(tmp_path, "batch.to(accelerator.device)\nloss = net(batch).mean()")
+    assert loop["program"].startswith(
+        "def loss_fn(model, batch):\n    return model(batch).mean()\n"
+    )
 
 
 FACTORS = [

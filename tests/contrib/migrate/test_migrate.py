@@ -168,7 +168,10 @@ model, optimizer = accelerator.prepare(a, b, optimizer) ==> is a plan of its own
 from accelerate.utils import DistributedDataParallelKwargs as K\nK(a=b) ==> -> arguments of af.wrap_ddp
 from accelerate.local_sgd import LocalSGD\nwith LocalSGD(accelerator, net, 8): pass ==> af.local_sgd(8)
 from accelerate import FullyShardedDataParallelPlugin as F\nF() ==> -> af.wrap_fsdp(...)
-from accelerate.logging import get_logger\nget_logger("a") ==> -> af.main_logger(logging.getLogger("a")
+from accelerate.logging import get_logger\ndef f():\n    get_logger("a") ==> -> af.main_logger(logging.
+from accelerate.logging import get_logger\nlog = get_logger("a") ==> -> logging.getLogger("a")
+log.info(1, main_process_only=False) ==> main_process_only=False -> extra=dict(all_ranks=True)
+x = accelerator.mixed_precision == "fp16" ==> (af.launcher.launch_options().mixed_precision or "no")
 x = x.to(accelerator.device) ==> accelerator.device -> state.device
 x = y.to(accelerator.device) ==> accelerator.device -> state.device
 net = accelerator.unwrap_model(net) ==> -> net
@@ -186,6 +189,8 @@ import accelerate.utils\naccelerate.utils.set_seed(3) ==> -> af.seed_all(state, 
 from accelerate.utils import set_seed\nset_seed(3, device_specific=True) ==> -> af.seed_all(state)
 accelerator.state.fsdp_plugin ==> -> None
 from transformers import set_seed\nset_seed(3) ==> -> state = af.init(seed=3)
+from accelerate.utils import set_seed\nseed = int(x)\nset_seed(seed) ==> state = af.init(seed=int(x))
+from accelerate.utils import set_seed\nif a.seed:\n    set_seed(a.seed) ==> init(seed=a.seed or 0)
 from accelerate.utils import is_wandb_available\nis_wandb_available() ==> -> importlib.util
 acc = Accelerator(mixed_precision='fp16')\nacc.print(1) ==> -> af.print_on_main(1, state=state)
 """
@@ -199,7 +204,7 @@ def test_a_line_is_followed_by_what_takes_its_place(tmp_path):
         for text, expected in rows
         if expected not in lines_of(tmp_path, text.replace(r"\n", "\n"))
     ]
-    assert (wrong, len(rows)) == ([], 42)
+    assert (wrong, len(rows)) == ([], 47)
 
 
 RECIPES = [
@@ -207,6 +212,32 @@ RECIPES = [
     ("Accelerator(fsdp_plugin=plugin)", "", "af.wrap_fsdp()"),
     ("Accelerator(log_with='wandb')", "", "af.log_to(run)"),
     ("Accelerator(dynamo_backend='inductor')", "", "af.compiled()"),
+    ("Accelerator(**given)", "given = {'dynamo_backend': 'inductor'}", "af.compiled()"),
+    (
+        "Accelerator(**given)",
+        "given = {'gradient_accumulation_steps': 4}",
+        "af.accumulate(4, split=None)",
+    ),
+    (
+        "Accelerator(**given)",
+        "if track:\n    given['log_with'] = 'all'",
+        "af.log_to(run) if track else af.compose()",
+    ),
+    (
+        "Accelerator(log_with='all') if track else Accelerator()",
+        "",
+        "af.log_to(run) if track else af.compose()",
+    ),
+    (
+        "Accelerator(cpu=True) if quick else Accelerator(log_with='all')",
+        "",
+        "af.log_to(run) if not (quick) else af.compose()",
+    ),
+    (
+        "Accelerator(log_with='all') if quick else Accelerator(cpu=True, log_with='all')",
+        "",
+        "af.log_to(run)",
+    ),
     (
         "Accelerator()",
         "from accelerate.local_sgd import LocalSGD\nwith LocalSGD(accelerator, net, 8):\n    pass",
@@ -284,6 +315,26 @@ def test_what_takes_the_result_of_prepare_is_known(tmp_path):
     text = lines_of(tmp_path, "a, b = accelerator.prepare(net, optimizer)\nb.step()\na.eval()")
     assert "4  b.step()\n      -> (goes)" in text
     assert "5  a.eval()\n      -> (goes)" in text
+
+
+def test_gradients_that_the_model_clears_go_too(tmp_path):
+    text = lines_of(tmp_path, "net, optim = accelerator.prepare(net, optim)\nnet.zero_grad()")
+    assert "4  net.zero_grad()\n      -> (goes)" in text
+
+
+def test_a_loop_over_another_name_of_the_loader_goes_over_the_epoch(tmp_path):
+    text = "loader = accelerator.prepare(loader)\nfor e in range(3):\n    other = loader\n"
+    loop = "    for i, x in enumerate(tqdm(other)):\n        accelerator.backward(net(x))"
+    assert "-> for i, x in enumerate(tqdm(epoch)):" in lines_of(tmp_path, text + loop)
+
+
+def test_batches_are_skipped_by_the_epochs_alone(tmp_path):
+    text = "loader = accelerator.prepare(loader)\nfor e in range(3):\n"
+    skips = "    rest = accelerator.skip_first_batches(loader, 2)\n"
+    loop = "    for x in rest:\n        accelerator.backward(net(x))"
+    printed = lines_of(tmp_path, text + skips + loop)
+    assert "5  rest = accelerator.skip_first_batches(loader, 2)\n      -> (goes)" in printed
+    assert "-> for x in epoch:" in printed
 
 
 def test_a_loader_of_a_script_that_accumulates_gets_a_larger_batch():

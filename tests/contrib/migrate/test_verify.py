@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -167,6 +168,23 @@ def test_labels_counted_unevenly_are_explained():
     assert (text.startswith("labels counted unevenly: 12 and 4 labels"), is_theirs) == (True, True)
 
 
+def test_cleared_gradients_are_explained():
+    cleared = dataclasses.replace(seen(2.0, Part(1.0, 4), Part(1.0, 4)), is_cleared=True)
+    text, is_theirs = explanation(seen(1.0, Part(1.0, 8)), seen(0.9), full=cleared)
+    assert (text.startswith("cleared gradients"), is_theirs) == (True, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", ["model", "optimizer"])
+def test_gradients_that_a_script_clears_within_an_update_are_noticed(owner, tmp_path):
+    clears = f"    {owner}.zero_grad()\n    if sys.argv"
+    pair = pair_in(tmp_path, OLD.replace("    if sys.argv", clears))
+    done = command(tmp_path, "migrate", "--verify", *pair, "--updates", 5, "--", "--pairs")
+    assert done.exit_code == 0
+    assert "equal in 1 updates, then differs" in done.stdout
+    assert "cleared gradients: the old script" in done.stdout
+
+
 def test_padding_is_named():
     parts = Part(0.2, 4, shapes=((7,),)), Part(0.8, 4, shapes=((9,),))
     text, is_theirs = explanation(seen(1.0, *parts), seen(0.9))
@@ -176,6 +194,14 @@ def test_padding_is_named():
 def test_another_number_of_draws_is_named():
     text, is_theirs = explanation(seen(1.0, Part(1.0, 8)), seen(0.7, position="b"))
     assert (text.startswith("another number of draws"), is_theirs) == (True, False)
+
+
+def test_draws_between_two_updates_are_named():
+    """As of an evaluation: the generators were at equal positions after the update before."""
+    first, old = seen(2.0, position="a"), seen(1.0, Part(1.0, 8), position="b")
+    new = Recording([first, first, seen(0.7, position="c")])
+    result = _compared("", Recording([first, first, old]), new, is_double=True)
+    assert (result.num_equal, result.explanation[:23]) == (2, "another number of draws")
 
 
 def test_draws_of_a_loader_alone_explain_nothing():
