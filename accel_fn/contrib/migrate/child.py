@@ -69,7 +69,7 @@ class Recording:
     uses_draw: bool = False
     uses_seed_all: bool = False
     divisor: int = 1
-    """The number of batches by which accelerate divides."""
+    """The number of batches by which accelerate divides each loss."""
 
 
 class _Enough(BaseException):
@@ -172,12 +172,13 @@ class _Watch:
         self._parts: list[Part] = []
         self._is_double = False
         self._cleared: set[int] = set()
-        """The parameters whose gradients of this update the script has cleared, by identity."""
+        """The ids of the parameters whose gradients the script has cleared within this update."""
         self._batch: Any = None
         self._is_new = True
         """Whether no backward of this update has used the batch yet."""
         self._is_counted = False
-        """Whether accelerate's backward has recorded the loss, which it then scales."""
+        """Whether `Accelerator.backward` is running. It has recorded the loss before scaling, so
+        `Tensor.backward` must not record it again."""
 
     def around(self, run: Callable[..., None]) -> Callable[..., None]:
         """Wrap `Tensor.backward`, so that it records its argument."""
@@ -204,7 +205,7 @@ class _Watch:
         return backward
 
     def clears(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Return `zero_grad` of a module or an optimizer that notes the gradients of an update."""
+        """Wrap `zero_grad`, so that it records the gradients that it clears within an update."""
 
         def zero_grad(owner: Module | Optimizer, *args: Any, **kwargs: Any) -> None:
             if self._parts:

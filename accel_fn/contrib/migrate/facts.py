@@ -1,4 +1,4 @@
-"""What the loops of a script do: the batches of an update, the schedules, and the traits of the script."""
+"""Facts about a script's loops: batches of an update, schedules, and traits of the script."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Facts(Objects):
         return {loop: loader for loop, loader in loaders.items() if loader}
 
     def _loader_of(self, loop: Loop) -> str:
-        """Return the loader that a loop reads, by its head or by `next`; "" if there is none."""
+        """Return the loader that a loop iterates over or passes to `next`; "" if there is none."""
         given = [loop.iter] if isinstance(loop, cst.For) else []
         given += [
             each.args[0].value
@@ -123,7 +123,7 @@ class Facts(Objects):
 
     @cached_property
     def _optimizer_steps(self) -> dict[str, list[int]]:
-        """Return the calls `optimizer.step`, and the lines of each."""
+        """Return the lines that step an optimizer, by the source of the call: `optimizer.step`."""
         found: dict[str, list[int]] = {}
         for call in self._calls:
             name = self.code(call.func.value) if isinstance(call.func, cst.Attribute) else ""
@@ -325,7 +325,7 @@ class Facts(Objects):
         return joined(self.edited(node, edits).splitlines()).replace(" )", ")") if edits else None
 
     def _without_factor(self, node: cst.BinaryOperation, *, divides: bool) -> Iterator[Edit]:
-        """Yield the edit that removes a factor from a product or a quotient, if it has one."""
+        """Yield the edit that removes the number of ranks or batches from a product or quotient."""
         is_product = isinstance(node.operator, cst.Multiply)
         is_quotient = isinstance(node.operator, cst.Divide | cst.FloorDivide)
         (_, left_end), (right_start, _) = self.span(node.left), self.span(node.right)

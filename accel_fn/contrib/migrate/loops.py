@@ -17,13 +17,13 @@ _DRAWS = re.compile(
     r"torch\.(randn|rand|randint|randn_like|rand_like|randint_like|normal|bernoulli|multinomial|randperm)"
     r"|(np|numpy)\.random\.\w+|random\.\w+|.*\.(sample|normal_|uniform_|bernoulli_|random_|exponential_)"
 )
-"""The calls that draw random numbers."""
+"""A pattern for functions that draw random numbers."""
 _OF_ROWS = ("torch.randn", "torch.rand", "torch.randint", "torch.randn_like", "torch.rand_like")
-"""The draws whose first dimension is the batch's."""
+"""Functions that may draw a row of random numbers for each row of the batch."""
 _LABELS = r"\w*(CausalLM|Seq2SeqLM|ConditionalGeneration|MaskedLM|TokenClassification)"
 _ASSIGNS = cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For
 _TRANSPARENT = ("accumulate", "autocast", "no_sync")
-"""The contexts of accelerate that a step makes itself."""
+"""accelerate's contexts that the new loop does not need, since a step enters its own."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Backward:
         return kept
 
     def _draws_rows(self, node: cst.CSTNode) -> bool:
-        """Return whether a statement is `x = torch.randn(...)`, whose rows the loop draws."""
+        """Return whether a statement draws rows, such as `x = torch.randn(...)`."""
         call = node.value if isinstance(node, cst.Assign) else None
         return isinstance(call, cst.Call) and self.facts.code(call.func) in _OF_ROWS
 
@@ -185,7 +185,7 @@ class Backward:
 
     @cached_property
     def _source(self) -> tuple[str, str]:
-        """Return the target that holds the batch, and the loop's expression for it, or ""."""
+        """Return the batch's name in the loop, and the call of `next` that returns it, or ""."""
         for each in self.before:
             if isinstance(each, cst.Assign) and (call := self._next_in(each)) is not None:
                 is_whole = self._takes_batch(each)

@@ -21,7 +21,7 @@ it. An argument that matches no pattern is a model."""
 _SET_SEED_OF_TRANSFORMERS = "transformers.set_seed"
 """Scripts import this function instead of accelerate's `set_seed`, which does the same."""
 RANK = r"[\w.]+\.(local_)?process_index"
-"""The number of this process."""
+"""A pattern for accelerate's attributes that hold this process's rank."""
 _AVERAGE = r"EMA|ExponentialMovingAverage|AveragedModel|ModelEma"
 
 
@@ -57,7 +57,8 @@ class Objects(Source):
 
     def _imported(self, node: cst.CSTNode) -> str | None:
         names = self._qualified.get(node, ())
-        # libcst stores a function instead of names that it has not computed yet.
+        # libcst computes the names when they are first read. Until then, it stores a function that
+        # returns them.
         for each in names() if callable(names) else names:
             if each.name.startswith("accelerate.") or each.name == _SET_SEED_OF_TRANSFORMERS:
                 return str(each.name)
@@ -73,7 +74,7 @@ class Objects(Source):
         }
 
     def _names_of_made_by(self, maker: str) -> set[str]:
-        """Return the names that hold an object of a class of accelerate."""
+        """Return the names to which the script assigns an object of this class of accelerate."""
         return {
             last(name)
             for name, value in self._assigned.items()
@@ -86,7 +87,7 @@ class Objects(Source):
         return is_name and last(self.code(node)) in self._accelerators
 
     def _method_calls(self, *names: str) -> list[cst.Call]:
-        """Return the calls of methods of an accelerator."""
+        """Return the calls of these methods of an accelerator."""
         return [
             call
             for call in self._calls
@@ -201,7 +202,7 @@ class Objects(Source):
                 break
 
     def _seed(self, call: cst.Call) -> str:
-        """Return the argument of `set_seed`, as the line can write it that makes the accelerator."""
+        """Return the argument of `set_seed`, in a form for the line that makes the accelerator."""
         value = call.args[0].value
         made = [*self._calls_of("Accelerator"), *self._calls_of("PartialState")]
         written = self._written_at(value, made[0]) if made else self.code(value)
@@ -212,7 +213,7 @@ class Objects(Source):
         return f"{seed} or 0" if is_optional else seed
 
     def _written_at(self, node: cst.BaseExpression, place: cst.CSTNode) -> str:
-        """Return an expression with the values of variables that its function assigns below a place."""
+        """Write an expression for `place`: variables assigned below it become values."""
         function, edits = self.function_around(place), list[Edit]()
         for each in walk(node):
             value = self._assigned.get(each.value) if isinstance(each, cst.Name) else None
@@ -340,7 +341,7 @@ class Objects(Source):
             for call in calls
             if isinstance(self.parents[call], cst.Expr)
             and self.code(call.func).endswith((".to", ".cuda"))
-            # A loop moves its batch.
+            # Skip a move in a loop: it moves the loop's batch, not a model.
             and self.loop_around(call) is None
         }
         found = (placed | self._frozen_by_call) - self.averages - {*self.trained}

@@ -110,7 +110,8 @@ def _recipe(found: list[str]) -> list[str]:
     """Return the transforms of the recipe, each once, in an order that reads well."""
     names = {_name(each) for each in found}
     if len(names & _WRAPS) > 1:
-        # The script leaves the choice to the settings of its launch.
+        # A script with several wraps chooses one by its launch's settings, as wrap_as_launched
+        # does.
         found = [each for each in found if _name(each) not in _WRAPS] + ["af.wrap_as_launched()"]
     wraps = [] if names & {*_WRAPS, "local_sgd"} else ["af.wrap_ddp()"]
     transforms = dict.fromkeys(["af.place()", *wraps, *found])
@@ -198,7 +199,7 @@ class _Reader:
         return replace(loop, program=self._owned(loop.program), in_loop=self._owned(loop.in_loop))
 
     def _is_of_other(self, transform: str, line: int, backward: Backward, end: int) -> bool:
-        """Return whether a transform belongs to another loop: a clip below it, another's schedule."""
+        """Return whether a transform, such as a clip or a schedule, belongs to another loop."""
         if _name(transform) in ("clip", "clip_value"):
             return not backward.number < line < end
         if _name(transform) == "schedule":
@@ -233,21 +234,24 @@ class _Reader:
                 self._read_name(node)
 
     def _read_whole(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
-        """Add a statement or an argument that is replaced as a whole; return whether it is one."""
+        """If a statement or argument is replaced as a whole, add its use; return whether it is."""
         is_read = (
             self._read_argument(node) if isinstance(node, cst.Arg) else self._read_assignment(node)
         )
         return is_read or self._has_factor(node)
 
     def _read_argument(self, node: cst.Arg) -> bool:
-        """Add the use of an argument that accelerate's loggers alone have; return whether it is one."""
+        """If only accelerate's loggers take an argument, add its use; return whether it is so."""
         key = f"logger({self.facts.code(node).rstrip(', ')})"
         if key in TABLE:
             self._add_use(node, key)
         return key in TABLE
 
     def _has_factor(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
-        """Add the line of a length without its factors; return whether it has some."""
+        """Remove the numbers of ranks and batches, if they are factors, from a line with a length.
+
+        Returns whether the line has such a factor.
+        """
         if not isinstance(node, cst.Arg) and any(
             isinstance(each, cst.Call) and each.args for each in walk(node)
         ):
@@ -330,7 +334,7 @@ class _Reader:
         elif name == "state" and self._read_plugin(node):
             return
         else:
-            # The loop over epochs has the position already.
+            # A new loop over epochs begins at the saved position itself, so delete the call.
             goes = name == "skip_first_batches" and bool(self.facts.epoch_loops)
             self._add_use(node, f"accelerator.{name}", goes=goes)
 
@@ -389,7 +393,7 @@ class _Reader:
             self._add_use(node, "accelerator.device")
 
     def _known_figure(self, call: cst.Call) -> str:
-        """Return the field of the report that a call gathers; empty if no report has it."""
+        """Return the report's field with the value that a call gathers; "" if it has none."""
         text = self.facts.code(call)
         return next((name for name in ("loss", "grad_norm") if name in text), "")
 
@@ -463,7 +467,7 @@ class _Reader:
                 if isinstance(each, cst.Call)
                 and last(self.facts.code(each.func)) in ("range", "trange")
             ]
-            # In range(a, b), the epochs end before b.
+            # In `range(a, b)`, the last epoch is b - 1, so b is the number of epochs.
             places = [each.value for each in of_range[0].args if each.keyword is None]
             count = self.facts.code(places[min(1, len(places) - 1)])
             since = ", since=state" if self.facts.resumes else ""
@@ -476,7 +480,7 @@ class _Reader:
             self._add_use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
 
     def _read_assignment(self, node: cst.Assign | cst.AugAssign) -> bool:
-        """Add the use of a line that moves into the loss or out of the loop; return if it did."""
+        """If a line moves into the loss or is deleted, add its use; return whether it is so."""
         if node in self._in_loss:
             self._add_use(node, "loss")
             return True
@@ -509,7 +513,10 @@ class _Reader:
         goes: bool = False,
         condition: str = "",
     ) -> None:
-        """Add the replacement of a name; its transform is in the recipe on a condition."""
+        """Add the use of a name, and its transform, if any, to the recipe.
+
+        With `condition`, the recipe has the transform only if the condition is true.
+        """
         line = self._line(node)
         found = "is_*_available" if re.fullmatch(r"is_\w+_available", key) else key
         row = TABLE.get(found)
@@ -579,7 +586,7 @@ class _Reader:
         return self.lines.setdefault(number, Line(number, text, end - number + 1))
 
     def _is_whole(self, node: cst.CSTNode, replacement: str | None) -> bool:
-        """Return whether the statement is only this name, so that all of it is replaced."""
+        """Return whether the replacement of this name replaces its whole statement."""
         if isinstance(node, cst.Arg | cst.Param):
             return False
         if isinstance(node, cst.Import | cst.ImportFrom | cst.For | cst.Assign):
@@ -602,7 +609,7 @@ class _Reader:
         return text
 
     def _stands_alone(self, node: cst.Name) -> bool:
-        """Return whether the accelerator itself is passed on here."""
+        """Return whether this name is an argument or a parameter of the script's own functions."""
         parent = self.facts.parents[node]
         if isinstance(parent, cst.Arg):
             call = self.facts.parents[parent]

@@ -1,4 +1,4 @@
-"""The syntax tree of a script: its text, its names, and where they stand."""
+"""The syntax tree of a script: its text, its names, and their places."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _equal(a: float, b: float, *, is_double: bool) -> bool:
 
 
 def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -> tuple[str, bool]:
-    """Return the known difference that explains two updates, and whether OLD computes it wrongly."""
+    """Return the known difference that explains unequal updates, and whether OLD is wrong."""
     a, b = old.updates[index], new.updates[index]
     weighed = _explained_by_weights(old, b, index, is_double=is_double) if a.rows == b.rows else ""
     if weighed:
@@ -177,7 +177,7 @@ def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -
 
 
 def _explained_by_weights(old: Recording, new: Seen, index: int, *, is_double: bool) -> str:
-    """Return which weights of the batches of an update give the loss of NEW; "" if none do."""
+    """Describe the weights of an update's batches that turn OLD's loss into NEW's, or ""."""
     parts = old.updates[index].parts
     most = max([old.divisor, *(len(each.parts) for each in old.updates[: index + 1])])
     means = [part.value * most for part in parts]
