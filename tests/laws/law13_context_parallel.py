@@ -97,6 +97,8 @@ def runs(draw):
     """Draw a mesh, sequences of any length, packed or not, and any split of the rows over `dp`."""
     mesh = dict(zip(("dp", "cp", "tp"), draw(st.sampled_from(SIZES)), strict=True))
     length = draw(st.integers(mesh["cp"], long.MAX_TOKENS))
+    if draw(st.booleans()):  # an axis that is left out has one rank
+        mesh = {name: size for name, size in mesh.items() if size > 1 or name == "dp"}
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=2))
     options = {"packed": draw(st.booleans()), "seed": draw(st.integers(0, 9))}
     parts = [draw(strategies.uneven_parts(size, mesh["dp"])) for size in sizes]

@@ -91,10 +91,9 @@ def test_plans_that_cannot_cut_sequences_are_refused(recipe, match):
     refused(match, recipe=recipe)
 
 
-def test_a_mesh_without_the_axis_is_refused():
-    refused(
-        "build: wrap_cp's mesh must have an axis 'cp', got 'dp 2 x tp 2'", mesh={"dp": 2, "tp": 2}
-    )
+def test_several_ranks_without_a_mesh_are_refused():
+    with pytest.raises(ValueError, match="wrap_cp's mesh must have an axis 'cp', got 'dp 2'; use"):
+        simulate(step_once, world_size=2)
 
 
 def test_several_terms_are_refused():

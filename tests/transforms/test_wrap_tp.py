@@ -211,11 +211,6 @@ REFUSED = {
         "or start it by: accel-fn launch -n 2 --mesh dp=-1,tp=2 ",
         {"mesh": None},
     ),
-    "another axis": (
-        af.wrap_tp(STYLES, axis="cp"),
-        "wrap_tp's mesh must have an axis 'cp', got 'dp 1 x tp 2'",
-        {},
-    ),
     "twice": (
         af.compose(af.wrap_tp(STYLES), af.wrap_tp(STYLES)),
         "build: plan must have at most one function in shard_model",

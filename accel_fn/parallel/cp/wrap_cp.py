@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from accel_fn.core.loss import sparse_tables
-from accel_fn.core.mesh_axes import AXES, mesh_name
+from accel_fn.core.mesh_axes import AXES
 from accel_fn.core.plan import Batch, Plan, SlotFunction, describe
-from accel_fn.core.state import DistState, mesh_of
+from accel_fn.core.state import DistState
 from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.parallel.axis_size import axis_size
 from accel_fn.parallel.batch_norm import batch_norms
 from accel_fn.parallel.cp.strategy import make_cp
 from accel_fn.parallel.cp.transformers import check_models
@@ -50,7 +51,7 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
     Args:
         dims: the dimension of the tokens in each entry of a batch that is cut, by its name. Entries
             that a batch lacks are skipped.
-        axis: "cp", or another axis of the mesh than `dp`.
+        axis: "cp", or another axis of the mesh than `dp`. In a mesh without it, `wrap_cp` is a no-op.
         attention: `"gather"`: each rank gathers keys and values, and attends for its tokens. `"ulysses"`:
             each rank exchanges its tokens for some heads, and attends for these among all tokens. The number
             of ranks must divide the numbers of heads; masks are whole on each rank.
@@ -61,7 +62,7 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
     Raises:
         TypeError: `dims` does not map names to integers.
         ValueError: `dims` is empty, or `axis` or `attention` is not one of these. In `build`, on
-            all ranks: the mesh has no such axis; the plan has neither `wrap_ddp` nor `wrap_fsdp`;
+            all ranks: several ranks without a mesh; the plan has neither `wrap_ddp` nor `wrap_fsdp`;
             several terms, `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse
             gradients, `nn.MultiheadAttention`, or dropout inside of attention. In a step, on all
             ranks: a batch that is not a mapping, has none of these entries, has them in several
@@ -129,7 +130,7 @@ class CPSlot(SlotFunction):
         inner: Any = self.keywords.get("inner")
         if isinstance(inner, SlotFunction):
             inner.validate(state, plan)
-        if _size(state, self.keywords["axis"]) == 1:
+        if axis_size("wrap_cp", state, self.keywords["axis"]) == 1:
             return
         if not isinstance(inner, DDPSlot | FSDPSlot):
             others = [each for each in (inner, *plan.strategy) if each not in (None, self)]
@@ -174,14 +175,3 @@ def _check_attention(name: str, module: nn.Module) -> None:
         if rate := getattr(config, key, 0):
             rule, repair = "have no dropout inside of attention", f"set {key}=0"
             raise PlanError(message("build", "wrap_cp's model", rule, f"{key}={rate}", repair))
-
-
-def _size(state: DistState, axis: str) -> int:
-    """Return the number of ranks along the axis; refuse an axis that the mesh lacks."""
-    mesh = mesh_of(state)
-    if axis in mesh or state.world_size == 1:
-        return mesh.get(axis, 1)
-    repair = f'init(mesh={{"dp": -1, {axis!r}: 2}}), or --mesh dp=-1,{axis}=2'.replace("'", '"')
-    raise PlanError(
-        message("build", "wrap_cp's mesh", f"have an axis {axis!r}", mesh_name(mesh), repair)
-    )

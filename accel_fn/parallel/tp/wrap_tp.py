@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,13 @@ from torch import nn
 from accel_fn.core.dtensor import is_sharded
 from accel_fn.core.empty import move_values
 from accel_fn.core.loss import sparse_tables
-from accel_fn.core.mesh_axes import AXES, mesh_name
+from accel_fn.core.mesh_axes import AXES
 from accel_fn.core.plan import Plan, SlotFunction, describe
-from accel_fn.core.state import DistState, mesh_of
+from accel_fn.core.state import DistState
 from accel_fn.core.transform import Transform, fill, transform
 from accel_fn.core.update import follow_shards
 from accel_fn.errors import ArgumentError, ArgumentTypeError, PlanError, message
+from accel_fn.parallel.axis_size import axis_size
 from accel_fn.parallel.blocks import repeated
 from accel_fn.parallel.sharded_optimizers import check_updates_shards
 
@@ -56,14 +56,14 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
             `parallelize_module` on `device_mesh(state)[axis]`, or by
             `from_pretrained(distributed_config=DistributedConfig( tp_size=2, tp_plan="auto"))` of
             transformers if the axis is the whole world, is used unchanged.
-        axis: "tp", or another axis of the mesh than `dp`.
+        axis: "tp", or another axis of the mesh than `dp`. In a mesh without it, `wrap_tp` is a no-op.
 
     Returns:
         A transform.
 
     Raises:
-        ValueError: `styles` or `axis` is not one of these. In `build`, on all ranks: the mesh has
-            no such axis; a style fits no module, or one that cannot be split so; the axis does not
+        ValueError: `styles` or `axis` is not one of these. In `build`, on all ranks: several ranks
+            without a mesh; a style fits no module, or one that cannot be split so; the axis does not
             divide a number of heads or features; `"auto"` and a model without a plan; an optimizer
             that cannot update shards; a model that is split over other ranks, or
             sharded by FSDP; dropout in graphs of `compiled(fullgraph=True)`, which would have to
@@ -107,7 +107,7 @@ class TPSlot(SlotFunction):
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a model that cannot be split, before any tensor is moved."""
         _check_not_sharded(plan.model)
-        size = _size(state, self.keywords["axis"])
+        size = axis_size("wrap_tp", state, self.keywords["axis"])
         if size == 1:
             return
         for name in sparse_tables(plan.model):
@@ -146,7 +146,7 @@ def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis:
     """Split a model over an axis; a `shard_model` function with its settings."""
     from accel_fn.parallel.tp.split import split_model
 
-    size = _size(state, axis)
+    size = axis_size("wrap_tp", state, axis)
     if size > 1:
         move_values(model, state.device)
         split_model(state, model, _styles(model, styles, size), axis)
@@ -214,22 +214,3 @@ def _styles(model: nn.Module, styles: Styles, size: int) -> Mapping[str, Paralle
 
     is_split = any(map(is_sharded, model.parameters()))
     return {} if is_split else styles_of(model, styles, size)
-
-
-def _script() -> str:
-    """Return the script that this process runs; `train.py` if it does not run a file."""
-    return sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
-
-
-def _size(state: DistState, axis: str) -> int:
-    """Return the number of ranks along the axis; refuse an axis that the mesh lacks."""
-    mesh = mesh_of(state)
-    if axis in mesh or state.world_size == 1:
-        return mesh.get(axis, 1)
-    # The smallest axis that the ranks can form.
-    size = next(n for n in range(2, state.world_size + 1) if state.world_size % n == 0)
-    launch = f"accel-fn launch -n {state.world_size} --mesh dp=-1,{axis}={size} {_script()}"
-    repair = f'use init(mesh={{"dp": -1, "{axis}": {size}}}), or start it by: {launch}'
-    raise PlanError(
-        message("build", "wrap_tp's mesh", f"have an axis {axis!r}", mesh_name(mesh), repair)
-    )
