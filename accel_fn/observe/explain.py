@@ -105,7 +105,7 @@ def phases(plan: Plan, state: DistState) -> dict[str, str]:
 
 
 def _parts(plan: Plan, state: DistState) -> str:
-    """Describe into how many parts ranks divide model and state; "" if each rank has all."""
+    """Describe into how many parts ranks divide model, state and sequences; "" if none."""
     # FSDP shards a split model along dp only, and any other model over all ranks.
     size = state.data.world_size if plan.shard_model else state.world_size
     names: dict[int, list[str]] = {}
@@ -118,6 +118,11 @@ def _parts(plan: Plan, state: DistState) -> str:
         count = mesh_of(state).get(axis, 1)
         if count > 1:
             texts.append(f"layers with a style in {count} parts along {axis}")
+    for cut in plan.having("cuts_sequences"):
+        axis = cut.keywords["axis"]
+        count = mesh_of(state).get(axis, 1)
+        if count > 1:
+            texts.append(f"sequences in {count} blocks along {axis}")
     return "; ".join(texts)
 
 

@@ -129,7 +129,7 @@ def test_says_how_much_of_the_parameters_a_rank_holds():
         (
             af.compose(af.wrap_fsdp(), af.wrap_cp({"x": 1})),
             {"dp": 2, "cp": 2},
-            "parameters, gradients, optimizer in 4 parts",
+            "parameters, gradients, optimizer in 4 parts; sequences in 2 blocks along cp",
         ),
     ],
     ids=["fsdp", "replicated", "zero", "split", "cut"],

@@ -107,8 +107,8 @@ def estimate_memory(
       largest module's parameters and gradients are added where they are divided. DeepSpeed's
       buckets (`reduce_bucket_size`) are not included.
 
-    On a mesh, a rank has a part of the batch for its place along `dp`. Sequences that `wrap_cp` cuts are
-    counted whole: give a batch of one block of tokens. Memory of `offload` counts, too.
+    On a mesh, a rank has a part of the batch for its place along `dp`. Of sequences that `wrap_cp` cuts,
+    the longest block counts, without the keys and values that it gathers. Memory of `offload` counts, too.
 
     Args:
         make_model: returns the model, a model and a batch, a plan, or a plan and a state. Called
