@@ -43,13 +43,14 @@ autodoc_default_options = {"member-order": "bysource"}
 autosummary_context = {
     "shown_members": {  # those of other classes are not shown; "" is all
         "accel_fn.DistState": "is_main, data, along",
-        "accel_fn.Grads": "present, norm, norm_read, scaled, map, values",
+        "accel_fn.Grads": "present, norm, norm_read, scaled, map, named, values",
         "accel_fn.Preemption": "__call__, asked, ask, leave",
         "accel_fn.ShardedLoader": "__len__, __iter__, epochs, loader, indices, global_indices, "
         "state_dict, load_state_dict, differences_from",
         "accel_fn.Step": "__call__, forward, grads, update",
         "accel_fn.extend.LossScale": "start, adjust",
         "accel_fn.extend.Observer": "",
+        "accel_fn.extend.SlotFunction": "validate, claim, allows, num_parts, share, left_out",
         "accel_fn.extend.Strategy": "",
         "accel_fn.observe.progress.Progress": "__len__, show",
         "accel_fn.observe.progress.ShownEpoch": "show",

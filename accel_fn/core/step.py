@@ -473,6 +473,17 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
     return state, model
 
 
+def _check_pair(maker: Stateful, made: Any) -> None:
+    """Refuse a function that can be saved or loaded alone: a resumed run would lose its state."""
+    pair = ("state_dict", "load_state_dict")
+    held = [name for name in pair if callable(getattr(made, name, None))]
+    if len(held) == 1:
+        raise PlanError(
+            f"build: {describe(maker)} must make a function that has both state_dict and load_state_dict, or "
+            f"neither, got {held[0]} alone, of {type(made).__name__}"
+        )
+
+
 def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
     """Return the plan of one step, with a new slot function for each `Stateful`."""
     # State belongs to the step. A plan is data and may be built twice, and the two steps of a GAN
@@ -482,6 +493,7 @@ def with_stateful(plan: Plan[Batch], state: DistState) -> Plan[Batch]:
         for place, each in enumerate(slot):
             if isinstance(each, Stateful):
                 slot[place] = made = each(state, plan)
+                _check_pair(each, made)
                 if each.call:
                     made.call = each.call
                 filled: dict[str, Any] = {name: tuple(slot)}

@@ -447,6 +447,15 @@ def breaks(state, result):
     return result
 
 
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_a_function_that_can_be_saved_or_loaded_alone_is_refused(name):
+    half = type("Half", (), {"__call__": lambda self, state, grads: grads, name: lambda self: {}})
+    slot = (af.extend.Stateful(lambda state, plan: half()),)
+    match = f"that has both state_dict and load_state_dict, or neither, got {name} alone, of Half"
+    with pytest.raises(ValueError, match=match):
+        af.build(replace(make_plan(), gradients=slot), af.DistState())
+
+
 @pytest.mark.parametrize(
     "slot",
     [
