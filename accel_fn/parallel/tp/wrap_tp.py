@@ -37,8 +37,8 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
 
     The user's model keeps its class and its `state_dict` keys; its parameters, and those that the
     optimizer holds, become tensors of class `DTensor` on the axis in `build`. Layers without a
-    style are whole on every rank. All parameters start from rank 0's values, except in a model that `empty` made,
-    which `load_model` fills after `build`.
+    style are whole on every rank. All parameters start from rank 0's values, except in a model that
+    `empty` made, which `load_model` fills after `build`.
 
     After `seed_all`, ranks along the axis draw one dropout mask of activations that all of them hold. Between
     a column-wise layer and the row-wise one after it, each rank draws a different mask for its
