@@ -124,7 +124,8 @@ class Background:
         failed = [f"on rank {rank}: {each}" for rank, each in enumerate(failures) if each]
         if failed:
             if state.is_main:
-                # Other ranks may have written into the folder until now.
+                # Rank 0's thread has removed the folder, but other ranks may have added files
+                # since. Now that all threads have ended, remove it again.
                 writing.checkpoint.discard()
             raise CheckpointError(
                 f"{function}: {writing.checkpoint.final} must have been written in the background, but that "

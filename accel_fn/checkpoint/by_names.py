@@ -237,7 +237,7 @@ def _as_here(saved: Any, own: Any) -> Any:
 
 
 def _schedules_in(state: Any) -> Mapping[str, Any]:
-    """Return the states of schedules by the optimizer's name; "" if there is one optimizer."""
+    """Map each optimizer's name to its schedule's state; the key is "" if there is one optimizer."""
     if "scheduler" in state:
         return {"": state}
     return {

@@ -203,7 +203,7 @@ def finish_means(
 
 
 def _mean(value: Tensor) -> Tensor:
-    """Compute the mean, [], of a metric from its one number, or from its sum and count."""
+    """Return a metric's mean, []: the entry of a [1] tensor, or sum / count of a [2] tensor."""
     return value[0] if len(value) == 1 else value[0] / value[1]
 
 

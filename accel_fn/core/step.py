@@ -474,7 +474,10 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
 
 
 def _check_pair(maker: Stateful, made: Any) -> None:
-    """Refuse a function that can be saved or loaded alone: a resumed run would lose its state."""
+    """Refuse a function that has only one of `state_dict` and `load_state_dict`.
+
+    A resumed run would lose its state.
+    """
     pair = ("state_dict", "load_state_dict")
     held = [name for name in pair if callable(getattr(made, name, None))]
     if len(held) == 1:

@@ -460,7 +460,7 @@ def _noting(note: str) -> Iterator[None]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Return whether the data set in any `Subset`s has `__getitems__`, to read many samples."""
+    """Return whether the data set, without any `Subset` around it, has `__getitems__`."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))

@@ -292,7 +292,7 @@ def _num_ranks(mesh: Mapping[str, int] | None) -> int:
     if not mesh or -1 in sizes:
         rule = "be given, unless mesh has the sizes of all its axes"
         raise ArgumentError(message("simulate", "world_size", rule, None))
-    # Sizes that are not counts are refused later, with the mesh.
+    # Leave out invalid sizes here: `mesh_shape` will raise an error about them.
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 

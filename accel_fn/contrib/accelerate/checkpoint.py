@@ -273,7 +273,7 @@ def _differences(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str
 
 
 def _odd_state(saved: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
-    """Describe each parameter's state that a run of this program cannot have saved."""
+    """Describe each state entry that is invalid for its parameter, such as one of another shape."""
     keys = {key for values in saved["state"].values() for key in values} & {*_LIKE, "step"}
     for number, parameter, values in _by_parameter(saved, optimizer):
         for key in sorted(keys) if values else ():

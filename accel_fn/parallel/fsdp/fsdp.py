@@ -278,7 +278,8 @@ class FSDP(PaddingStrategy):
         super().__init__(state, sharded, plan)
         left_out = {*map(id, sharded.unsharded_of(plan.left_out()))}
         self.reachable = [each for each in self.reachable if id(each) not in left_out]
-        # The ranks over which each parameter is sharded.
+        # Unless the model is split, FSDP runs over all ranks, not only those along `dp`. So all of
+        # them must run the same number of micro-batches.
         self.ranks = ranks
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])

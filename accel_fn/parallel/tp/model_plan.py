@@ -122,8 +122,8 @@ def _guess(block: nn.Module) -> dict[str, str]:
     num_layers = Counter(part_of.values())
     parts: dict[str, list[str]] = {}
     for name, part in part_of.items():
-        # Join layers that are alone in their part, such as the two layers of the MLP in a block of
-        # BERT.
+        # In a block of BERT, the two layers of the MLP are in different children, one in each. So
+        # join all layers that are the only one in their part: they may be a pair.
         parts.setdefault(part if num_layers[part] > 1 else "", []).append(name)
     guess: dict[str, str] = {}
     for *others, last in parts.values():
