@@ -152,6 +152,19 @@ def test_under_accumulate_a_micro_batch_of_all_ranks_is_one_of_one_process(
     assert_same(found, *by_hand(model, groups))
 
 
+@pytest.mark.filterwarnings("ignore:step. model should have no BatchNorm")
+@wraps
+def test_rows_that_are_dealt_in_turn_are_the_same_micro_batches_on_any_number_of_ranks(wrap):
+    rows = torch.cat([ROWS, 2 * ROWS])
+    batches = [rows, rows.roll(1, 0)]
+    in_turn = af.accumulate(2, split=lambda rows: [rows[first::2] for first in range(2)])
+    parts = [rows.chunk(3) for rows in batches]
+    model = Normed()
+    recipe = af.compose(wrap(sync_batchnorm=True), in_turn)
+    found = over_ranks(model, parts, recipe, world_size=3)
+    assert_same(found, *by_hand(model, [[rows[0::2], rows[1::2]] for rows in batches]))
+
+
 @wraps
 def test_values_far_from_zero_have_their_variance_in_single_precision(wrap):
     """A sum of squares would have none of its digits left."""
