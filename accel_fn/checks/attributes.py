@@ -45,7 +45,8 @@ def _saves_the_usual(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's class is not torch's, but keeps torch's `state_dict`."""
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim.")
-    # An overridden `state_dict`, or one with hooks, may save an attribute under another name.
+    # A `state_dict` that the class overrides, or that has hooks, may save an attribute under
+    # another name.
     return (
         not is_torchs
         and kind.state_dict is Optimizer.state_dict
@@ -54,7 +55,7 @@ def _saves_the_usual(optimizer: Optimizer) -> bool:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, tuple[Any, int]]:
-    """Return attributes by name: the number or tensor, and torch's version count of a tensor."""
+    """Return the numbers and tensors among the attributes, by name, with torch's version of a tensor."""
     return {
         name: (value, value._version if isinstance(value, Tensor) else 0)
         for name, value in vars(optimizer).items()

@@ -21,8 +21,8 @@ class BatchNormCheck:
     """Warns once about BatchNorm layers that use the statistics of a part of the batch."""
 
     def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
-        # Leave out two strategies: ranks of local_sgd train separately, and reproducible uses
-        # statistics of slices on purpose.
+        # Skip two kinds of plans: under local_sgd, ranks train separately, and reproducible uses
+        # the statistics of slices on purpose.
         is_shared = state.data.world_size > 1 and not plan.having("local_gradients")
         self._over_ranks = is_shared and not isinstance(strategy, SyncedStrategy)
         self._over_parts = bool(splits_of(plan))
@@ -58,7 +58,8 @@ class BatchNormCheck:
 
     def _warn(self, names: list[str]) -> None:
         cuts = ["micro-batch"] * self._over_parts + ["rank"] * self._over_ranks
-        # On another number of ranks, a micro-batch has other rows, also with sync_batchnorm.
+        # Name the ranks too: on another number of ranks, a micro-batch has other rows, even with
+        # sync_batchnorm.
         depends = "numbers of micro-batches and ranks" if self._over_parts else "number of ranks"
         sync = "wrap_ddp(sync_batchnorm=True) or wrap_fsdp(sync_batchnorm=True), "
         if self._over_parts:
@@ -107,7 +108,7 @@ class OneRowCheck:
 
 
 def _trains(layer: Any) -> bool:
-    """Return whether a layer uses statistics of its rows."""
+    """Return whether a layer normalizes by the statistics of its rows."""
     trains: bool = layer.training or layer.running_mean is None
     return trains
 

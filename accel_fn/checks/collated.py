@@ -58,7 +58,7 @@ class Recollated:
 
     def _collated(self, places: Sequence[int], slot: int) -> Any:
         assert self._samples is not None
-        # Copy the samples: collate_fn may remove fields from them.
+        # Copy the samples: collate_fn may remove fields from the samples that it gets.
         own = copy.deepcopy([self._samples[each] for each in places])
         with exclusive_random(self._state.device):
             key_random(self._state, slot)

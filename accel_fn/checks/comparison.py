@@ -1,7 +1,7 @@
-"""Compare a few rows of a batch with their parts: losses, gradients, metrics and writes.
+"""Compare a few rows of a batch with parts of these rows: losses, gradients, metrics and writes.
 
-`parts` cuts the rows, `look` and `deals` run them on each rank, and `verdicts` judges the findings
-and words the messages.
+`parts` cuts the rows, `look` and `deals` run rows and parts on each rank, and `verdicts` judges the
+findings and writes the messages.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Comparison:
         self._num_looks += 1
         found = [each for some in (every, of_samples) if not isinstance(some, str) for each in some]
         self.has_one_value_a_row |= any(each.has_one_value_a_row for each in found)
-        # Compare the next batch too if `judge` raises.
+        # If `judge` raises, the check stays due: the next batch is compared too.
         self.is_due = True
         self.verdicts.judge(every, of_samples, number)
         self.is_due = False
@@ -103,7 +103,7 @@ class Comparison:
         *,
         leaves_out: bool,
     ) -> Sequence[Found] | str:
-        """Compare a batch with parts of its rows; return findings, or why there are none."""
+        """Compare a batch with parts of its rows; return the findings, or the reason for none."""
         is_window = bool(self._plan.having("takes_windows")) and type(batch) is list
         self.verdicts.has_rows = not (is_window and any(type(each) is list for each in batch))
         if self._plan.having("takes_windows") and not isinstance(of_samples, str):
@@ -116,7 +116,7 @@ class Comparison:
         return _TOO_FEW if rows is None else self._compared(state, rows)
 
     def _check_sums(self, state: DistState) -> None:
-        """Warn about buffers with sums over rows that the loop does not add up over ranks."""
+        """Warn about buffers that hold sums over rows, if ranks hold different sums."""
         names, self.verdicts.sums = self.verdicts.sums, []
         buffers = dict(self._plan.model.named_buffers())
         found = [buffers[name].detach().contiguous() for name in names if name in buffers]
@@ -125,7 +125,7 @@ class Comparison:
             self.verdicts.warn_of_writes(names)
 
     def _compared(self, state: DistState, rows: Rows) -> Sequence[Found] | str:
-        """Compare rows with their cuts on all ranks; return the findings, or why there are none."""
+        """Compare rows with their cuts on all ranks; return the findings, or the reason for none."""
         plan, strategy = self._plan, self._strategy
         names = _OF_LOOKS[self._num_looks % len(_OF_LOOKS)]
         cuts: list[Parts] = []
@@ -134,10 +134,10 @@ class Comparison:
             rows, cuts = prepared(rows, names, most=1 if couples(plan, strategy) else 2)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}, where a few rows are cut or collated"
-        # Exchange failures before any forward: otherwise a rank without parts would leave the
-        # others waiting in a forward. Simulated ranks are threads with shared generators, and
-        # collate_fn runs under seeds of its own. Without the exchange, a forward on another rank
-        # could run at that time and seem to draw.
+        # Exchange failures before any forward. Without the exchange, the other ranks would wait in
+        # a forward for a rank without parts. Simulated ranks have a second reason: they are threads
+        # with shared generators, and collate_fn runs with other states of these generators. A
+        # forward on another rank at that time would seem to draw numbers.
         if couples(plan, strategy) or rows.collate is not None:
             failure = next(filter(None, primitives.exchange(failure, state, "step")), "")
         found = partial(compare, plan, strategy, state, rows, cuts, failure)
@@ -168,7 +168,7 @@ def is_cut(state: DistState, plan: Plan) -> bool:
 def _on_all_ranks(
     state: DistState, strategy: Strategy, compare: Callable[[], Found]
 ) -> Sequence[Found] | str:
-    """Call `compare` on all ranks; return their findings, or why one rank has none."""
+    """Call `compare` on all ranks; return their findings, or the reason why one rank has no findings."""
     mine: Found | str
     lost: StateError | None = None
     try:
@@ -179,7 +179,7 @@ def _on_all_ranks(
         # The writes of the forward could not be undone, so all ranks must raise.
         mine, lost = str(error), error
     except Exception as error:
-        # Do not raise: if training raises this error too, the step itself reports it.
+        # Do not raise here: if the same error occurs in training, the step reports it.
         strategy.reset()
         what = "memory ran out" if is_memory(error) else f"{type(error).__name__}: {error}"
         mine = f"{what} in a forward or backward of a few rows"

@@ -1,4 +1,4 @@
-"""Check a loss that calls collectives: distribute the rows of all ranks differently, and compare."""
+"""Check a loss that calls collectives: deal the rows of all ranks in several ways, and compare."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class Deals:
     def _pair(
         self, trial: Trial, one: Sequence[Any], other: Sequence[Any]
     ) -> tuple[Sequence[Cut], Gradients | None]:
-        """Run two deals of the same rows; return their losses and gradients."""
+        """Run two deals of the same rows; return the losses, and the gradient norms after each."""
         trial.forget()
         size = float(self._ranks.world_size)
-        # FSDP averages in its backward, so multiply both deals by the number of ranks. Other
-        # gradients are added up over the ranks after each run. The second sum then holds the first
-        # deal once per rank. So multiply the second deal by the number of ranks too, and divide the
-        # sum by it.
+        # The backward of FSDP averages gradients, so multiply both deals by the number of ranks.
+        # Other gradients are added up over the ranks after each run, and the second sum then counts
+        # the result of the first one once for each rank. So multiply the second deal by the number
+        # of ranks too, and divide its sum by this number.
         first = self._run(trial, one, size if self._averages else 1.0)
         self._sum_gradients()
         whole = trial.norms()
@@ -94,7 +94,7 @@ class Deals:
         return cuts, Gradients(whole, whole, trial.norms()) if leaves else None
 
     def _run(self, trial: Trial, parts: Sequence[Any], factor: float) -> list[float]:
-        """Run one deal of the rows, and return the loss of all ranks together."""
+        """Run one deal of the rows; return the loss over all ranks, for each term."""
         plan, ranks = self._plan, self._ranks
         mine = parts[ranks.rank]
         (weight,) = weigh(plan.weight_fn, [mine])

@@ -1,4 +1,4 @@
-"""Random draws that are equal for every row, so that a batch can be compared with its parts."""
+"""Random draws that are equal for all rows, so that a batch can be compared with its parts."""
 
 from __future__ import annotations
 
@@ -211,11 +211,13 @@ class Draws:
     def _fill(self, target: Tensor, name: str, settings: tuple[Any, ...], fill: Fill) -> Tensor:
         """Write the next draw of this run to a tensor."""
         number = self._calls.next()
-        # Draw on the host: each kind of device has a different generator, and slices are small.
+        # Draw on the host: the generators of different devices draw different numbers, and slices
+        # are small.
         generator = torch.Generator().manual_seed(self._seed + number)
         shape = tuple(target.shape)
         if self._record is not None:
-            # Do not record the draw of a recomputed block again: its forward has done so.
+            # Do not record a draw twice: the backward runs a checkpointed block again, after its
+            # forward.
             if number == len(self._record):
                 self._record.append(Request(name, settings, shape))
             drawn = torch.empty(shape, dtype=target.dtype)

@@ -1,4 +1,4 @@
-"""Findings about a few rows and their parts, which ranks exchange."""
+"""Findings about a few rows and their parts; ranks exchange these objects."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _gradient_tolerance(parameter: torch.dtype, precision: torch.dtype) -> tuple
 
 
 def _mean(losses: Sequence[float], weights: Sequence[float] | None) -> float | None:
-    """Return the mean loss of parts; None without weights, or if all are 0."""
+    """Return the mean loss of parts; None if there are no weights, or if all weights are 0."""
     if weights is None or not sum(weights):
         return None
     return sum(loss * each for loss, each in zip(losses, weights, strict=True)) / sum(weights)

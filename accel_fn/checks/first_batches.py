@@ -142,8 +142,9 @@ class FirstBatches(Observer):
             )
 
     def _look(self, state: DistState, batch: Any) -> None:
-        # Check hooks each time. A library that watches gradients often adds its hooks on the main
-        # rank only. If that rank raised alone, the others would wait for it.
+        # Check hooks in every look. A library that watches gradients often adds its hooks on the
+        # main rank only. So exchange the error: otherwise the other ranks would wait for the main
+        # rank.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
         text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])
@@ -166,7 +167,7 @@ class FirstBatches(Observer):
         self._batch_norm.begin()
 
     def _check_rows_and_hooks(self, state: DistState, batch: Any) -> RowsFound | None:
-        """Refuse hooks of parameters; return the findings about the rows."""
+        """Refuse hooks of parameters; return what `check_rows` finds out about the rows."""
         if shares_gradients(state, self._plan) and self._strategy.leaves_gradients:
             check_hooks("step", self._plan)
         return check_rows(state, self._plan, batch)
@@ -197,7 +198,8 @@ class RepeatedState:
         before = self._newest
         if not self._is_repeated or before is None:
             return
-        # With `advance=False`, `step` does not grow: the next step is meant to use the same batch.
+        # Do not count steps with `advance=False`: after one, `step` has not grown, and the next
+        # step uses the same batch on purpose.
         self._num_repeats += state.step > before.step
         if self._num_repeats == 2:
             self._has_warned = True
@@ -210,7 +212,7 @@ class RepeatedState:
 
 
 def _check_place(state: DistState, batch: Any) -> None:
-    """Warn if the run continues after `load`, but the loader begins with its very first batch."""
+    """Warn if a run that continues after `load` begins with the very first batch of the loader."""
     is_first = state.step and not state.call and place_of(batch) == (0, 0)
     if is_first and state.is_main:
         warn_user(
@@ -221,7 +223,7 @@ def _check_place(state: DistState, batch: Any) -> None:
 
 
 def _warn_of_nothing(report: Report) -> None:
-    """Warn if no rank had a sample: loss_fn, which may need no batch, was not called."""
+    """Warn if no rank had a sample and called loss_fn, since loss_fn may need no batch."""
     weight = report.weight
     if not (any(weight.values()) if isinstance(weight, Mapping) else weight):
         warn_user(

@@ -56,7 +56,8 @@ class GraphCheck:
             raise no_graph()
         if is_sharded(loss):
             raise mixed()
-        # Before the first backward of a step, only the loss itself can have written gradients.
+        # Before the first backward of a step, `.grad` is None unless the loss itself has written to
+        # it.
         if self._is_first and any(parameter.grad is not None for parameter in self._reachable):
             raise LossError(
                 "step: loss_fn must leave .grad of the model's parameters alone, got one that writes "
@@ -80,15 +81,16 @@ class GraphCheck:
 
     def _warn_of_outside(self, leaves: Sequence[Tensor], part: Any) -> None:
         """Warn once about leaves that get no gradient from this step or from another plan."""
-        # Compare the ids of live objects only, since a new object may reuse a dead object's id.
+        # Compare only the ids of tensors that still exist: a new object may get the id of a deleted
+        # one.
         known = [*tensors_of(part), *(each for checks in _BUILT for each in checks._parameters())]
         known += [each for each in (warned() for warned in self._warned) if each is not None]
         ids = {*map(id, known)}
         outside = [each for each in leaves if id(each) not in ids]
         before = {id(each) for each in (leaf() for leaf in self._outside) if each is not None}
-        # A tensor that the loss makes for each batch, such as the points of a gradient penalty, is
-        # not trained. Only a parameter, or a tensor that still exists at the next check, may be
-        # trained.
+        # A tensor that the loss makes for each batch is not trained, such as the points of a
+        # gradient penalty. So warn only about parameters, and about tensors that still exist at the
+        # next check.
         wrong = [each for each in outside if isinstance(each, nn.Parameter) or id(each) in before]
         self._outside += map(ref, outside)
         if wrong:
@@ -124,6 +126,6 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 
 def _leaf(node: Node) -> Tensor | None:
-    """Return the leaf whose gradient a node accumulates; None for other nodes."""
+    """Return the leaf tensor to whose `.grad` a node adds; None for other nodes."""
     variable: Tensor | None = getattr(node, "variable", None)
     return variable

@@ -57,7 +57,7 @@ def compare(
 
 
 class _Measure:
-    """Runs rows and their parts on one rank, and measures gradients."""
+    """Runs rows and their parts on one rank, and measures their gradients."""
 
     def __init__(self, plan: Plan, strategy: Strategy, trial: Trial) -> None:
         self._plan, self._trial = plan, trial
@@ -67,24 +67,28 @@ class _Measure:
         """The largest norm so far per parameter: gradients of rows may cancel each other."""
 
     def whole(self, rows: Rows, *, adds: bool = True, by_row: bool = False) -> Ran:
-        """Run all rows; with `adds`, add their gradient."""
+        """Run all rows; with `adds`, add the gradient of their loss to `.grad`."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
         weight = weight or ones_of(self._plan)
-        # A forward without a backward may leave parameters unsharded, so run a backward too, with a
-        # factor of 0.
+        # A forward without a backward may leave parameters unsharded. So without `adds`, run a
+        # backward with a factor of 0 too.
         factor = self.nothing(weight) if not adds else shares(weight, weight)
         factor = factor if self._has_gradients else None
         drawn = (range(rows.num), rows.num) if by_row else None
         return self._trial.run(rows.batch, weight, factor, drawn=drawn)
 
     def nothing(self, weight: Weight) -> Weight | None:
-        """Return the factor of a run that adds no gradient: 0 if forwards have collectives, else None."""
+        """Return the factor of a run that adds no gradient.
+
+        The factor is 0 if forwards have collectives, so that the run has a backward. Otherwise, the
+        factor is None.
+        """
         return times(weight, 0.0) if self.couples and self._has_gradients else None
 
     def parts(self, cut: Parts, *, num: int = 0) -> tuple[list[Ran], list[Weight]]:
-        """Run the parts with a weight, and subtract their shares of the gradient.
+        """Run the parts that have a weight, and subtract their shares of the gradient.
 
-        With `num`, each of `num` rows has its own random numbers.
+        With `num`, each of `num` rows has separate random numbers.
         """
         weights = weigh(self._plan.weight_fn, cut.parts)
         total = total_weight(weights)
@@ -96,17 +100,18 @@ class _Measure:
                 self._note_scale()
             elif self.couples:
                 part, weight = self._spare(cut, weights)
-                # The other ranks run a part now, and forwards have collectives, so run one here too.
+                # Other ranks may run a part now, and forwards have collectives. So run a part on
+                # this rank too.
                 self._trial.run(part, weight, self.nothing(weight))
         return ran, [each for each in weights if each]
 
     def _spare(self, cut: Parts, weights: Sequence[Weight]) -> tuple[Any, Weight]:
-        """Return a part with a weight, if there is one: without items, a loss may not be finite."""
+        """Return a part with a weight if there is one, since the loss of a part without items may be NaN."""
         pairs = [*zip(cut.parts, weights, strict=True)]
         return next((each for each in pairs if each[1]), pairs[0])
 
     def taken(self, weight: Weight, total: Weight) -> Weight | None:
-        """Return the factor that subtracts the gradient of a part."""
+        """Return the factor by which a run subtracts the gradient of a part from `.grad`."""
         if not self._has_gradients:
             return None
         if self._plan.reduction == "sum" or self._trial.is_counted:
@@ -145,9 +150,9 @@ class _Looks:
         self._measure = _Measure(plan, strategy, trial)
 
     def _agreed(self, flag: bool) -> bool:
-        """Return the flag; if forwards have collectives, True if it is set on any rank.
+        """Return the flag; if forwards have collectives, return whether the flag is set on any rank.
 
-        All ranks must run the same number of forwards with collectives.
+        All ranks must then run the same number of forwards.
         """
         if not self._measure.couples:
             return flag
@@ -191,7 +196,7 @@ class _Looks:
         )
 
     def _of_two_rows(self) -> list[float]:
-        """Return gradient norms of two rows: the gradients of many rows may cancel each other."""
+        """Return the gradient norms of two rows, since the gradients of many rows may cancel."""
         trial, rows = self._trial, self._rows
         two = (
             rows.collate(range(2)) if rows.collate else split_rows(rows.batch, [2, rows.num - 2])[0]
@@ -207,9 +212,10 @@ class _Looks:
         return rows == {self._trial.least_values}
 
     def _denominators(self, tolerance: tuple[float, float]) -> list[str]:
-        """Return the names of numbers from collate_fn that change the loss of a part.
+        """Return the names of the numbers from collate_fn that change the loss of a part.
 
-        The part runs with its own number, and with the number of the whole batch.
+        For each number, compare the loss of the part with the loss of the same part that holds the
+        number of the whole batch.
         """
         if self._rows.collate is None:
             return []
@@ -217,7 +223,7 @@ class _Looks:
         whole = _numbers_in(self._rows.batch)
         own = _numbers_in(part)
         # If forwards have collectives, all ranks must run the same number of forwards. So try every
-        # number of the batch.
+        # number, even one that is equal in the part and in the batch.
         names = [
             name
             for name, number in whole.items()
@@ -234,7 +240,7 @@ class _Looks:
         return self._trial.run(rows, weight, self._measure.nothing(weight)).losses
 
     def _with_same_draws(self) -> Ran:
-        """Record the draws of a part, and run the batch again with the same draws for every row."""
+        """Record the draws of a part, then run the batch with these draws, equal for every row."""
         trial = self._trial
         trial.draws.record(whole=False)
         part = self._cuts[0].parts[0]
@@ -247,7 +253,7 @@ class _Looks:
     def _against(
         self, first: Ran
     ) -> tuple[list[Cut], dict[str, tuple[float, float]], Gradients | None, list[Ran], Ran]:
-        """For each cut, subtract the gradients of the parts; then run the batch once more."""
+        """For each cut, subtract the gradients of its parts; at the end, run the batch once more."""
         measure, plan = self._measure, self._plan
         found: list[Cut] = []
         metrics: dict[str, tuple[float, float]] = {}
@@ -267,7 +273,7 @@ class _Looks:
         return _finite(found), metrics, gradients, of_parts, last
 
     def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
-        """Run the first cut with separate random numbers for each row; else return the reason."""
+        """Run the first cut with separate random numbers for each row; otherwise, return a reason."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
         if not self._agreed(trial.draws.has_any):
@@ -288,9 +294,8 @@ class _Looks:
     def _writes(
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
     ) -> dict[str, Write]:
-        """Return the writes of forwards, and how they depend on rows, cuts and later reads."""
-        # Skip a strategy whose engine keeps the gradients: the engine writes to attributes of its
-        # own.
+        """Return what forwards write, and whether this depends on rows, cuts and later reads."""
+        # Skip a strategy whose engine keeps the gradients: the engine itself writes to attributes.
         has_any = any(each.written for each in (whole, *of_parts)) and self._owns_gradients
         if not self._agreed(has_any):
             return {}
@@ -307,7 +312,7 @@ class _Looks:
         }
 
     def _writes_of_all(self, whole: Ran) -> dict[str, Write]:
-        """Return the writes of a forward with collectives; they may depend on rows of all ranks."""
+        """Return what a forward with collectives writes, which may depend on the rows of all ranks."""
         if not whole.written:
             return {}
         chained, reads = self._after_all_parts(), self._reads((1e-8, 1e-12))
@@ -327,7 +332,7 @@ class _Looks:
         return [each for each in zip(parts, weights, strict=True) if each[1]]
 
     def _after_all_parts(self) -> Mapping[str, Written]:
-        """Return the values written after all parts, one after the other."""
+        """Return what has been written once all parts have run, one after the other."""
         *others, last = self._weighing()
         for each in others:
             self._keep(*each)
@@ -337,7 +342,11 @@ class _Looks:
         self._trial.run(rows, weight, self._measure.nothing(weight), keeps_writes=True)
 
     def _reads(self, tolerance: tuple[float, float]) -> Reads:
-        """Run a part alone, after another part, and after the batch; compare the results."""
+        """Return whether the results of a part depend on the forward that runs before it.
+
+        Compare a run after another part with a run after no forward, and with a run after the
+        batch.
+        """
         first, *_, last = self._weighing()
         ones = ones_of(self._plan)
         return Reads(
@@ -352,7 +361,7 @@ class _Looks:
         other: tuple[Any, Weight] | None,
         tolerance: tuple[float, float],
     ) -> bool:
-        """Return whether rows give other results after one forward than after another."""
+        """Return whether the results of `rows` differ between a run after `one` and a run after `other`."""
         trial, measure = self._trial, self._measure
         taken = measure.taken(rows[1], rows[1])
         trial.forget()
@@ -406,17 +415,17 @@ def _with_number(batch: Any, name: str, number: Any) -> Any:
 
 
 def _finite(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts that have a finite loss and at least two parts with items."""
+    """Return the cuts with a finite loss of the batch and at least two parts with items."""
     return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
 
 
 def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:
-    """Return the kinds of all values that runs have written, by name."""
+    """Return the kind of each value that one of these runs has written, by name."""
     return {name: each.kind for run in runs for name, each in run.items()}
 
 
 def _same(name: str, one: Mapping[str, Written], other: Mapping[str, Written]) -> bool:
-    """Return whether the values written under a name are equal."""
+    """Return whether two runs have written equal values under a name, or both have written none."""
     if name not in one or name not in other:
         return name not in one and name not in other
     return are_close(one[name].value, other[name].value)
@@ -425,7 +434,7 @@ def _same(name: str, one: Mapping[str, Written], other: Mapping[str, Written]) -
 def _cut_of(
     plan: Plan, whole: Sequence[float], ran: Sequence[Ran], parts: Sequence[Any]
 ) -> list[Cut]:
-    """Return a cut for each term, of the parts with items; leave out terms that are not finite."""
+    """Return a cut for each term, from parts with items; skip terms whose losses are not finite."""
     found: list[Cut] = []
     weights = weigh(plan.weight_fn, parts)
     shifted = _shifted(plan, parts) or weights
@@ -452,7 +461,7 @@ def ones_of(plan: Plan) -> Weight:
 
 
 def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
-    """Return the weights that `labels_at` gives with the other shift; None without such labels."""
+    """Return the weights of parts if `labels_at` had the opposite shift; None for another weight_fn."""
     weight_fn = plan.weight_fn
     if not isinstance(weight_fn, partial) or weight_fn.func is not labels_at:
         return None
@@ -477,7 +486,8 @@ def metrics_of(
             sums = [sum(each) for each in zip(*of_parts, strict=True)]
             pair = _divided(*value), _divided(*sums)
         else:
-            # A mean has one weight, since there is only one term.
+            # The weight has one number here: a metric that is a mean is refused where there are
+            # several terms.
             total = sum(weight for (weight,) in weights)
             parts = zip(of_parts, weights, strict=True)
             pair = value[0], sum(each * weight for (each,), (weight,) in parts) / total

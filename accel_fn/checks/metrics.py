@@ -29,7 +29,7 @@ class MetricsLook:
         self._outputs = outputs
         self._left = 1 if state.world_size > 1 else 2
         if not state.is_main or couples(plan, strategy):
-            # Skip the check: the other ranks would have to run the same forwards.
+            # Skip the check: the other ranks would have to run the same forwards as this rank.
             self._left = 0
         self._num_collectives = self._count()
 
@@ -45,8 +45,8 @@ class MetricsLook:
         if halves is None:
             return
         self._left -= 1
-        # Skip the check if the loss has called collectives: one rank alone cannot run extra
-        # forwards.
+        # Skip the check if the loss has called collectives: other ranks would not join the
+        # collectives of extra forwards.
         if self._left or self._num_collectives is None or self._count() != self._num_collectives:
             return
         found = self._compare(*halves)
@@ -54,7 +54,7 @@ class MetricsLook:
             warn_user(wrong_metrics("evaluate", found))
 
     def _compare(self, rows: Any, parts: Any, weights: Any) -> dict[str, tuple[float, float]]:
-        """Return the metrics that differ between rows and their halves; {} if unknown."""
+        """Return the metrics that differ between rows and their halves; {} if a run fails."""
         trial = Trial(self._plan, self._strategy, self._state, self._outputs)
         ones = ones_of(self._plan)
         try:
@@ -70,7 +70,7 @@ class MetricsLook:
             ]
             tolerance = loss_tolerance(whole.dtype, trial.dtypes())
         except Exception:
-            # Report nothing: either the pass itself raises this error too, or the loss refuses only
+            # Report nothing: the pass itself raises this error too, unless the loss refuses only
             # these parts.
             return {}
         finally:

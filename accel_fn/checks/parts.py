@@ -62,8 +62,8 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
         return None, None, -1
     try:
         # Do not call the plan's split: the user may have written it to be called once per batch. A
-        # list is one batch, which torch's collate makes of pairs; only with windows is it a list of
-        # micro-batches.
+        # list is one batch, since torch's collate returns a list for samples that are pairs. Only
+        # with windows, a list holds micro-batches.
         is_window = bool(plan.having("takes_windows"))
         whole = batch[0] if is_window and type(batch) is list else batch
         num = 0 if whole is None else count_samples(whole)
@@ -74,7 +74,7 @@ def counted(plan: Plan, strategy: Strategy, batch: Any) -> tuple[Any, Any, int]:
         part = split_batch(whole, max(1, num // _NUM_SAMPLES))[0]
         return whole, part, count_samples(part)
     except Exception:
-        # Either the step refuses the batch, or the rows of the batch cannot be cut.
+        # Return no rows: either the step refuses the batch too, or the rows cannot be cut.
         return None, None, 0
 
 
@@ -141,7 +141,7 @@ def _cut(rows: Rows, how: str) -> Parts:
 
 
 def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
-    """Cut the rows in the first `most` of these ways for which every rank has enough rows."""
+    """Cut the rows in up to `most` of the named ways, the first ones for which every rank has enough rows."""
     least = {"halves": 2, "in turn": 3, "thirds": 6, "unequal": 4}
     found = [name for name in names if rows.fewest >= least[name]]
     # With few rows, alternating rows may agree while halves do not, so always add halves.

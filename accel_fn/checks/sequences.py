@@ -1,4 +1,4 @@
-"""Compare the start of a few sequences: cut by wrap_cp over an axis, and whole on each rank."""
+"""Compare the start of a few sequences: as wrap_cp cuts them over an axis, and whole on each rank."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class SequenceCheck(Observer):
             best, own = self._own_rows(strategy, batch)
         every = primitives.exchange(best, state, "step")
         most = max(every)
-        # With labels only in the first block, errors in the other blocks would stay hidden. So
-        # check the next step too.
+        # If only the first block has labels, errors in the other blocks stay hidden. So check the
+        # next step too.
         self._is_due = most < 2 and self._num_steps < _MOST_STEPS
         if not most:
             self.text = "could not be compared with the whole one: no row has labels at its start"
@@ -117,12 +117,12 @@ class SequenceCheck(Observer):
         return most, map_tensors(itemgetter(rows), start)
 
     def _on_all_ranks(self, state: DistState, look: Callable[[], Any]) -> list[Any] | None:
-        """Return the results of `look` on all ranks; None if it failed on one."""
+        """Call `look` on all ranks and return the results; return None if `look` failed on one rank."""
         found, failure = None, ""
         try:
             found = look()
         except Exception as error:
-            # Do not raise: if training raises this error too, the step itself reports it.
+            # Do not raise here: if the same error occurs in training, the step reports it.
             self._strategy.reset()
             failure = f"{type(error).__name__}: {error}"
         every = primitives.exchange((found, failure), state, "step")
@@ -184,7 +184,7 @@ class SequenceCheck(Observer):
         )
 
     def _differing(self, state: DistState, strategy: ContextParallel, rows: Any) -> tuple[int, str]:
-        """Return number and name of the first layer whose output for a block differs; "" if none."""
+        """Return number and name of the first layer whose output for a block differs; the name "" if none."""
         (weight,) = weigh(self._plan.weight_fn, [rows])
         blocks = strategy.blocks_of(rows)
         trial = Trial(self._plan, strategy, state)
@@ -219,7 +219,7 @@ def _of_layer(name: str) -> str:
 
 @contextmanager
 def _noting(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -> Iterator[None]:
-    """Record names and outputs of a model's inner modules, in the order in which they return."""
+    """Record the names and outputs of a model's inner modules, in the order in which they return."""
 
     def note(name: str, output: Any) -> None:
         tensors = [each.detach().clone() for each in tensors_of(output) if not is_sharded(each)]
@@ -238,7 +238,7 @@ def _noting(model: nn.Module, outputs: list[tuple[str, list[Tensor]]]) -> Iterat
 
 
 def _differ(whole: Tensor, own: Tensor, blocks: Blocks) -> bool:
-    """Return whether a layer's output for a block differs from this block of its whole output."""
+    """Return whether an output for a block differs from the same block of the output for all tokens."""
     if whole.ndim != own.ndim:
         return False
     dims = [dim for dim in range(own.ndim) if whole.shape[dim] != own.shape[dim]]

@@ -90,7 +90,8 @@ class Trial:
         self._refused = loss_module_of(strategy.module).refuses_counts
         self.is_counted = False
         """Whether the loss is `(sum, count)`; known after the first run."""
-        # DTensors compute shapes by further operations, which a dispatch mode must not intercept.
+        # On a split model, do not watch operations: DTensors call further operations to compute
+        # shapes, and a dispatch mode must not intercept those.
         self._is_split = bool(plan.shard_model)
         self._is_plain = self._is_split
         """Whether the first run did not draw, write or use BatchNorm; then later runs are not
@@ -167,7 +168,8 @@ class Trial:
                 if metrics.get("") and metrics[""] == self._refused:
                     raise CannotReplayError("the step refuses a sum with its count")
                 if counted_in(metrics):
-                    # Sums of parts add up; with several terms, so does their total.
+                    # The sums of parts add up to the sum of the batch. With several terms, so does
+                    # the total of the terms.
                     self.is_counted, loss = True, loss.sum()
                 losses = loss.detach().reshape(-1)
                 figures = {name: _figures(value) for name, value in metrics.items()}
@@ -180,8 +182,8 @@ class Trial:
                     draws.begin_backward()
                     strategy.backward(loss, seed_of(loss, factor, state.scaler))
                 else:
-                    # A forward may leave parameters unsharded for a backward, which does not come:
-                    # reshard them.
+                    # A forward may leave parameters unsharded until a backward. This run has no
+                    # backward, so reshard the parameters here.
                     strategy.reset()
                 del loss, metrics
             draws.end()
@@ -202,7 +204,7 @@ class Trial:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """Enter the contexts of a run: no compiled graphs, no averages over ranks, equal draws."""
+        """Enter the contexts of a run: without compiled graphs and averages over ranks, with equal draws."""
         contexts: list[AbstractContextManager[Any]] = [
             torch.set_grad_enabled(self._has_gradients),
             uncompiled(),
@@ -222,20 +224,20 @@ class Trial:
 
 
 def _plain_forwards(model: nn.Module) -> dict[nn.Module, Any]:
-    """Return the modules' forwards without the user's compiled graphs and without collectives."""
+    """Return forwards for modules that otherwise run a compiled graph of the user, or a collective."""
     forwards: dict[nn.Module, Any] = {}
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             forwards[module] = partial(nn.modules.batchnorm._BatchNorm.forward, module)
         elif "_orig_mod" in module._modules:
-            # `torch.compile` made this module, so call the module inside.
+            # `torch.compile` made this module as a wrapper, so call the module inside it.
             forwards[module] = module._modules["_orig_mod"]
     return forwards
 
 
 @contextmanager
 def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
-    """Run modules without their compiled graphs, in which operations could not be watched."""
+    """Run modules without their compiled graphs: a mode cannot watch the operations in a graph."""
     compiled = {
         each: each._compiled_call_impl for each in model.modules() if each._compiled_call_impl
     }
@@ -249,7 +251,7 @@ def _uncompiled_modules(model: nn.Module) -> Iterator[None]:
 
 
 class _Joining:
-    """Stands in for the batch under training, and records whether the loss calls a collective."""
+    """Stands in for the batch that a step trains on, and records whether the loss calls a collective."""
 
     num_microbatches = 1
     is_evenly_split = False
@@ -258,7 +260,7 @@ class _Joining:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts each torch operation: replaces random draws, records writes and dtypes."""
+    """Intercepts each torch operation: replaces random draws, and records writes and dtypes."""
 
     def __init__(self, draws: Draws, snapshot: Snapshot, dtypes: set[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -283,9 +285,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _BatchStatistics(TorchFunctionMode):
-    """Gives BatchNorm, in all runs, the batch's statistics of the first run, as constants.
+    """Gives BatchNorm, in every run, the batch statistics of the first run, as constants.
 
-    With their own statistics, parts would differ from the batch, and hide every other difference.
+    With the statistics of its own rows, a part would differ from the batch, which would hide all
+    other differences.
     """
 
     def __init__(self) -> None:
@@ -307,7 +310,7 @@ class _BatchStatistics(TorchFunctionMode):
         self._calls = Calls()
 
     def begin_backward(self) -> None:
-        """Record that the forward has ended."""
+        """Record that the forward has ended and the backward begins."""
         assert self._calls is not None
         self._calls.in_backward = True
 
@@ -350,7 +353,7 @@ class _BatchStatistics(TorchFunctionMode):
 
 
 def _check_graph(loss: Tensor) -> None:
-    """Raise if the backward of a loss would miss parameters: the step itself refuses such a loss."""
+    """Raise if the backward of a loss would miss parameters, since the step refuses the loss then."""
     if not loss.requires_grad:
         raise no_graph()
     if hides_parameters(loss):
@@ -358,21 +361,24 @@ def _check_graph(loss: Tensor) -> None:
 
 
 def _num_collectives(state: DistState, plan: Plan) -> int | None:
-    """Count the group's collectives so far; None if every forward calls some, as with shards."""
+    """Return the number of the group's collectives so far.
+
+    Return None if every forward calls collectives, as with shards.
+    """
     if state.group is None or plan.having("shards") or plan.having("cuts_sequences"):
         return None
     return num_collectives(state.group)
 
 
 def _figures(value: Any) -> tuple[float, ...]:
-    """Return a metric as numbers; () if the step refuses it."""
+    """Return a metric as numbers; return () if the step refuses the metric."""
     if isinstance(value, str):
         return ()
     return tuple(float(each) for each in (value if isinstance(value, tuple) else (value,)))
 
 
 def _norm(parameter: nn.Parameter) -> Tensor:
-    """Return the norm of this rank's part of a gradient, [], in at least float32; 0 without one."""
+    """Return the norm, [], of this rank's part of a gradient, in float32 or wider; 0 without a gradient."""
     if parameter.grad is None:
         return local(parameter.detach()).new_zeros((), dtype=torch.float32)
     own = local(parameter.grad)

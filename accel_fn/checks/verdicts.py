@@ -75,16 +75,17 @@ class Verdicts:
 
     def _judge_both(self, every: Sequence[Found], of_samples: Sequence[Found], number: int) -> None:
         by_rows, by_samples = self._agrees(every), self._agrees(of_samples)
-        # Parts that are cut from collated rows still hold the numbers of all samples. If the loss
-        # divides by one, the losses of these parts add up.
+        # Parts that are cut from collated rows still hold numbers that collate_fn computed over all
+        # samples. If the loss divides by one of these numbers, the losses of the parts add up to
+        # that of the batch.
         numbers = [*dict.fromkeys(name for each in of_samples for name in each.denominators)]
         adds_up = not by_rows and all("sum" in each.fitting(each.cuts) for each in every)
         if numbers and adds_up and (not by_samples or self._is_in_microbatches):
             self._refuse_numbers(numbers, of_samples, every)
         if by_samples and not by_rows:
-            # Rows may have roles by their place, such as chosen rows before rejected ones. Ranks
-            # are right, since each collates its own samples. Micro-batches are wrong, since they
-            # cut the collated rows.
+            # Rows may have roles by their place, such as chosen rows before rejected ones. Then
+            # training on several ranks is right, since each rank collates its samples.
+            # Micro-batches are wrong, since they cut the collated rows.
             if self._is_in_microbatches and self._cuts_rows:
                 raise BatchError(
                     "step: batch must have one row a sample where accumulate cuts it, got one whose rows "
@@ -116,7 +117,7 @@ class Verdicts:
     def _refuse_numbers(
         self, numbers: Sequence[str], of_samples: Sequence[Found], every: Sequence[Found]
     ) -> NoReturn:
-        """Refuse a loss that divides by a number that collate_fn computes over all samples."""
+        """Refuse a loss that divides by a number which collate_fn computes over all samples."""
         cut = next(cut for found in (*of_samples, *every) for cut in found.cuts)
         raise LossError(
             "step: loss_fn must return the mean over the items that weight_fn counts, got one by "
@@ -135,10 +136,10 @@ class Verdicts:
         return fits and self._wrong(gradients, every[0].precisions) is None
 
     def _judge_cut(self, every: Sequence[Found], number: int) -> None:
-        """Refuse a loss that fits another reduction; warn once if results depend on the cut."""
+        """Refuse a loss that fits another reduction than the plan's; warn once if results depend on cuts."""
         declared, precisions = self._declared, every[0].precisions
-        # If the loss differs from run to run, it keeps state that could not be restored, and cuts
-        # cannot be compared.
+        # If the loss differs from run to run, the loss keeps state that could not be restored, and
+        # cuts cannot be compared.
         differing = next(filter(None, [each.differing() for each in every]), None)
         if differing is not None:
             self._warn_of_state(differing)
@@ -151,13 +152,13 @@ class Verdicts:
         self._fitting &= here
         if declared not in here:
             self._refuse_reduction(every)
-            # If a forward reads values that it has just written from its rows, that write is the
-            # cause to report.
+            # If a forward reads values that it has just written from its rows, report this write:
+            # it is the cause.
             if not self._judge_writes(every):
                 self._warn_of_neither(every, number, [each.cuts for each in every])
             return
         self._agreed(number, every, precisions)
-        # If the gradient differs because of a write, the write is the cause to report.
+        # If the gradient differs because of a write, report this write: it is the cause.
         if self._judge_writes(every):
             return
         by_row = [each.by_row for each in every if each.by_row is not None]
@@ -255,7 +256,7 @@ class Verdicts:
         number: int,
         precisions: Sequence[torch.dtype],
     ) -> bool:
-        """Warn if the gradients of parts differ from the batch's, although the losses agree."""
+        """Warn if the gradients of the parts differ from those of the batch, although the losses agree."""
         found = self._wrong(gradients, precisions)
         if found is None:
             return False
@@ -288,7 +289,7 @@ class Verdicts:
     def _judge_collectives(
         self, every: Sequence[Found], number: int, precisions: Sequence[torch.dtype]
     ) -> None:
-        """Refuse a loss over all ranks that depends on how rows are dealt to them."""
+        """Refuse a loss over all ranks that depends on which rank has which rows."""
         self.text = "is of the whole batch: it calls collectives"
         pairs = [pair for each in every for pair in (each.in_turn, each.moved) if pair]
         got = self._dealt(pairs, every, precisions)
@@ -320,7 +321,7 @@ class Verdicts:
         return f"a gradient of {gradient[0]} that differs by {gradient[1]:.2g} of its norm"
 
     def _judge_metrics(self, every: Sequence[Found]) -> None:
-        """Warn about metrics that are functions of a mean."""
+        """Warn about metrics that are not means, but functions of a mean."""
         found = {name: pair for each in every for name, pair in each.metrics.items()}
         if not found or "metrics" in self._warned:
             return
@@ -375,7 +376,7 @@ class Verdicts:
         )
 
     def _bears(self, write: Write) -> bool:
-        """Return whether a write depends on how the plan cuts a batch, and is saved or read."""
+        """Return whether a write depends on how the plan cuts a batch, and is saved or read later."""
         is_reproducible = bool(self._plan.having("virtual_ranks"))
         by_parts = write.of_parts and (is_reproducible or self._is_in_microbatches)
         by_rows = write.of_rows and (is_reproducible or self._is_over_ranks)
@@ -432,7 +433,7 @@ def wrong_metrics(function: str, found: dict[str, tuple[float, float]]) -> str:
 
 
 def _cuts_rows(split: Any) -> bool:
-    """Return whether a `split` function cuts rows, or gets micro-batches with rows to cut."""
+    """Return whether a `split` function cuts rows, or takes micro-batches whose rows can be cut."""
     is_window = "takes_windows" in getattr(split, "traits", ())
     return is_window or hasattr(split, "num_parts") or "num_parts" in getattr(split, "keywords", ())
 

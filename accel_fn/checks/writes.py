@@ -1,4 +1,4 @@
-"""Find the values that a forward writes to its model, by name, and restore the earlier ones."""
+"""Find the values that a forward writes to its model, by name, and restore the values before it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Snapshot:
         self._containers: list[tuple[Any, Any]] = []
         self._before: dict[tuple[str, str], Any] = {}
         for parameter in model.parameters() if parameters else ():
-            # With `parameters=False`, a strategy writes to the parameters, so do not record them.
+            # With `parameters=False`, do not record parameters, since a strategy writes to them.
             self._own(parameter)
         for name, module in self._modules if attributes else ():
             for key, value in _attributes(module):
@@ -90,7 +90,7 @@ class Snapshot:
             self._versions.append((tensor, tensor._version))
 
     def _noted(self, value: Any, left: list[int]) -> Any:
-        """Record a value: copy containers and arrays, register tensors by their memory."""
+        """Return a record of a value: copy containers and arrays, register tensors by their memory."""
         left[0] -= 1
         if left[0] < 0:
             return _Unknown
@@ -141,7 +141,7 @@ class Snapshot:
         return known is not None and _close(known[1], buffer.detach(), exact=True)
 
     def _is_same(self, before: Any, now: Any) -> bool:
-        """Return whether an attribute is unchanged."""
+        """Return whether an attribute still has its earlier value."""
         if before is _Unknown:
             return True
         if isinstance(before, Tensor):
@@ -188,7 +188,7 @@ class Snapshot:
         for owner, value in self._copies.values():
             _write(local(owner.detach()), value)
         for container, copy in self._containers:
-            # Skip a container that has not changed: it may refuse writes.
+            # Skip a container that has not changed: the container may refuse writes.
             if not _has_entries(container, copy):
                 _refill(container, copy)
 
@@ -213,7 +213,7 @@ class Snapshot:
 
 
 class _Random:
-    """The states of Python's, NumPy's and torch's generators, in each library's format."""
+    """The states of Python's, NumPy's and torch's generators, in the native format of each library."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -229,7 +229,7 @@ class _Random:
         return *states, torch.get_device_module(self._device).get_rng_state(self._device)
 
     def ends_alike(self) -> bool:
-        """Return whether this run has left the generators in the same states as the first run."""
+        """Return whether this run has left the generators in the same states as the first run did."""
         now = self._now()
         self._ends = self._ends or now
         return _are_same(now, self._ends)
@@ -256,14 +256,14 @@ def _are_same(states: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 def _write(tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        # A forward has given the tensor another shape or dtype, so replace its data.
+        # A forward has changed the shape or dtype of the tensor, so replace the tensor's data.
         tensor.data = value.clone()
     else:
         tensor.copy_(value)
 
 
 def _has_entries(container: Any, copy: Any) -> bool:
-    """Return whether a container holds the objects of its copy, in their order."""
+    """Return whether a container still holds the same objects as its copy, in the same order."""
     now, before = _items(container), _items(copy)
     if now is None or before is None or len(now) != len(before):
         return False
@@ -285,7 +285,7 @@ def _refill(container: Any, copy: Any) -> None:
 
 @cache
 def _internal() -> frozenset[str]:
-    """Return the attributes that torch gives every module."""
+    """Return the names of the attributes that torch gives to every module."""
     return frozenset(vars(nn.Module()))
 
 

@@ -79,7 +79,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
 
 
 class _Form:
-    """A mapping whose class torch's pytree does not know, with its keys. `_restored` copies it."""
+    """A mapping of a class that torch's pytree does not know, with its keys, for `_restored` to copy."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self.mapping = mapping
@@ -104,7 +104,7 @@ class _Node:
 
 
 def _restored(values: Iterable[Any], form: Any) -> Any:
-    """Return a copy of the mapping or dataclass of a form, with new values."""
+    """Return a copy of a form's mapping or dataclass that holds these values."""
     if isinstance(form, _FormOfFields):
         return form.restored(values)
     mapping: Any = form.mapping
@@ -152,14 +152,14 @@ pytree.register_pytree_node(
 
 
 class _FormOfFields(_Form):
-    """A dataclass that torch's pytree does not know, with its field names. `restored` copies it."""
+    """A dataclass that torch's pytree does not know, with its field names; `restored` copies it."""
 
     def __init__(self, instance: Any) -> None:
         self.mapping = instance
         self.keys = [each.name for each in fields(instance)]
 
     def restored(self, values: Iterable[Any]) -> Any:
-        """Return a copy with these values, without a call of `__post_init__`."""
+        """Return a copy of the dataclass with these values; do not call `__post_init__`."""
         made = copy.copy(self.mapping)
         for name, value in zip(self.keys, values, strict=True):
             # Call `object.__setattr__`, since a frozen dataclass refuses plain assignment.
@@ -291,7 +291,7 @@ def moved(tree: T, device: torch.device) -> T:
     """Move the tensors of a tree; return `tree` itself if all are on the device."""
     if {*map(_device, _leaves(tree, Tensor))} <= {device}:
         return tree
-    # A non-blocking copy to the host could be read before it has finished.
+    # Wait for a copy to the host: a program could read a non-blocking copy before it has finished.
     overlap = device.type != "cpu"
 
     def to(tensor: Tensor) -> Tensor:
@@ -367,7 +367,8 @@ def rows_of(batch: Any) -> int | None:
     if batch is None:
         return None
     kind = type(batch)
-    # Faster: the first tensor of most batches has the length, so do not list all tensors.
+    # Read the length of the first tensor, which most batches begin with: listing all tensors is
+    # slower.
     if (kind is tuple or kind is dict) and batch:
         first = batch[0] if kind is tuple else next(iter(batch.values()))
         if type(first) is Tensor and first.ndim and first.size(0):

@@ -1,4 +1,4 @@
-"""Compute backward seeds for a loss that returns `(sum, count)`; find why a plan refuses one."""
+"""Backward seeds for losses that return `(sum, count)`, and the reasons for which plans refuse them."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ class CountedLoss:
         if self._seeds is None:
             self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
         if not weight or not pairs:
-            # Without pairs, the loss has changed its form since the first batch. Return a seed of
-            # 0: the sum of the losses raises that error later, on all ranks.
+            # A loss without pairs has changed its form since the first batch. Return a seed of 0
+            # here: the comparison of metrics after the loop finds this error, and raises on all
+            # ranks.
             return loss, metrics, torch.zeros_like(loss)
         scaler = self._state.scaler
         seed = self._seeds if scaler is None else self._seeds * scaler.scale
@@ -92,10 +93,11 @@ class CountedLoss:
             self._mean.agree_on_counts(found)
         else:
             layout.counts = found
-            # A rank without rows cannot see what the loss returns. It sets `is_open` too, so that
-            # all ranks scale their gradients in the same way.
+            # With retries, the ranks do not agree here, and a rank without rows cannot see what the
+            # loss returns. Set `is_open` on that rank too, so that all ranks scale their gradients
+            # in the same way.
             self._mean.is_open = self._retries
-        # No rank has seen the loss of an item yet. Use the names that this micro-batch has
+        # If no loss of items has been computed yet, use the names that this micro-batch has
         # returned.
         if layout.counts is None:
             layout.counts = names or None

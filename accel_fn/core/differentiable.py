@@ -31,8 +31,8 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(fn)
     def call(*args: P.args, **keywords: P.kwargs) -> T:
-        # Outside of a compilation, `outside` would import the compiler for nothing. With one rank
-        # there is no collective, so the call stays in the graph.
+        # Call `outside` only during a compilation, since the call imports the compiler. With one
+        # rank there is no collective, so the call stays in the graph.
         if torch.compiler.is_compiling() and not _is_alone(*args, *keywords.values()):
             return outside(*args, **keywords)
         return fn(*args, **keywords)
@@ -53,7 +53,7 @@ class Running(Protocol):
 
 
 class _Training(threading.local):
-    """The batch whose loss this thread computes: a function that returns it, or None."""
+    """Holds, for each thread, a function that returns the batch whose loss the thread computes."""
 
     batch: Callable[[], Running | None] | None = None
 
@@ -117,8 +117,9 @@ def inexact(
             "use wrap_ddp or wrap_fsdp, or detach it"
         )
     # The usual recipe gathers under no_grad() and then inserts the rank's own rows. Refuse it: on
-    # several ranks, the gradients would be others than on one. A tensor that was detached earlier
-    # passes: it looks like a tensor that never had a graph, such as the keys of a momentum encoder.
+    # several ranks, its gradients differ from those on one rank. Accept a tensor that was detached
+    # earlier: it looks like a tensor that never had a graph, such as the keys of a momentum
+    # encoder.
     if joins_rows and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return (
             "hold tensors with their graph where a loss is computed, got one under no_grad(), for "
@@ -194,12 +195,13 @@ class _Call:
     def gradients(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Sum the gradients of the outputs over the ranks; return this rank's part of each sum."""
         # If a rank is in the backward of another call, the function names differ and all ranks
-        # raise. Without this check, the sums below would pair up by their order alone.
+        # raise. Without this check, the ranks would add up gradients of different calls without an
+        # error.
         primitives.exchange_number(len(gradients), self.state, self.function)
         found = []
         for place, gradient in enumerate(gradients):
-            # The leaf may be on the host on some ranks, and so may its gradient. Sum on the device
-            # of the state.
+            # On some ranks, the leaf may be on the host, and so its gradient too. Move the gradient
+            # to the device of the state, on which all ranks sum.
             there = gradient.to(self.state.device)
             total = there.resolve_conj().clone(memory_format=torch.contiguous_format)
             real = torch.view_as_real(total) if total.is_complex() else total

@@ -99,7 +99,10 @@ def _watch_registrations() -> None:
 
 
 def _without_memory(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-    """Replace a new parameter by one on the meta device; keep one that is there, with its ties."""
+    """Replace a new parameter by one on the meta device.
+
+    Keep a parameter that is on the meta device already, so that tied modules still share it.
+    """
     # Keep subclasses of Parameter, such as quantized or lazy ones: a plain copy would lose their
     # special behaviour.
     if not _making.on or type(parameter) is not nn.Parameter or parameter.is_meta:

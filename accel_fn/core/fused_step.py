@@ -105,7 +105,10 @@ def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Ca
 
 
 def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is torch's, without hooks and profiler; a scheduler may wrap it."""
+    """Return whether a call of `step` runs torch's code only: no hooks, and no profiler.
+
+    A scheduler may have wrapped `step`.
+    """
     own: Any = vars(optimizer).get("step")
     is_torchs = own is None or (
         hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is kind.step

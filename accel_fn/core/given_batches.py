@@ -15,7 +15,7 @@ from accel_fn.errors import BatchError
 Place = tuple[int, int]
 """The number of a pass over the loader, and the number of the batch in that pass."""
 
-# Use a dictionary: an attribute would be pickled and copied with its tensor.
+# Keep places in a dictionary: an attribute of a tensor would be pickled and copied with the tensor.
 PLACES = WeakTensorKeyDictionary()
 _NUM_BATCHES = 1 << 20
 _NUM_PASSES = 1 << 10
@@ -28,8 +28,12 @@ def note_place(batch: Any, place: Place) -> None:
 
 
 def place_of(batch: Any) -> Place | None:
-    """Return the place of a pass's first batch; None if the loop replaced its tensors."""
-    # Most batches have no place; skip the look-up.
+    """Return the place recorded for a batch; None if there is none.
+
+    Only the first batch of a pass has a place. A training loop that replaces the tensors of this
+    batch drops its place.
+    """
+    # Skip the look-up if no batch in memory has a place, as in most steps.
     if not PLACES.data:
         return None
     for tensor in tensors_of(batch)[:1]:

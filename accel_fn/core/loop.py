@@ -1,4 +1,7 @@
-"""The loop of a step, and `Strategy`: how ranks share the loop. The base class is for one rank."""
+"""The loop of a step over its micro-batches, and `Strategy`: how ranks share the loop.
+
+The base class `Strategy` is for one rank.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,8 @@ class Strategy:
         try:
             stop = any(map(call, plan.should_stop))
         except Exception as error:
-            # Raise the error once the other ranks know of it, like an error in the batch.
+            # Do not raise yet: like an error in the batch, this error must first reach the other
+            # ranks.
             failed = error
         parts, weights, rows, failure = microbatches_or_failure(
             plan, batch, self.parameters.check, retries=self.retries
@@ -189,7 +193,8 @@ class Strategy:
     ) -> None:
         """Run all forwards and backwards; the last backward averages over the ranks."""
         every = [*zip(parts, weights, strict=True)]
-        # If a rank may run out of memory, gradients stay on the ranks until all ranks have voted.
+        # With `retries`, a rank may run out of memory. So no backward averages gradients over the
+        # ranks: they are averaged once all ranks have voted.
         num_local = len(every) if self.retries else len(every) - 1
         backward = wide_backward(self.backward, self.halves, len(every))
         counted = self._counted(plan, state, mean, every)
@@ -303,8 +308,8 @@ class Strategy:
 
     def backward(self, loss: Tensor, seed: Tensor | None) -> None:
         """Add the gradients of `seed * loss` to `.grad`; a seed of None means 1."""
-        # Write to these parameters only. The generator's step of a GAN then leaves `.grad` of the
-        # discriminator unchanged, so no step needs `zero_grad`.
+        # Write only to the gradients of parameters that this step trains. In a GAN, the generator's
+        # step then leaves `.grad` of the discriminator unchanged, so no step needs `zero_grad`.
         run_backward(loss, seed, self.reachable)
 
     def zero_gradients(self) -> None:
@@ -425,8 +430,8 @@ class PaddingStrategy(Strategy):
 
         Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """
-        # Every rank must use the same modules in the same order. Only a real forward does so, so
-        # pad with a real micro-batch.
+        # All ranks must run the same modules in the same order, and only the loss of a real
+        # micro-batch runs them. So a rank that lacks micro-batches gets a copy of a real one.
         ranks = self.ranks
         if ranks.world_size == 1:
             return parts, weights

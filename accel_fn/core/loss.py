@@ -135,7 +135,7 @@ def leave_out(terms: Sequence[Node | None], others: Sequence[Node | None]) -> No
 
 
 def _behind(ends: Sequence[Node | None], known: Collection[Node]) -> set[Node]:
-    """Return the graph nodes behind these ends, without leaves and without the nodes in `known`."""
+    """Return the nodes that a backward from `ends` runs before it reaches leaves or nodes in `known`."""
     found: set[Node] = set()
     ahead = [*ends]
     while ahead:
@@ -312,8 +312,9 @@ class LossModule(nn.Module):
     def _of_terms(self, found: Any, metrics: Any, left_out: Sequence[str]) -> Outcome:
         broken = broken_rule(found, self.terms)
         if broken:
-            # Do not raise on this rank alone. Return the broken rule among the metrics, and a loss
-            # whose backward reaches the same parameters as on other ranks.
+            # Do not raise here: the other ranks would wait for this rank. Return the broken rule
+            # among the metrics, and a loss whose backward reaches the same parameters as on other
+            # ranks.
             terms = [*filter(is_mean, found.values() if isinstance(found, Mapping) else [found])]
             loss = sum(terms, self._zero())
             return torch.stack([loss] * len(self.terms)), {"": broken}
@@ -323,8 +324,8 @@ class LossModule(nn.Module):
             ends = [found[name].grad_fn for name in left_out]
             leave_out(ends, [*weighing, *self.joining])
             if not all(found[name].requires_grad for name in left_out):
-                # A left-out term that has no graph here may reach any parameter on another rank.
-                # Add a zero that reaches all of them.
+                # A left-out term that has no graph on this rank may reach any parameter on another
+                # rank. Add a zero whose backward reaches all parameters.
                 terms[0] = terms[0] + self._zero()
         loss = stacked(terms)
         return loss, {} if metrics is None else checked_metrics(metrics, loss, self.terms)
@@ -345,8 +346,8 @@ def counted(pairs: Mapping[str, Any], metrics: Any) -> Outcome:
         value, number = _number(total, sums), _number(count, sums)
         assert value is not None
         assert number is not None
-        # Accept a sum with a count of 0: a loss of all anchors, divided by the number of positive
-        # ones, has such micro-batches.
+        # Accept a sum with a count of 0. For example, a detection loss sums over all anchors and
+        # counts the positive ones, and a micro-batch may have no positive anchor.
         found[COUNTED + name] = value, number
     return sums, found if metrics is None else {**found, **checked_metrics(metrics, sums, [*pairs])}
 
@@ -359,7 +360,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
-    """Return an empty sum of a parameter, which is 0; the gradient is sparse for sparse tables."""
+    """Return the sum over no elements of a parameter: 0, with a sparse gradient for sparse tables."""
     if any(each is parameter for each in sparse):
         no_rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return F.embedding(no_rows, parameter, sparse=True).sum()
@@ -451,7 +452,8 @@ def run_terms(
     left_out = [name for name, each in zip(plan.terms, weights, strict=True) if not each]
     part, contexts = placed(state, plan, part), plan.forward_contexts
     if left_out and torch.is_grad_enabled():
-        # A compiled graph has one backward for all terms, so no term can be left out of it.
+        # A compiled graph has one backward for all terms. Run the loss without the compiler, so
+        # that the backward can leave terms out.
         with uncompiled():
             call = partial(module, left_out=left_out)
             outcome: Outcome = in_contexts(state, contexts, call, part)
@@ -469,7 +471,7 @@ def placed(state: DistState, plan: Plan, part: Any) -> Any:
     """Place a micro-batch with the functions in the plan's `place_batch`."""
     for place_batch in plan.place_batch:
         part = place_batch(state, part)
-        # None would stand for a rank without items, and loss_fn would not be called.
+        # Refuse None: it would mean that this rank has no items, and loss_fn would not be called.
         if part is None:
             name = describe(place_batch)
             raise BatchError(f"step: place_batch must return the batch, got None from {name}")

@@ -120,8 +120,8 @@ class Layout:
         self, state: DistState, found: Sequence[Mapping[str, int]], wrong: str
     ) -> Mapping[str, int] | None:
         """Exchange the metric names that ranks have found; raise on every rank if they differ."""
-        # Ranks without items do not know the metrics, but the sum over the ranks needs vectors of
-        # one length.
+        # Ranks without items do not know the metrics, but the ranks can only sum vectors of one
+        # length.
         expected = None
         for rank, (of_rank, failure) in enumerate(
             primitives.exchange((found, wrong), state, "step")
@@ -343,7 +343,8 @@ class GlobalMean:
         layout: Layout,
         is_forward: bool = False,
     ) -> None:
-        # The suffix keeps ranks that train from receiving the numbers of ranks that evaluate.
+        # The suffix is in the names of collectives: if one rank trains while another rank
+        # evaluates, their names differ, and both raise.
         self._suffix = " forward" if is_forward else ""
         failure = failure or layout.pending_error
         self.own_weight = total_weight(weights)
@@ -385,11 +386,11 @@ class GlobalMean:
             """The sum of the loss (or of each term), the number of ranks whose metrics differ,
             zeros in the places where other messages have facts, and the sums of metrics."""
             self._mean = self._losses()
-            # Weights are summed on the host in float64, which is exact for integers up to 2**53. So
-            # an accelerator does not wait and need not support float64, and an error on one rank is
-            # known to all without the accelerator. The message is as long as that of losses and
-            # metrics: if a rank is a step ahead, the two meet in one collective, and `start_total`
-            # can compare their names.
+            # Sum the weights on the host in float64, which is exact for integers up to 2**53. So no
+            # rank waits for its accelerator, the accelerator need not support float64, and an error
+            # on one rank reaches all ranks without the accelerator. The message is as long as the
+            # message of losses and metrics: if one rank is a step ahead, the two messages meet in
+            # one collective, and `start_total` can compare their names.
             more = [0.0] * (NUM_FACTS - 2 + sum((layout.sizes or {}).values()))
             self._num_ranks = state.data.world_size
             self._data = over(state)
@@ -429,8 +430,8 @@ class GlobalMean:
             every = self._facts_of_ranks()
             own = every[data_places(self._state)]
             weights, counts = every[:, :num], every[:, num].astype(np.int64)
-            # If a rank cannot count its batch, its weights are NaN. Add up the weights of all ranks
-            # then, so that ranks along other axes raise too.
+            # If a rank cannot count its batch, its weights are NaN. Then add up the weights of all
+            # ranks, not only of those along `dp`, so that ranks along other axes raise too.
             counted = every if np.isnan(weights).any() else own
             numbers = tuple(counted[:, :num].sum(0).tolist())
             self._total = checked_total(numbers, self._failure)
@@ -474,7 +475,7 @@ class GlobalMean:
         if not factor:
             return
         if metrics and counted_in(metrics):
-            # Add nothing to the mean: the loss is a sum, which the metrics hold too, with its
+            # Add nothing to the mean here: the loss is a sum, and `metrics` holds this sum with its
             # count.
             pass
         elif self.layout.terms:

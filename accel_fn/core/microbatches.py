@@ -92,7 +92,10 @@ def microbatches_or_failure(
 
 
 def _not_retried(failure: Exception) -> Exception:
-    """Replace an OOM error by one that is not retried: the other ranks raise without a vote."""
+    """Replace an OOM error by one that is not retried.
+
+    All ranks raise this error without a vote, so no rank may retry it.
+    """
     if not is_memory(failure):
         return failure
     error = OutOfMemoryError(

@@ -197,7 +197,7 @@ class Reached:
                 self._note_unused()
 
     def _note_unused(self) -> None:
-        """Warn once if the loss on one process misses parameters that `wrap_ddp` would wait for."""
+        """On one process, warn once about parameters that the loss misses; on several, DDP would wait."""
         self.unused = [*self._missed()]
         if self.unused and self._is_main:
             warn_user(

@@ -478,6 +478,6 @@ def _describe_value(value: Any) -> str:
 
 
 def _describe_object(value: Any) -> str:
-    """Return a value's repr; its type if the repr is an address, which differs by rank."""
+    """Return a value's repr, or its type's name if the repr shows an address, which differs by rank."""
     plain: Any = object.__repr__
     return type(value).__name__ if type(value).__repr__ is plain else repr(value)

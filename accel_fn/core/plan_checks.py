@@ -91,8 +91,8 @@ def _check_slots(state: DistState, plan: Plan) -> None:
         entries = getattr(plan, slot)
         if len(entries) > 1:
             for each in entries:
-                # Validate the functions first: an error of their own may be more precise than the
-                # one below.
+                # Validate the functions first: their own errors may be more precise than the one
+                # below.
                 _validate(each, state, plan)
             names = " and ".join(map(describe, entries))
             raise PlanError(
@@ -188,7 +188,7 @@ def _check_world(state: DistState, plan: Plan) -> None:
 
 
 def _check_mesh(state: DistState, plan: Plan) -> None:
-    """On a mesh with axes beside `dp`, refuse transforms that assume other rows on every rank."""
+    """On a mesh with axes beside `dp`, refuse transforms that need different rows on every rank."""
     if state.data.world_size == state.world_size:
         return
     for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
@@ -199,7 +199,7 @@ def _check_mesh(state: DistState, plan: Plan) -> None:
 
 
 def _check_device(state: DistState, plan: Plan) -> None:
-    """Refuse an unused accelerator: the model would be trained on the host."""
+    """Refuse a plan that would train the model on the host although the state has an accelerator."""
     if state.device.type == "cpu" or plan.place_model or plan.shard_model or plan.having("shards"):
         return
     if all(each.is_cpu for each in plan.model.parameters()):
@@ -221,7 +221,10 @@ def check_row_norms(model: nn.Module) -> None:
 
 
 def _check_frequencies(state: DistState, plan: Plan) -> None:
-    """Refuse embeddings with `scale_grad_by_freq`: each part would count only its own rows."""
+    """Refuse embeddings with `scale_grad_by_freq` if the batch is cut.
+
+    Each part would scale its gradients by how often a row occurs in this part, not in the batch.
+    """
     is_cut = state.world_size > 1 or in_microbatches(plan)
     for name, module in plan.model.named_modules() if is_cut else ():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:

@@ -1,4 +1,4 @@
-"""A global mean that predicts its weight from the last batch, so that no backward waits for it."""
+"""A global mean that predicts its weight from the last batch, so that no backward waits for a sum."""
 
 from __future__ import annotations
 

@@ -42,8 +42,9 @@ class _Unpickler(pickle.Unpickler):
         self._device = str(device)
 
     def find_class(self, module: str, name: str) -> Any:
-        # A pickled tensor holds its storage as bytes and the name of a device. torch would restore
-        # it on that device, so every rank would use memory, and a context, on the sender's device.
+        # A pickled tensor holds its storage as bytes, and these name the sender's device. torch
+        # would restore the storage there, so every rank would use memory, and a context, on that
+        # device.
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return self._storage
         return super().find_class(module, name)

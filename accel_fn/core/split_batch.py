@@ -121,7 +121,7 @@ class _RowSplit:
         return fits
 
     def _refuse_fields(self, items: Sequence[Any], kinds: set[type]) -> None:
-        """Refuse a list of tuples if each may be one sample, or one field of all samples."""
+        """Refuse a list of tuples if each tuple may be one sample, or one field of all samples."""
         if kinds == {tuple} and all(
             len(each) == self.num_rows and {*map(type, each)} <= {str, bytes} for each in items
         ):
@@ -130,7 +130,7 @@ class _RowSplit:
             self._refuse("not be ambiguous", got, repair)
 
     def _parts_of_object(self, leaf: Any) -> Sequence[Any]:
-        """Give every part an object whole; cut NumPy arrays; refuse objects that may hold rows."""
+        """Give each part the whole object; cut NumPy arrays; refuse other objects that may hold rows."""
         if isinstance(leaf, nn.Module | type):
             return [leaf] * len(self.sizes)
         num_rows = length_of(leaf)

@@ -123,8 +123,8 @@ class LossScale:
         Cost: a few 0-dim operations on the device; no host synchronisation.
         """
         good_steps = self.good_steps + 1
-        # On the host, most steps end here: the scale does not change, and a dozen operations are
-        # saved.
+        # On the host, return early in most steps, in which the scale does not change. This saves a
+        # dozen operations.
         reads = ok.is_cpu and not torch.compiler.is_compiling()
         if reads and ok and good_steps < self.growth_interval:
             return replace(self, good_steps=good_steps)

@@ -1,4 +1,4 @@
-"""Step, its stages, and `build`, which alone moves, wraps and compiles models."""
+"""Step, its stages, and `build`, the only function that moves, wraps and compiles models."""
 
 from __future__ import annotations
 
@@ -352,7 +352,8 @@ def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
     for wrap in retrying:
-        # Functions that retry go innermost: they run the same batch again, and keep no gradients.
+        # Wrap functions that retry first, inside of `_kept`: they run the same batch again and keep
+        # no gradients, so they need no clones.
         grad_fn = wrap(grad_fn)
     kept: GradFn = partial(_kept, plan, grad_fn)
     wrapped = kept
@@ -430,7 +431,7 @@ def _with_state(
 
 
 def _draw_alike(state: DistState) -> None:
-    """Make ranks with the same rows draw the same numbers: each process has its own seed."""
+    """Make ranks with the same rows draw the same numbers, although each process has its own seed."""
     # Without a default group, ranks are simulated by threads. They share the generators, so there
     # is nothing to copy.
     axes = state.axes if current_world() else ()
@@ -442,7 +443,7 @@ def _draw_alike(state: DistState) -> None:
 
 
 def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
-    """Return the plan after every `claim` and every check that needs no other rank."""
+    """Let every slot function claim its part of the plan, and check the plan without other ranks."""
     for each in plan.entries():
         if isinstance(each, SlotFunction):
             plan = each.claim(plan)
@@ -451,7 +452,10 @@ def _validated(state: DistState, plan: Plan[Batch]) -> Plan[Batch]:
 
 
 def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
-    """Prepare state and model on this rank. This may fail on one rank only, such as by an OOM."""
+    """Prepare the state and the model on this rank.
+
+    An error, such as an OOM, may occur on this rank only.
+    """
     state = reduce(lambda state, init_state: init_state(state), plan.init_state, state)
     if plan.init_state:
         check_precision(state, plan.model)
@@ -476,7 +480,7 @@ def _placed(state: DistState, plan: Plan) -> tuple[DistState, nn.Module]:
 def _check_pair(maker: Stateful, made: Any) -> None:
     """Refuse a function that has only one of `state_dict` and `load_state_dict`.
 
-    A resumed run would lose its state.
+    A resumed run would lose the state of this function.
     """
     pair = ("state_dict", "load_state_dict")
     held = [name for name in pair if callable(getattr(made, name, None))]

@@ -208,7 +208,7 @@ def uncompiled() -> Iterator[None]:
 def _by_key(
     make: Callable[[], Callable[..., Any]], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that keeps separate graphs for each key of its `ModuleGuards`."""
+    """Return a function that takes `ModuleGuards` first, and has a separate graph for each of their keys."""
     graphs = defaultdict[Any, Callable[..., Any]](make)
 
     def run(guards: ModuleGuards, *args: Any, **kwargs: Any) -> Any:

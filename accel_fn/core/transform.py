@@ -81,7 +81,8 @@ def named(made: Transform, text: str) -> Transform:
     functions = made.slots.values() if isinstance(made, Fill) else ()
     for each in (fn for every in functions for fn in every):
         if isinstance(each, SlotFunction):
-            # This call has just made the slot function, so no other plan uses it.
+            # Set the attribute in place: this call has just made the slot function, so no other
+            # plan uses it.
             each.call = text
     return NamedTransform(made, text)
 

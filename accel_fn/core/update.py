@@ -170,9 +170,9 @@ def _reads_on_device(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool
 
 
 def _where_read(value: Tensor | None, parameters: Sequence[Tensor]) -> Tensor | None:
-    """Move a value to the host if a fused kernel of offloaded parameters reads it there."""
-    # torch copies the value without waiting, so its kernel on the host could read memory before the
-    # value has arrived.
+    """Move a value to the host if a fused kernel of offloaded parameters reads the value there."""
+    # torch itself would copy the value without waiting, so the kernel on the host could read memory
+    # before the value has arrived.
     if value is None or value.is_cpu or not any(each.is_cpu for each in parameters):
         return value
     return value.cpu()
@@ -190,7 +190,8 @@ def takes_factor(optimizer: Optimizer) -> bool:
 def _can_skip(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's kernel may skip an update.
 
-    SGD's kernel may not before the first momentum: a skipped call would set none.
+    The kernel of SGD may not while a parameter lacks its first momentum: a skipped call would not
+    set the momentum.
     """
     return not isinstance(optimizer, SGD) or all(
         "momentum_buffer" in optimizer.state.get(each, ())
@@ -250,7 +251,7 @@ def follow_shards(
 
 
 def _cut(value: object, parameter: Tensor) -> object:
-    """Shard a value of an optimizer like its parameter, if both have the same shape."""
+    """Shard a value of an optimizer's state like the parameter, if both have the same shape."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return shard_like(value, parameter)

@@ -16,7 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_fn.errors import ArgumentError, ArgumentTypeError, BatchError, message
 
-# Use a dictionary: an attribute would be pickled and copied with its tensor.
+# Keep sources in a dictionary: an attribute of a tensor would be pickled and copied with the
+# tensor.
 _SOURCES = WeakTensorKeyDictionary()
 
 
@@ -190,7 +191,8 @@ def labels_at(
     counted = labels[:, shift:] if shift else labels
     if class_weight is None:
         return int(torch.count_nonzero(counted != ignore_index))
-    # Copy the labels once: each operation below would wait for an accelerator.
+    # Copy the labels to the host once: otherwise each operation below would wait for the
+    # accelerator.
     counted = counted.cpu()
     return _sum_of_weights(counted[counted != ignore_index], class_weight.values)
 
@@ -255,7 +257,7 @@ def _checked(weight: Any, name: str = "weight_fn") -> Weight:
         rule = "return a number or a 0-dim tensor"
         raise BatchError(message("Plan", name, rule, value))
     plain = int(value) if isinstance(value, numbers.Integral) else float(value)
-    # Refuse a larger integer too: it cannot be converted to a float.
+    # Refuse an integer above the largest float too: it cannot be converted to a float.
     if not 0 <= plain <= sys.float_info.max:
         raise BatchError(message("Plan", name, "return a finite count >= 0", value))
     if plain and not _SMALLEST <= plain <= _LARGEST:

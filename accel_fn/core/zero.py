@@ -1,6 +1,6 @@
 """Parameters that DeepSpeed's ZeRO manages: sharded, or with a second copy that ZeRO updates.
 
-They are recognized by DeepSpeed's attributes, since importing DeepSpeed takes time.
+This module finds them by the attributes that DeepSpeed sets: importing DeepSpeed takes time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How ranks find each other and share a step: strategies, meshes, collectives, the watchdog."""
+"""How ranks find each other and share the work of a step: strategies, meshes, collectives, watchdog."""

@@ -17,7 +17,7 @@ def axis_size(transform: str, state: DistState, axis: str) -> int:
     mesh = mesh_of(state)
     if axis in mesh or state.axes or state.world_size == 1:
         return mesh.get(axis, 1)
-    # The smallest axis that the ranks can form.
+    # Suggest the smallest axis that the ranks can form.
     size = next(n for n in range(2, state.world_size + 1) if state.world_size % n == 0)
     launch = f"accel-fn launch -n {state.world_size} --mesh dp=-1,{axis}={size} {_script()}"
     repair = f'use init(mesh={{"dp": -1, "{axis}": {size}}}), or start it by: {launch}'

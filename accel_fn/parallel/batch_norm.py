@@ -43,8 +43,8 @@ class SyncedBatchNorm:
         self._ranks = ranks
         layers = batch_norms(model)
         self._names = [*layers]
-        # All packets have one size: if ranks called different layers, a collective with two sizes
-        # would abort the process.
+        # Send packets of one size for all layers: if ranks called different layers, a collective
+        # with two sizes would abort the process.
         self._width = max([0, *(each.num_features for each in layers.values())])
         # Make the forwards once: if a step made new objects, torch.compile would compile again.
         call = torch.compiler.disable(_forward) if is_compiled else _forward  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class SyncedBatchNorm:
 
 
 def _forward(layers: SyncedBatchNorm, number: int, layer: Any, inputs: Tensor) -> Tensor:
-    """Normalize as the layer does; in training mode, by the statistics of the rows of all ranks."""
+    """Normalize as the layer does, but in training mode by the statistics of the rows of all ranks."""
     if not layer.training:
         return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]
     layer._check_input_dim(inputs)
@@ -146,7 +146,7 @@ class _Call:
         return numbers.sum(self._dims)
 
     def totals(self, sums: Tensor) -> Tensor:
-        """Add up every rank's sums, in the backward."""
+        """Add up the sums of all ranks in the backward."""
         return self._exchange(-1 - self._number, sums.flatten()).sum(0).view_as(sums)
 
 

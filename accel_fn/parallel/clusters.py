@@ -1,4 +1,4 @@
-"""Read, from the variables that a cluster sets, the ranks of a process or the place of a machine.
+"""Read, from variables of a cluster, the ranks of a process or the place of a machine.
 
 srun, jsrun and the mpirun of Open MPI, MPICH and Intel start every process of a world: `read_task`
 returns a `Task`. SageMaker, Kubernetes, Vertex AI, Azure ML and PBS start one process on each
@@ -66,7 +66,7 @@ class Variables:
 
 
 def _port_of(job: str) -> int:
-    """Return the port of a job's rendezvous: equal on all machines, and different for most jobs."""
+    """Return the port of a job's rendezvous: the same on all machines, and different for most jobs."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
@@ -95,7 +95,7 @@ class Task:
 
 
 class _Mpi(NamedTuple):
-    """The names of an `mpirun`'s variables. If several are set, the first one counts."""
+    """The names of the variables that an `mpirun` sets; of several local names, the first one set counts."""
 
     rank: str
     world_size: str
@@ -103,8 +103,8 @@ class _Mpi(NamedTuple):
     local_world_size: tuple[str, ...]
 
 
-# Read MPI's variables before Slurm's: Slurm may have started only MPI's daemons, as one step, and
-# its ranks are then those of the daemons.
+# Read MPI's variables before Slurm's. Slurm may have started only MPI's daemons, as one job step;
+# SLURM_PROCID then is the rank of a daemon.
 _MPIS = {
     "LSF": _Mpi(
         "JSM_NAMESPACE_RANK",
@@ -187,7 +187,8 @@ def _rank_0_host(variables: Variables, num_machines: int) -> str | None:
     if values.get("AZ_BATCH_MASTER_NODE"):
         return values["AZ_BATCH_MASTER_NODE"].partition(":")[0]
     lsf = values.get("LSB_MCPU_HOSTS", "").split()[::2]
-    # LSF's first machine is the launch node: jsrun starts no task there, other launchers do.
+    # The first machine of LSF is the launch node, where jsrun starts no task, but other launchers
+    # do. So try the machines with and without the first one.
     firsts = {len(hosts): hosts[0] for hosts in (_pbs_hosts(values), lsf, lsf[1:]) if hosts}
     nodes = values.get("SLURM_JOB_NODELIST")
     if nodes and values.get("SLURM_JOB_NUM_NODES"):
@@ -196,8 +197,8 @@ def _rank_0_host(variables: Variables, num_machines: int) -> str | None:
 
 
 def _read_slurm(variables: Variables) -> Task | None:
-    # A batch script and a shell of salloc or `srun --pty` run alone, although SLURM_PROCID is set.
-    # Only a step without a terminal may be one of many processes.
+    # A batch script and a shell of salloc or `srun --pty` are single processes, although
+    # SLURM_PROCID is set. Only a job step without a terminal may have many processes.
     values = variables.values
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= values.keys() or "SLURM_PTY_PORT" in values:
         return None
@@ -304,7 +305,10 @@ def _by_names(
     machine_rank: str,
     host: tuple[str, ...],
 ) -> Node | None:
-    """Read a cluster with a variable for each fact. For one machine, only the count must be set."""
+    """Read a cluster that sets one variable for each fact.
+
+    For one machine, the variable with the number of machines is enough.
+    """
     if not variables.any_of(*known_by):
         return None
     count = variables.number(num_machines, least=1)
@@ -315,7 +319,7 @@ def _by_names(
 
 
 def _kubernetes(variables: Variables) -> Node | None:
-    """Read the variables of torchrun, as Kubeflow sets them, or the manifest of a JobSet."""
+    """Read torchrun's variables, which Kubeflow or the manifest of a JobSet sets."""
     values = variables.values
     if not values.get("PET_NNODES"):
         return None
@@ -398,7 +402,7 @@ def _pbs(variables: Variables) -> Node | None:
 
 
 def _pbs_hosts(values: Mapping[str, str]) -> list[str]:
-    """Return the machines of a PBS job, each once; an empty list if its file cannot be read."""
+    """Return the machines of a PBS job without repeats; an empty list if their file cannot be read."""
     path = values.get("PBS_NODEFILE")
     try:
         return list(dict.fromkeys(Path(path).read_text().split())) if path else []

@@ -193,7 +193,7 @@ class SplitReplicas(Strategy):
 
 
 class _Turn:
-    """Records which of the strategies that train one parameter ran the last backward."""
+    """Records which strategy ran the last backward, for strategies that train the same parameters."""
 
     last = 0
     """The id of the strategy; 0 before the first backward."""
@@ -244,8 +244,8 @@ class DDP(Strategy):
             return
         for turn in self._turns:
             if turn.last != id(self):
-                # If another plan's backward has reached a parameter, DDP counts it as used. So wrap
-                # the loss in a new DDP below.
+                # If the backward of another plan has reached a parameter, DDP counts this parameter
+                # as used. So wrap the loss in a new DDP below.
                 self._is_unfinished |= self.finds_unused and turn.last != 0
                 turn.last = id(self)
         if self._is_unfinished:
@@ -255,8 +255,9 @@ class DDP(Strategy):
             self._is_unfinished = False
         if self.retries:
             # Broadcast rank 0's buffers now: a rank that runs out of memory would not join a later
-            # broadcast. Each attempt needs the broadcast, since a failed attempt has restored the
-            # rank's own buffers. DDP would skip it after a forward under no_sync, so request it.
+            # broadcast. Every attempt needs the broadcast, since a failed attempt restores the
+            # buffers that the rank had before. DDP would skip the broadcast after a forward under
+            # no_sync, so request it.
             self.ddp.require_forward_param_sync = True
             with self.no_sync():
                 self.ddp(None)
@@ -293,14 +294,15 @@ class DDP(Strategy):
         """Enter a context for forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # If DDP looks for unused parameters or treats the graph as static, it records what any
-        # backward reaches. So after a trial, the next step wraps the loss in a new DDP.
+        # With unused parameters or a static graph, DDP records what any backward reaches, also a
+        # backward of the checks. So after a trial, the next step wraps the loss in a new DDP.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
-        """With retries, average by a backward of zeros; else check that DDP has averaged."""
-        # A rank out of memory in the middle of a backward cannot notify peers that wait for its
-        # gradients. So with retries, gradients stay on their ranks until all ranks have voted.
+        """With retries, average by a backward of zeros; otherwise, check that DDP has averaged."""
+        # A rank that runs out of memory in the middle of a backward cannot notify the peers that
+        # wait for its gradients. So with retries, no gradient leaves a rank before all ranks have
+        # voted.
         if self.retries:
             loss, _ = self.ddp(None)
             self.backward(loss, loss.new_zeros(()))
@@ -332,9 +334,9 @@ class SyncedDDP(SyncedStrategy, DDP):
 def _fix_buckets(ddp: DistributedDataParallel) -> None:
     """Run a first backward of zeros, after which DDP's gradient buckets no longer change.
 
-    The layout decides the last bit of a sum over three ranks or more. Without this backward, a
-    resumed run would differ from an uninterrupted run, and a repeated first step from the first
-    attempt.
+    The buckets decide the last bit of a sum over three ranks or more. Without this backward, DDP
+    would change them after its first real backward: a resumed run would differ from an
+    uninterrupted run, and a repeated first step from the first attempt.
     """
     if ddp.static_graph or ddp.find_unused_parameters:
         # With these options, DDP keeps its first layout. With a static graph, the first backward

@@ -1,4 +1,4 @@
-"""Seeds for ranks that hold the same rows: their generators are equal, but draws must differ."""
+"""Seeds for ranks with the same rows and equal generators, whose draws must still differ."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FileLock: only one run at a time writes to a folder or a file.
 
-The lock is a separate file: NFS locks only files that are open for writing. The file holds the name
-of its run, for the error of a second run.
+The lock is a separate file, since NFS locks only files that are open for writing. The run that
+holds the lock writes its name to this file, so that the error of a second run can show the name.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class FileLock:
         try:
             self._file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            # Leave out O_CREAT: Linux refuses it for another user's file in a sticky folder.
+            # Open the file without O_CREAT, with which Linux refuses another user's file in a
+            # sticky folder.
             self._file = os.open(path, flags)
         self._close = finalize(self, os.close, self._file)
-        # Let every user who may save in the folder lock the file. If another user owns the file,
-        # changing the mode fails, but that user's run has set it.
+        # Let every user who may save in the folder lock the file. Only the owner can change the
+        # mode. If the owner is another user, that user's run has changed it.
         with suppress(OSError):
             os.fchmod(self._file, path.parent.stat().st_mode & 0o666)
         # Close the file in forked workers: a worker that outlives a killed run would keep the lock.

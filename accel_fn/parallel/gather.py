@@ -82,7 +82,7 @@ def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
     described = [_describe(leaf) for leaf in leaves]
     problem = inexact(function, leaves, state, joins_rows=True)
     form = str(structure), [leaf for leaf, _ in described], problem
-    # An error of one rank is sent with the shapes, so all ranks raise before any data moves.
+    # Each rank sends its error with its shapes, so that all ranks raise before any data moves.
     every = primitives.exchange(form, state, function, leaves)
     _check(every, f"{function}: {parameter}")
     if state.world_size == 1:
@@ -102,7 +102,7 @@ def join_rows(tree: T, state: DistState, function: str, parameter: str) -> T:
 def _put_into_graph(
     joined: list[Any], leaves: Sequence[Any], columns: Sequence[Sequence[_Leaf]], state: DistState
 ) -> None:
-    """Let gradients of joined rows reach the ranks that these rows came from."""
+    """Put joined rows into the graph: their gradients reach the ranks that the rows came from."""
     places = [
         place for place, column in enumerate(columns) if any(leaf.in_graph for leaf in column)
     ]
@@ -152,7 +152,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A description of a leaf, a tensor or a list of items, for the peers."""
+    """A description of one rank's leaf, a tensor or a list of items, for the other ranks."""
 
     kind: str
     """A description that must be equal on all ranks."""
@@ -165,7 +165,7 @@ class _Leaf:
 
 
 def _describe(leaf: Any) -> tuple[_Leaf, list[Tensor]]:
-    """Describe a leaf for the peers; return its tensors too, which are sent as bytes."""
+    """Describe a leaf for the peers; also return its tensors, which are sent as bytes."""
     kind, items, tensors = type(leaf).__name__, b"", []
     if isinstance(leaf, Tensor) and leaf.ndim:
         kind, tensors = f"{leaf.dtype} [rows, {list(leaf.shape[1:])}]", [leaf]
@@ -274,7 +274,7 @@ def _join(
 
 
 def _pack(items: Sequence[Any]) -> tuple[bytes, list[Tensor]]:
-    """Pickle items without their tensors; return the tensors too, in the order of their places."""
+    """Pickle items without their tensors; also return the tensors, in the order of their places."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(items)
@@ -301,7 +301,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        # Refuse a tensor that wraps other tensors, as those with this method do.
+        # Refuse a tensor that wraps other tensors: its class defines this method.
         if hasattr(value, "__tensor_flatten__"):
             raise pickle.PicklingError(f"a {type(value).__name__} is no plain tensor")
         return _typed, (value.detach().as_subclass(Tensor), type(value), vars(value))

@@ -31,9 +31,10 @@ from accel_fn.core.state import Axis, DistState
 MakeGroup = Callable[[DistState, str, range], ProcessGroup | None]
 """A function that makes a group for a set of ranks along an axis, and returns this rank's end of
 it. All ranks call it for every set of ranks along every axis, in the same order."""
-# The tag of a message that no rank sends.
+# The tag of a message that no rank ever sends.
 _NEVER_SENT = 1 << 30
-# Numbers for the names of groups, since threads share torch's table of groups.
+# Numbers for the names of groups: all threads share torch's table of groups, so names must be
+# unique.
 _numbers = itertools.count()
 _groups: dict[str, list[ProcessGroup]] = {}
 """Lists of open groups by name: a group, followed by its parts."""
@@ -66,15 +67,15 @@ def make_subgroup(
         return None
     nccl = nccl_of(group_of(state, "init"))
     if nccl is not None:
-        # NCCL's time-out is longer than others: the watchdog must report before NCCL ends the
-        # process.
+        # Give NCCL a longer time-out than other backends have: the watchdog must report before NCCL
+        # ends the process.
         nccl_of(group)._set_default_timeout(nccl.options._timeout)
     return group
 
 
 @cache
 def _device() -> Any:
-    """Return the Gloo device that all groups of this process share, with its one thread.
+    """Return the Gloo device, with one thread, that all groups of this process share.
 
     With one device per group, messages in a process would take at least twice the CPU time.
     """

@@ -22,7 +22,8 @@ _NUM_CALLS, _NUM_TENSORS, _NUM_LINES = 30, 4, 12
 _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.py")
 """Files of torch that are on the stack while it compiles."""
 
-# A report finds the phase on the stack, so a step need not record its phases.
+# Functions by which a report finds the phase of a step on the stack, so that a step need not record
+# it.
 _PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_update": "update"}
 
 

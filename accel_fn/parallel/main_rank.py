@@ -1,4 +1,4 @@
-"""Code for the main rank: run alone or first, print and log."""
+"""Code that only the main rank runs, or runs first; printing and logging on the main rank."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # If a collective ran inside, the waiting ranks have met it and raised an error already.
+            # If a collective ran inside the context, the waiting ranks have met it and raised an
+            # error already.
             if num_calls() == before:
                 send_failure(error, state, "main_first")
             raise
@@ -166,7 +167,7 @@ def print_on_main(
 
 
 def _beside_bars(file: IO[str] | None) -> AbstractContextManager[None]:
-    """Take tqdm's bars off the screen while printing; none exist if tqdm is not imported."""
+    """Clear tqdm's bars from the screen while the rank prints; without tqdm, do nothing."""
     tqdm: Any = sys.modules.get("tqdm")
     return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file)
 

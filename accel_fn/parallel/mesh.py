@@ -1,9 +1,9 @@
 """Device meshes: the ranks of a world as torch's mesh, and their process groups.
 
-Real processes get torch's own mesh. Torch keeps one table of groups for all threads of a process.
-The groups of simulated ranks are not in this table, so their mesh is made by hand. The mesh of a
-world of one, which has no group, is made by hand too. The code is here and not in `testing/`, since
-`wrap_fsdp` makes meshes of all kinds. This module uses private names of torch;
+Real processes get torch's own mesh. This mesh needs torch's table of groups, which all threads of a
+process share. The groups of simulated ranks are not in this table, so this module makes their mesh
+by hand, and that of a world of one rank, which has no group. The code is here and not in
+`testing/`, since `wrap_fsdp` makes meshes of all kinds. This module uses private names of torch;
 tests/core/test_torch_internals.py fails when one changes.
 """
 
@@ -33,8 +33,7 @@ from accel_fn.errors import StateError
 from accel_fn.parallel.groups import make_group
 
 _TIMEOUT_S = 30.0
-# Numbers for meshes made by hand: with its number, each mesh has separate keys in the store of the
-# group.
+# A number for each mesh made by hand, so that the keys of two meshes in the group's store differ.
 _numbers = itertools.count()
 
 
@@ -94,7 +93,10 @@ def make_mesh(state: DistState, replicate: int) -> DeviceMesh:
 
 @cache
 def _alone() -> ProcessGroup:
-    """Return a group of one rank; all states of one rank share it, since its calls never wait."""
+    """Return a group of one rank.
+
+    All states of one rank share the group, since no call on it waits.
+    """
     return make_group(HashStore(), 0, 1, _TIMEOUT_S)
 
 
@@ -159,7 +161,7 @@ def _silent_group(device: torch.device, size: int) -> ProcessGroup:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh of simulated ranks, with the rank of the thread; torch's has that of the process."""
+    """A mesh for simulated ranks: torch's takes the rank of the process, this one that of the thread."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]
@@ -182,7 +184,7 @@ class _MeshByHand(DeviceMesh):
         return self._part(self._get_slice_mesh_layout(wanted), wanted)
 
     def _part(self, layout: Any, names: tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of some axes as `DeviceMesh` makes it, but for this rank."""
+        """Return the mesh of some axes as `DeviceMesh` makes it, but with the rank of this mesh."""
         part = object.__new__(_MeshByHand)
         part._rank = self._rank
         DeviceMesh.__init__(

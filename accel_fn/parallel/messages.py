@@ -1,4 +1,4 @@
-"""Messages between ranks outside of all collectives: a background thread may send them at any time."""
+"""Messages between ranks without collectives: a background thread may send them at any time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from accel_fn.core.state import DistState
 from accel_fn.errors import AccelError, PeerError
 
 _TAGS = 1 << 30
-# The size in bytes of the first message of a value: 8 bytes for the length of the value, then its
-# start, or all of it.
+# The size in bytes of the first message of a value. The message begins with the length of the value
+# in 8 bytes, followed by as many bytes of the value as fit.
 _HEAD = 256
 
 
@@ -95,8 +95,8 @@ class Channel:
 
         It does nothing if the exchange is over already.
         """
-        # Do not wait for the rest of the exchange: in a training loop, peers may be in a step and
-        # wait for this rank there.
+        # Do not wait for the rest of the exchange: in a training loop, a peer may be in a step, in
+        # which it waits for this rank.
         if not self._is_over:
             self._is_over = True
             self._keep(
@@ -119,7 +119,8 @@ class Channel:
 
     def receive(self, source: int) -> Any:
         """Return the next value that `source` sends."""
-        # The head holds the size, which the receiver must know before it can read the rest.
+        # The first message holds the length: the receiver must know the size of the second one to
+        # read it.
         head = self._read(_HEAD, source)
         size = int.from_bytes(head[:8], "little")
         rest = self._read(8 + size - _HEAD, source) if 8 + size > _HEAD else b""
@@ -137,7 +138,7 @@ class Channel:
         return _Failure(PeerError, f"shard_loader: failed on rank {self.state.rank}: {error!r}")
 
     def _verdict(self, error: Exception) -> _Failure:
-        """Return rank 0's failure for all ranks; an AccelError keeps its class and its text."""
+        """Return the failure that rank 0 sends to all ranks; an AccelError keeps its class and its text."""
         if isinstance(error, AccelError):
             return _Failure(type(error), str(error))
         return self._failure(error)
@@ -146,7 +147,7 @@ class Channel:
         return [work for rank in ranks for work in self.send(failure, rank)]
 
     def _keep(self, works: list[primitives.Work]) -> None:
-        """Keep messages as long as the group exists: a message released too early is lost."""
+        """Keep messages as long as the group exists: a message that is freed too early is lost."""
         if self.state.group is not None:
             finalize(self.state.group, works.clear).atexit = False
 

@@ -1,4 +1,4 @@
-"""Reduce the trees of all ranks to one: sums, means, extremes, and a batch's mean inside a loss."""
+"""Reduce the trees of all ranks to one tree: sums, means, extremes, and a batch's mean in a loss."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ def batch_mean(x: Tensor, state: DistState, name: str) -> Tensor:
     if not isinstance(name, str):
         raise ArgumentTypeError(message("batch_mean", "name", "be a string", name))
     ranks = over(state)
-    # Check `x` even if it has no graph: if the loss gets only a part of the rows, the value itself
-    # is wrong.
+    # Check `x` even without a graph: if the loss gets only a part of the rows, the mean itself is
+    # wrong.
     leaves = [x if torch.is_grad_enabled() else x.detach()]
     problem = inexact("batch_mean", leaves, ranks, joins_rows=True)
     agreed(partial(refuse_inexact, "batch_mean", problem), ranks, "batch_mean")
@@ -263,7 +263,7 @@ def _extreme(
 
 
 def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight: Any = 1) -> T:
-    """Sum each leaf over the ranks; for a mean, first multiply it by its rank's share."""
+    """Sum each leaf over the ranks; for a mean, first multiply each rank's leaf by the rank's share."""
     check_state(function, state)
     state = over(state, axis)
     if state.world_size == 1:
@@ -306,9 +306,10 @@ def _reduced(tree: T, state: DistState, function: str, axis: str | None, weight:
 
 
 def _share_of(tensor: Tensor, share: float) -> Tensor:
-    """Copy a tensor, times a share, into contiguous memory.
+    """Copy a tensor, multiplied by a share, into contiguous memory.
 
-    Backends add up elements in the order of memory, and ranks may differ in strides.
+    Backends add up elements in the order of memory, which depends on strides, and strides may
+    differ between ranks.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     wide = plain.to(_SUMMED_AS.get(plain.dtype, plain.dtype))
@@ -332,8 +333,8 @@ def _kind_of(leaf: Any, function: str) -> str:
     if is_mean:
         fits, rule = fits and leaf.is_floating_point(), "floating-point tensors"
     elif is_extreme:
-        # A sum of uint64 is right in int64, where it wraps around; an extreme is not, since int64
-        # orders the same bits differently.
+        # A sum of uint64 in int64 has the right bits, since both wrap around. A minimum or maximum
+        # may be wrong, since int64 orders these bits differently.
         is_real = fits and not leaf.is_complex() and leaf.dtype != torch.uint64
         fits = is_real and leaf.layout is torch.strided
         rule = "dense tensors of real numbers, none of uint64"

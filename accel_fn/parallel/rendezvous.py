@@ -1,9 +1,9 @@
 """The rendezvous of a world of processes: ranks meet in a store, connect, and leave at the end.
 
-Rank 0 names each try by a random number, and every rank that reads the name leaves a note under it.
-When all notes are there, rank 0 publishes them, and a rank whose note is among them connects. So
-the note of a rank that died or gave up does not count in later tries, however often each rank has
-tried.
+Rank 0 gives each of its tries a random name. Every rank that reads the name leaves a note under
+this name. Once all notes are there, rank 0 publishes them, and a rank connects if its note is among
+them. So the note of a rank that died or gave up does not count in later tries, however often each
+rank has tried.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def join_world(
         num_groups = dist.distributed_c10d._world.group_count
         group, watchdog = meet(store, me, num_groups, partial(_make_group, backend, me, mesh))
     except BaseException as error:
-        # A server ends with the last reference to its store. Frames of the error hold such
+        # The server ends once no reference to its store is left. The frames of the error hold
         # references, and the caller may keep the error. So clear these frames.
         store = None
         chain: BaseException | None = error
@@ -144,8 +144,8 @@ def meet(store: Store, me: JoiningRank, num_groups: int, make: Callable[[Store, 
         with suppress(dist.DistError):
             store.set(tried[me.rank], "")
             with suppress(dist.DistStoreError):
-                # Wait briefly: the other live ranks fail at about the same time, and then set their
-                # keys. Ranks without a key are gone.
+                # Wait briefly for the keys of the other ranks: ranks that run fail at about the
+                # same time, and then set their keys. Ranks without a key have ended.
                 store.wait(tried, timedelta(seconds=_LINGER_S))
             absent = [rank for rank, key in enumerate(tried) if not store.check([key])]
             if absent:
@@ -188,7 +188,7 @@ def _lead(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 
 
 def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
-    """Leave a note in each try of rank 0 until a try begins with it.
+    """Leave a note in each try of rank 0, until a try that has the note begins.
 
     Return the name of that try, and the notes of all ranks.
     """
@@ -209,7 +209,7 @@ def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
             time.sleep(pause_s)
         raise _late_follower(store, me, note, world)
     except BaseException:
-        # If rank 0 has ended the store, the note is gone with it.
+        # Ignore a lost connection: if rank 0 has ended the store, the note is gone with the store.
         with suppress(dist.DistNetworkError):
             if world and store.get(f"{world}/note/{me.rank}").decode() == note:
                 store.delete_key(f"{world}/note/{me.rank}")
@@ -219,8 +219,7 @@ def _follow(store: Store, me: JoiningRank, note: str) -> tuple[str, list[str]]:
 def _late_follower(store: Store, me: JoiningRank, note: str, world: str) -> WorldTimeoutError:
     if world and store.get(f"{world}/note/{me.rank}").decode() != note:
         return _displaced(me)
-    # Rank 0 has not joined yet, or it has begun a try without this rank and has not named a new
-    # try.
+    # Rank 0 has not joined yet. Or it has begun a try without this rank, and not named another one.
     if not world or store.check([f"{world}/begin"]):
         return _not_seen(me, [0])
     ranks = range(me.world_size)
@@ -261,8 +260,8 @@ def _make_group(
     backend: str, me: JoiningRank, mesh: Mapping[str, int], store: Store, num_groups: int
 ) -> tuple[ProcessGroup, StoreWatchdog]:
     timeout = timedelta(seconds=me.timeout_s)
-    # Torch names groups by this count, which a failed try may have increased on this rank only. Set
-    # it to the same number on all ranks.
+    # torch names groups by this count. A failed try may have increased the count on this rank only,
+    # so set the same count on all ranks.
     dist.distributed_c10d._world.group_count = num_groups
     if dist.is_initialized():
         group: ProcessGroup | None = dist.new_group(backend=backend, timeout=timeout)
@@ -298,7 +297,7 @@ def _watchdog(group: ProcessGroup, me: JoiningRank, mesh: Mapping[str, int]) -> 
 
 
 def _store_of(group: ProcessGroup) -> Store:
-    """Return the part of the rendezvous's store that belongs to a group."""
+    """Return the part of the rendezvous's store that a group uses."""
     store: Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
 
@@ -369,7 +368,7 @@ def _reach_store(me: JoiningRank, host: str, port: int, serves: bool) -> Store:
 
 
 def _wait_for_server(host: str, port: int, num_addresses: int, deadline: float) -> None:
-    """Wait until the server accepts connections: torch's own tries outlast the time-out."""
+    """Wait until the server accepts connections, since torch's own tries may outlast the time-out."""
     while True:
         left_s = max(deadline - time.monotonic(), _TRY_AGAIN_S)
         try:
@@ -396,7 +395,8 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
     try:
         return made.result(max(deadline - time.monotonic(), _ANSWER_S))
     except TimeoutError as error:
-        # A thread that gives up after Python has ended aborts the process: wait for it at exit.
+        # At exit, wait for the thread: if it gave up after Python had ended, it would abort the
+        # process.
         atexit.register(thread.join, _ANSWER_S)
         raise WorldTimeoutError(
             str(error) or "connections are accepted, and no store answers"

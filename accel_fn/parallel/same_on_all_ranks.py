@@ -71,8 +71,7 @@ def check_same(
     Cost: one read of the tensors, two small collectives, one host synchronisation.
     """
     compared = tuple(strategy.compared_ranks(state))
-    # If this rank has only itself to compare with, so has every rank. All of them return here, so
-    # none waits.
+    # If this rank compares only with itself, every rank does. All ranks return here, so none waits.
     if len(compared) == 1:
         return
     prints = fingerprints(list(tensors.values()))
@@ -87,8 +86,8 @@ def check_same(
             if name not in entries:
                 continue
             place, it = entries[name]
-            # A rank without the gradient of a shard has an empty place. To find this rank, compare
-            # the number of axes too.
+            # If a rank lacks the gradient of a shard, its place is empty. Compare the number of
+            # axes too, to find this rank.
             same_axes = num_axes.setdefault(peers, len(place)) == len(place)
             if not same_axes or firsts.setdefault((peers, place), it) != it:
                 wrong.append(rank)
@@ -142,7 +141,7 @@ def _fingerprint(tensor: Tensor, factors: dict[torch.device, Tensor]) -> Tensor:
 
 
 def _factors(size: int, device: torch.device) -> Tensor:
-    """Return a factor for each place, odd and not linear in the place.
+    """Return an odd factor for each place, which is not a linear function of the place.
 
     With linear factors, equal words at places 0 and 3 would have the same sum as at places 1 and 2.
     """

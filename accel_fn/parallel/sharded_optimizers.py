@@ -29,9 +29,9 @@ def check_updates_shards(optimizer: Optimizer, transform: str) -> None:
 
 
 def _broken_state(optimizer: Optimizer) -> tuple[str, str, str]:
-    """Find state that differs in shape from its parameter; return rule, repair and shapes.
+    """Find a state that differs in shape from its parameter; return rule, repair and shapes.
 
-    All three are empty if every shape fits.
+    If every shape fits, return three empty strings.
     """
     for parameter, held in optimizer.state.items():
         for name, value in held.items():

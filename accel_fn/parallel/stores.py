@@ -56,7 +56,8 @@ class SignedStore(Store):
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set a value if the present value is the expected one; return the value afterwards."""
-        # The server can compare signed values: equal values of one key have equal signatures.
+        # The server compares the signed values, since equal values of one key have equal
+        # signatures.
         before, after = _text(key, expected), _text(key, desired)
         return _value(key, self._store.compare_set(key, before, after))
 
@@ -93,7 +94,8 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> SignedStore:
-        # Keep a reference: torch keeps only the clone's C++ part, which needs the Python part.
+        # Keep a reference to the clone: torch keeps only the C++ part of it, which needs the Python
+        # part.
         self._clones.append(SignedStore(self._store.clone()))
         return self._clones[-1]
 
@@ -104,7 +106,7 @@ class SignedStore(Store):
 
 
 def _text(key: str, value: Any) -> str:
-    """Return a signed value as text; an empty value, which means no key, stays empty."""
+    """Return a signed value as text; keep an empty value, which means that the key is missing."""
     data = value.encode() if isinstance(value, str) else bytes(value)
     return signed(data, key).hex() if data else ""
 

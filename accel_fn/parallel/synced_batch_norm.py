@@ -21,7 +21,7 @@ from accel_fn.parallel.batch_norm import SyncedBatchNorm, batch_norms, has_own_f
 
 
 class _Spare(tuple[float, ...]):
-    """The weight 0 of a spare micro-batch, whose rows count in the statistics of another rank."""
+    """The weight 0 of a spare micro-batch: its rows count only on the rank that it came from."""
 
 
 _SPARE: Final = _Spare()
@@ -59,11 +59,12 @@ def is_synced(state: DistState, plan: Plan) -> bool:
 
 
 class SyncedStrategy(PaddingStrategy):
-    """A base class before a strategy's: its steps normalize by the rows of all ranks."""
+    """A base class to put before a strategy: in its steps, layers use the rows of all ranks."""
 
-    # A rank without rows joins the collectives of every layer: it runs another rank's micro-batch,
-    # whose rows do not count. Without a forward, the rank would not know which layers come next,
-    # and its backward would reduce gradients in another order than its peers.
+    # A rank without rows runs a micro-batch of another rank, to join the collectives of every
+    # layer; these rows do not count. Without a forward, the rank would not know which layers come
+    # next, and its backward would reduce gradients in another order than the backwards of its
+    # peers.
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, *args: Any, **options: Any
@@ -80,7 +81,7 @@ class SyncedStrategy(PaddingStrategy):
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
         finally:
-            # Drop the nodes, which would keep the graph alive.
+            # Drop the nodes: they would keep the graph of the batch in memory.
             self._layers.nodes.clear()
 
     def filled(
@@ -98,8 +99,8 @@ class SyncedStrategy(PaddingStrategy):
         loss, metrics = super().outputs(plan, state, part, weight)
         if not weight and torch.is_grad_enabled():
             # A loss of weight 0 may be 0 / 0, and the layers would send its NaN gradients to all
-            # ranks. Drop the gradients of the loss before the layers. Rows of weight 0 still get a
-            # gradient, through the statistics.
+            # ranks. Drop the gradients between the loss and the layers. Rows of weight 0 still get
+            # a gradient, through the statistics.
             leave_out([loss.grad_fn], layers.nodes)
         return loss, metrics
 

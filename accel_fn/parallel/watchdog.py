@@ -55,8 +55,7 @@ class StoreLog:
     """
 
     def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
-        # Clone the store: while a rendezvous waits in the original, other calls on the original
-        # would wait too.
+        # Clone the store: if a rendezvous waits in the original store, other calls on it wait too.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._address = address
@@ -89,7 +88,7 @@ class StoreLog:
 
     def is_served(self) -> bool:
         """Return whether the server accepts connections."""
-        # Try a plain connection: if no server answers, torch's client prints pages of native
+        # Try a plain connection first: if no server answers, torch's client prints pages of native
         # frames.
         if self._address is None:
             return True
@@ -146,8 +145,8 @@ class StoreWatchdog:
         self._last: Collective | None = None
         self._step: tuple[str, CodeLine | None] | None = None
         self.waits: dict[int, tuple[float, Collective]] = {}
-        # The host does not wait for a device's collectives, so only a long step shows that they
-        # hang.
+        # The host does not wait for collectives on a device, so the only sign of a hang is a step
+        # that takes too long.
         self._times_steps = times_steps
         self._step_began: float | None = None
         self._stopped = threading.Event()
@@ -180,12 +179,13 @@ class StoreWatchdog:
     ) -> Waiting:
         """Record the start of a collective of these leaves; the caller waits in the result."""
         place = place_of(sys._getframe(1), self._libraries)
-        # Do not count messages: only the number of collectives is equal on all ranks.
+        # Give messages the number 0: all ranks run equally many collectives, but may send different
+        # numbers of messages.
         if not counts:
             return Waiting(self, Collective(0, function, axis, shapes_of(leaves), place))
         self.progress_at = time.monotonic()
-        # Count by axis: ranks along one axis may differ in their number of collectives along
-        # another.
+        # Count separately along each axis: two ranks along one axis may run different numbers of
+        # collectives along another axis.
         number = self._numbers.get(axis, 0) + 1
         self._numbers[axis] = number
         self._last = Collective(number, function, axis, shapes_of(leaves), place)
@@ -212,8 +212,8 @@ class StoreWatchdog:
         with self._diagnosing:
             if _TIMED_OUT in text:
                 self._request_abort(function, axis, error)
-            # Wait for what explains a closed connection: the entry of a peer that left, or a
-            # request to abort.
+            # The log may explain a closed connection by the entry of a peer that left, or by a request
+            # to abort. Wait for one of them.
             entries = self._wait_for_entries(
                 lambda found: (
                     any(each.left for rank, each in found.items() if rank in peers)
@@ -226,7 +226,8 @@ class StoreWatchdog:
                 self._end(_ABORTED, error)
         self.has_lost_rank = True
         entries[self._rank] = self._entry(Stack.of_error(error))
-        # Ranks outside the axis do not run this collective, so their missing entries mean nothing.
+        # Leave out ranks outside of the axis: they do not run this collective, so a missing entry
+        # of theirs means nothing.
         ranks = self._ranks.list_work(entries, peers) + self._log.missing_server()
         along = f" along {axis}" if axis else ""
         rule = f"every rank{along} must stay until all have finished, got one that is gone"
@@ -238,14 +239,14 @@ class StoreWatchdog:
                 self._check(time.monotonic())
 
     def _check(self, now: float) -> None:
-        # Wait a period longer than the time-out, so that Gloo raises first: its error has the stack
-        # of the thread that waits.
+        # Wait a period longer than the time-out, so that Gloo raises first: Gloo's error has the
+        # stack of the thread that waits.
         longest = self._timeout_s + self._period_s
         for since, collective in list(self.waits.values()):
             if now - since > longest:
                 self._request_abort(collective.function, collective.axis)
         began = self._step_began
-        # Allow a compiler more time: it may take longer than any collective.
+        # Do not abort while the compiler runs: it may take longer than any collective.
         if began and now - began > longest and not is_compiling():
             self._request_abort("step")
         if now - self.progress_at > self._timeout_s / 2 and self._log.is_abort_requested():
@@ -276,7 +277,8 @@ class StoreWatchdog:
                 lambda found: len(found) == self._ranks.world_size, self._period_s
             )
             _write(self._report(reason, {**entries, self._rank: entry}, stacks))
-            # A launcher stops all ranks when the first one ends, which would cut reports short.
+            # A launcher stops all ranks as soon as one ends, which would cut off the reports of the
+            # other ranks.
             self._wait_for_reports(sum(not each.left for each in entries.values()))
         finally:
             # Exit directly: the main thread may wait in native code, which no exception interrupts.
@@ -285,7 +287,7 @@ class StoreWatchdog:
     def _wait_for_entries(
         self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
     ) -> dict[int, Entry]:
-        """Return the log's entries as soon as they suffice, or after a time-out."""
+        """Return the log's entries as soon as `is_enough` accepts them, or after a time-out."""
         deadline = time.monotonic() + notice_s + _SLACK_S
         while True:
             entries = self._log.entries()
@@ -313,13 +315,13 @@ class StoreWatchdog:
         while num_reports < num_ranks and time.monotonic() < deadline and self._log.is_served():
             time.sleep(_POLL_S)
             num_reports = self._log.count_reports()
-        # Let rank 0 end last. It may serve the store, from which its peers still read that all
-        # ranks have reported.
+        # Let rank 0 end last. Rank 0 may serve the store, from which the other ranks still read
+        # whether all ranks have reported.
         if self._rank == 0:
             time.sleep(_LINGER_S)
 
     def _entry(self, stack: Stack) -> Entry:
-        """Return an entry with the current work of this rank, found on its stack."""
+        """Return an entry that describes what this rank does now: its collective, or its line of code."""
         for _, collective in list(self.waits.values()):
             return Entry(self._rank, f"in {collective}{self._history(stack, last=False)}")
         place = stack.place(self._libraries)
@@ -367,8 +369,8 @@ class Waiting:
 
 def _write(report: str) -> None:
     """Flush stdout and stderr, if possible, then write the report to stderr."""
-    # Flush in threads, since a thread that hangs may hold the lock of a stream. A stream is None if
-    # the parent process has closed it.
+    # Flush each stream in a thread, since a thread that hangs may hold the lock of the stream. A
+    # stream is None if the parent process has closed it.
     for stream in filter(None, (sys.stdout, sys.stderr)):
         flushing = threading.Thread(target=stream.flush, daemon=True)
         flushing.start()

@@ -181,7 +181,7 @@ def _join(
 
 
 def _joined_world(environment: Mapping[str, str]) -> Launch | None:
-    """Return the world that the script joined by itself, as under `mp.spawn`."""
+    """Return the world that the script itself has joined, as under `mp.spawn`."""
     world = backends.current_world()
     if world is None or _is_launched(environment) or read_task(environment) is not None:
         return None
@@ -189,7 +189,10 @@ def _joined_world(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has set this process's place; a script may set only an address."""
+    """Return whether a launcher has set this process's place.
+
+    An address alone is not enough: a script may have set it.
+    """
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 
@@ -199,7 +202,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     given = {name: environment[name] for name in names if environment.get(name)}
     if "LOCAL_RANK" in given and "LOCAL_WORLD_SIZE" not in given:
         given |= azure_local_world_size(environment, given.get("WORLD_SIZE", ""))
-    # If the local variables are set, a launcher has started this process, and not the cluster.
+    # If the local variables are set, a launcher has started this process. Otherwise, the cluster
+    # may have started it.
     if not any(name in given for name in _LOCAL):
         given = {**_from_cluster(environment, given), **given}
     if not given:
@@ -231,13 +235,13 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 def _store_file(environment: Mapping[str, str]) -> str | None:
     """Return the file of the store that accel-fn's launcher has made; None for other launchers."""
     # If a rank starts another launcher, the ranks of that launcher inherit the variable, but have
-    # another port.
+    # another MASTER_PORT, so compare the port.
     path = environment.get("ACCEL_FN_STORE")
     return path if path and path.endswith(f"_{environment.get('MASTER_PORT')}") else None
 
 
 def _from_cluster(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return a cluster's variables under the names of a launcher's; {} outside of a cluster."""
+    """Return the values of a cluster's variables, by the names that launchers use; {} without a cluster."""
     task = read_task(environment)
     if not _is_launched(environment) and (task is None or task.num_machines == 1):
         check_alone(environment)
@@ -292,7 +296,8 @@ def ray_device(environment: Mapping[str, str]) -> str | None:
     ray, device = sys.modules.get("ray"), environment.get("ACCELERATE_TORCH_DEVICE")
     if device is None or ray is None or not ray.is_initialized():
         return None
-    # A worker without a GPU from Ray still sees all GPUs, and Ray names the first in the variable.
+    # If Ray gives a worker no GPU, the worker still sees all GPUs, and Ray names the first of them
+    # in the variable.
     given = ray.get_runtime_context().get_accelerator_ids()
     return device if any(given.values()) else "cpu"
 
@@ -323,7 +328,7 @@ def pick_device(
         index = torch.accelerator.current_device_index()
     if index is None and count == 1:
         # Clusters often show each process only its own device (`srun --gpus-per-task=1`, Ray). If
-        # processes do share one device, NCCL refuses it.
+        # several processes share one device, NCCL refuses it.
         index = 0
     if index is None:
         if local_world_size > count:

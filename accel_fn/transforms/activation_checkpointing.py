@@ -111,8 +111,8 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     for name, block in found.items():
         hooks = block._forward_pre_hooks.values()
         if any(each.__module__.startswith("torch.distributed.tensor") for each in hooks):
-            # Refuse a block with these hooks, which split the input: a recomputation calls the
-            # forward without hooks.
+            # Refuse a block with these hooks. The hooks split the input, and a recomputation calls
+            # the forward without hooks.
             rule, repair = "match modules around split layers", "name blocks that hold the layers"
             raise PlanError(message("build", "checkpoint_activations(blocks)", rule, name, repair))
     inside = compile_inside(
@@ -128,19 +128,19 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
     looks = _Looks()
 
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a block's forward so that only its inputs are kept for the backward."""
+        """Run a block's forward, and keep only the inputs of the block for the backward."""
         plain = forwards[block]
         forward = partial(inside, block, plain)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         around = checkpoint_hook()
         if around and not hasattr(around, OURS):
-            # Do not checkpoint again: the model's own checkpoint saves this memory already. Its
-            # recomputation calls the block outside of our context and of a compiled loss, and must
-            # save the same tensors as this forward.
+            # Do not checkpoint again: the model's own checkpoint around this block saves this
+            # memory already. The recomputation of that checkpoint calls the block outside of our
+            # context and of a compiled loss, and must save the same tensors as this forward.
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
-        # By default, torch stops the second run at the last tensor that the backward needs, before
-        # the output. To compare outputs, the run must reach its end.
+        # By default, torch stops a recomputation at the last tensor that the backward needs, which
+        # comes before the output. To compare outputs, a recomputation must run to the end.
         options: dict[str, Any] = {
             "context_fn": lambda: (_Marked(), _Again(homes[block])),
             "early_stop": not looks.are_due,
@@ -149,7 +149,7 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
         with save_on_cpu(pin_memory=pinned) if offload else nullcontext():
             return checkpoint(called, *args, use_reentrant=False, **options, **kwargs)
 
-    # Use the same objects in every step: for new objects, torch.compile would compile again.
+    # Make these objects once for all steps: for new objects, torch.compile would compile again.
     outside = torch.compiler.disable(run) if plan.compile_loss else run  # type: ignore[no-untyped-call]
     running = {block: partial(outside, block) for block in found.values()}
 
@@ -168,7 +168,7 @@ class _Marked(AbstractContextManager[None]):
         setattr(checkpoint_hook(), OURS, True)
 
     def __exit__(self, *error: object) -> None:
-        """Keep the mark: the hook ends with the context."""
+        """Keep the mark: torch removes the hook at the end of the context."""
 
 
 class _Again(_Marked):
@@ -185,8 +185,8 @@ class _Again(_Marked):
             for name, buffer in home["_buffers"].items()
             if buffer is not None
         ]
-        # These include forwards that contexts of the step replaced: a backward runs outside of
-        # these contexts.
+        # Copy replaced forwards too: contexts of the step replace some, and a backward runs outside
+        # of these contexts.
         self._contents = _contents([*homes, *(home["_modules"] for home in homes)])
         self._flags = _flags(homes)
         self._now: tuple[Buffers, Contents, Flags] = ([], [], [])
@@ -240,7 +240,7 @@ def _fill(contents: Contents) -> None:
 
 
 class _Looks:
-    """Counts steps, and selects the few whose outputs are compared."""
+    """Counts steps, and selects the few steps in which outputs are compared."""
 
     are_due = False
     """Whether the outputs of this step are compared."""
@@ -259,7 +259,7 @@ class _Looks:
 
 
 class _Compared:
-    """The forward of a block; later calls must return the same outputs as the first call."""
+    """The forward of a block; raises if a later call returns other outputs than the first call."""
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
         self._forward, self._name = forward, name
@@ -283,7 +283,7 @@ class _Compared:
         assert self._first is not None
         if len(tensors) != len(self._first):
             return False
-        # Leave out tensors that were written to after the forward: they cannot be compared.
+        # Leave out an output that was written to after the forward: its first value is lost.
         return all(
             _is_close(each, first)
             for each, (first, version) in zip(tensors, self._first, strict=True)

@@ -168,7 +168,7 @@ class Average:
         self._num_warmup = num_warmup
         self._updates = UpdateCount(always=plan.always_applies(state))
         self._is_shown = False
-        # List the parameters once: for a large model, listing takes longer than starting the
+        # List the parameters once: in a large model, listing them takes longer than starting the
         # kernels.
         self._averaged = {
             name: each
@@ -194,7 +194,8 @@ class Average:
     def on_filled(self) -> None:
         """Start the means from the parameters, except those that a checkpoint has given."""
         if self._is_waiting:
-            # Copy the parameters: a mean of NaN would stay NaN, by NaN + 1.0 * (parameter - NaN).
+            # Copy parameters to means that are still NaN: a step towards the parameter would give
+            # NaN again, by NaN + 1.0 * (parameter - NaN).
             gaps = {
                 name: self._averaged[name] for name, mean in self._means.items() if has_gaps(mean)
             }
@@ -205,7 +206,7 @@ class Average:
         return self._rate(max(0, num_updates - self._num_warmup))
 
     def _follow(self, weight: float | Tensor) -> None:
-        """Move each mean towards its parameter, by this weight."""
+        """Move each mean towards its parameter by a fraction, `weight`, of the difference."""
         means = [*self._means.values()]
         values = [*map(Tensor.detach, self._averaged.values())]
         if not _HALVES.isdisjoint(map(_dtype, values)):
@@ -215,7 +216,8 @@ class Average:
             return
         means, values = [local(each) for each in means], [local(each) for each in values]
         kinds = {(mean.device, mean.dtype) for mean in means}
-        # Copy the weight once for each device and dtype, since a copy to the host waits.
+        # Copy the weight once for each device and dtype, since the host waits for each copy to the
+        # host.
         weights = {kind: weight.to(*kind) for kind in kinds}
         torch._foreach_lerp_(means, values, [weights[mean.device, mean.dtype] for mean in means])
 
@@ -266,13 +268,17 @@ class Average:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         means = {name: f"mean/{name}" for name in self._means}
-        # Copy the means that are there: a checkpoint of another program may lack some.
+        # Copy only the means that are in the checkpoint: the checkpoint of another program may lack
+        # some.
         _copy({name: saved[key] for name, key in means.items() if key in saved}, self._means)
         self._updates.restore(saved["num_updates"])
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Widen half precision to float32: in half precision, rounding would undo each small change."""
+    """Widen half precision to float32.
+
+    In half precision, the change of one update would be rounded away.
+    """
     return value.float() if value.dtype in _HALVES else value
 
 

@@ -67,8 +67,8 @@ after_update=[freeze('weight', until=100)])
             "after_update": Stateful(thawing, until=until),
         }
     return fill(
-        # Wrap innermost, wherever `freeze` is listed, so that other functions get no frozen
-        # gradients.
+        # Wrap innermost, wherever `freeze` is listed, so that the other functions get no gradients
+        # of frozen parameters.
         first=("wrap_grad_fn",),
         check=lambda plan: _check_names(plan, listed, until),
         **slots,
@@ -147,15 +147,15 @@ class Thawing:
         if self._updates.value + 1 < self._until:
             assert report.applied is not None
             self._updates.add(report.applied)
-            # One verdict may be pending on the device. If that update was applied, the next one may
-            # be number `until`. Wait for the verdict in this case.
+            # One verdict may still be on the device. If the update of this verdict was applied, the
+            # next update may be number `until`. In this case, wait for the verdict.
             if self._updates.value + 2 >= self._until:
                 self._updates.read()
             self._open()
         return state
 
     def _open(self) -> None:
-        """Thaw the parameters from update number `until` on; freeze them for earlier updates."""
+        """Thaw the parameters if the next update is number `until` or a later one; otherwise, freeze them."""
         for each in self._frozen:
             each.closed = self._updates.value + 1 < self._until
 

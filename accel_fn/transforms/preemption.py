@@ -77,7 +77,7 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         """Restore the former handlers."""
         for each, handler in self._before.items():
-            # A handler that was set outside of Python cannot be restored.
+            # Python cannot restore a handler that was set outside of Python.
             with suppress(TypeError):
                 signal.signal(each, handler)
         self._before.clear()
@@ -107,6 +107,6 @@ class Preemption:
         if os.getpid() == self._owner:
             self._asked = True
             return
-        # This is a forked worker of a loader: let the signal end it.
+        # This process is a forked worker of a loader, so let the signal end the process.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

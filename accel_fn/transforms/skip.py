@@ -134,15 +134,15 @@ class FiniteNorm:
         self._answers = torch.tensor(False), torch.tensor(True)
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
-        # If an update was prepared and never applied, drop its value.
+        # If the last update was prepared but not applied, drop the value that was kept for it.
         if self._pending:
             self._delayed.last()
         norm, name = grads.norm(), step_name(state.step + 1, state.call)
         if norm.is_cpu:
             return self._answers[self._accepts(norm.item(), name)]
         if not isinstance(self._in_a_row, Tensor) or norm.device != self._in_a_row.device:
-            # The state was on the host, or came from a checkpoint. Move it to the device of the
-            # norm.
+            # The state has been on the host so far, or came from a checkpoint. Move it to the
+            # device of the norm.
             self._move(norm.device)
         ok, changes = self._judge(norm)
         in_a_row = torch.where(ok, 0, self._in_a_row + 1)
@@ -158,7 +158,7 @@ class FiniteNorm:
         return ok
 
     def _accepts(self, norm: float, name: str) -> bool:
-        """Judge a norm that the host knows."""
+        """Return whether a norm that the host knows is accepted."""
         if isinstance(self._in_a_row, Tensor):
             self._read()
         ok, changes = self._judge_number(norm)
@@ -183,7 +183,7 @@ class FiniteNorm:
         self._pending = {}
 
     def _check(self, in_a_row: int | Tensor, name: str, norm: float | Tensor) -> None:
-        """Raise after too many updates in a row that were not applied."""
+        """Raise if too many updates in a row were skipped."""
         if in_a_row < self.max_consecutive:
             return
         raise SkippedError(
@@ -193,11 +193,11 @@ class FiniteNorm:
         )
 
     def _judge(self, norm: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Return whether the norm is accepted, and the attributes that `commit` then changes."""
+        """Return whether the norm is accepted, and new values of attributes for `commit` to set."""
         return torch.isfinite(norm), {}
 
     def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
-        """Do the same as `_judge` for a number."""
+        """Judge a number as `_judge` judges a tensor."""
         return math.isfinite(norm), {}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the state of a checkpoint."""
-        # Drop a pending value: it belongs to the run before loading.
+        # Drop a pending value: the run before this load has made it.
         self._delayed.last()
         self._norm_before = None
         for name in self.state_dict():
@@ -238,16 +238,16 @@ class NormInLine(FiniteNorm):
         bound = torch.maximum(mean + self.num_sigmas * spread.sqrt(), _LEAST * mean)
         ok = torch.isfinite(norm) & ((norm <= bound) | (self._num_seen < window // 2))
         here = places == self._num_seen % window
-        # A batch of weight 0 has the norm 0. Leave it out of the window, since it would lower the
-        # mean.
+        # A batch of weight 0 has the norm 0. Leave this norm out of the window, since it would
+        # lower the mean.
         counts = ok & (norm > 0)
         norms = torch.where(here & counts, norm, self._norms)
         return ok, {"_norms": norms, "_num_seen": self._num_seen + counts}
 
     def _judge_number(self, norm: float) -> tuple[bool, dict[str, Any]]:
         norms, num_seen = self._norms, self._num_seen
-        # Round to float32, in which a checkpoint stores norms. So a resumed run makes the same
-        # decisions.
+        # Round the norm to float32, in which a checkpoint stores norms. So a resumed run makes the
+        # same decisions as an uninterrupted one.
         norm, window = c_float(norm).value, len(norms)
         ok = math.isfinite(norm)
         if ok and num_seen >= window // 2:
@@ -255,8 +255,8 @@ class NormInLine(FiniteNorm):
             mean = math.fsum(known) / len(known)
             spread = math.fsum([(each - mean) ** 2 for each in known]) / (len(known) - 1)
             ok = norm <= max(mean + self.num_sigmas * math.sqrt(spread), _LEAST * mean)
-        # A batch of weight 0 has the norm 0. Leave it out of the window, since it would lower the
-        # mean.
+        # A batch of weight 0 has the norm 0. Leave this norm out of the window, since it would
+        # lower the mean.
         if not ok or norm <= 0:
             return ok, {}
         place = num_seen % window

@@ -35,7 +35,7 @@ def wrap_as_launched() -> Transform:
     made: Any = wrap_ddp()
     wrapper = launch_options().wrap
     if wrapper == "fsdp":
-        # Import torch's FSDP only if it is used: the import takes half a second.
+        # Import FSDP only if the launch names it: the import takes half a second.
         from accel_fn.parallel.fsdp.fsdp import wrap_fsdp
 
         made = wrap_fsdp()

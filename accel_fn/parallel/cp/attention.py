@@ -140,7 +140,7 @@ def _check_lengths(query: Tensor, key: Tensor, blocks: Blocks) -> None:
 
 
 def _check_mask(mask: Tensor, blocks: Blocks) -> None:
-    """Refuse a mask that is not over the whole sequence."""
+    """Refuse a mask that does not cover the whole sequence."""
     whole = blocks.num_tokens
     rows = mask.shape[-2] if mask.ndim > 1 else 1
     if mask.shape[-1] != whole or rows not in (1, whole):
@@ -192,7 +192,7 @@ class _Call:
             yield slice(start, stop), offset + stop
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend for some queries of this rank, of which the last one attends to the last key."""
+        """Attend for consecutive queries of this rank; the last query attends up to the last of `keys`."""
         if self.is_causal:
             mask = _causal_mask(query, keys.shape[-2])
         with self.mode.inside(), torch.autocast(query.device.type, enabled=False):
@@ -237,9 +237,9 @@ class _Call:
 
 
 def _has_causal_kernel(query: Tensor) -> bool:
-    """Return whether torch has a causal kernel for the last queries only, without a mask."""
-    # The kernel takes its bias as a tensor of another class, which no code can make while a mode
-    # watches operations, as in the checks.
+    """Return whether torch has a kernel that is causal for the last queries only, without a mask."""
+    # The kernel takes its bias as an object of a subclass of tensor. No code can make such an
+    # object while a dispatch mode is on, as in the checks.
     return query.is_cuda and _get_current_dispatch_mode() is None
 
 
@@ -310,9 +310,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _Swap(torch.autograd.Function):
-    """Exchanges tokens of all heads for all tokens of some heads, or back.
+    """Exchanges the tokens of a block, of all heads, for all tokens of some heads; or the reverse.
 
-    The backward does the reverse.
+    The backward exchanges gradients in the opposite direction.
     """
 
     @staticmethod

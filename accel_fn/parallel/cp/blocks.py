@@ -49,7 +49,8 @@ class Blocks(NamedTuple):
         }
         if type(batch) is dict:
             return {**batch, **found}
-        # Copy a batch of another class, such as a tokenizer's, so that the blocks have its methods.
+        # Copy a batch of another class, such as a tokenizer's, so that the blocks have the methods
+        # of this class.
         own = copy.copy(batch)
         for name, tensor in found.items():
             own[name] = tensor

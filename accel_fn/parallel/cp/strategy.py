@@ -91,8 +91,8 @@ class ContextParallel(Strategy):
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
         """Compute the gradients of the global batch; refuse sequences that cannot be cut."""
-        # Refuse sequences in the weight_fn: it runs before the first forward, and its error reaches
-        # all ranks.
+        # Refuse sequences in the weight_fn: the step calls it before the first forward, and sends
+        # its error to all ranks.
         if self._checked is None or self._checked[0] is not plan:
             self._checked = plan, replace(plan, weight_fn=partial(self._weigh, plan))
         return super().gradients(self._checked[1], state, batch)
@@ -147,12 +147,13 @@ class ContextParallel(Strategy):
         return found
 
     def _joined(self, loss: Tensor, metrics: Metrics, share: float) -> Outcome:
-        """Multiply the block's loss and metrics by its share, and sum them over the axis."""
+        """Multiply the block's loss and metrics by the block's share, and sum them over the axis."""
         if share:
             own = loss * share
         else:
-            # A block without items may have the loss 0 / 0. Replace its gradients by zeros as far
-            # as the attention, whose backward must still exchange the gradients of other ranks.
+            # The loss of a block without items may be 0 / 0. Replace the gradients by zeros between
+            # the loss and the attention. The backward of the attention still runs, since it
+            # exchanges the gradients of other ranks.
             if loss.grad_fn is not None and torch.is_grad_enabled():
                 leave_out([loss.grad_fn], _attention_behind([loss.grad_fn]))
             own = torch.zeros_like(loss) * torch.nan_to_num(loss, 0.0, 0.0, 0.0)
@@ -174,7 +175,7 @@ class ContextParallel(Strategy):
         return total, {**found, **marks}
 
     def _layout(self, metrics: Metrics) -> tuple[list[tuple[str, int]], Sequence[tuple[str, int]]]:
-        """Return names and sizes of a block's metrics, and those that all blocks must have."""
+        """Return names and sizes of this block's metrics, and names and sizes that all blocks must have."""
         names = [
             (name, 2 if isinstance(each, tuple) else 1)
             for name, each in metrics.items()
@@ -195,7 +196,7 @@ class ContextParallel(Strategy):
     def _attending(self, blocks: Blocks | None = None) -> Iterator[None]:
         """Enter a context for a forward of these blocks.
 
-        For None, it is the context for a backward of the last blocks.
+        Without `blocks`, enter a context for a backward of the last blocks.
         """
         attention = self._attention if blocks is None else self._attention.over(blocks)
         with attention, self._of_transformers.attending():
@@ -267,7 +268,7 @@ def average_over(tensors: Sequence[Tensor], state: DistState) -> None:
 
 
 def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
-    """Yield the numbers that the ranks add up: means times the share, and sums with counts."""
+    """Yield the numbers to add up over the ranks: means times the share, and sums and counts."""
     for value in metrics.values():
         if isinstance(value, tuple):
             yield from value
@@ -276,9 +277,9 @@ def _values(metrics: Metrics, share: float) -> Iterator[Tensor]:
 
 
 def _attention_behind(ends: Sequence[Node]) -> list[Node]:
-    """Return the attention nodes that a backward from these nodes reaches first.
+    """Return the attention nodes that a backward from `ends` reaches first.
 
-    Their backward exchanges gradients.
+    The backward of these nodes exchanges gradients.
     """
     found: list[Node] = []
     seen: set[Node] = set()

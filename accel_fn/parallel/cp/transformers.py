@@ -138,7 +138,7 @@ class ModelsOfTransformers:
     def _documents(
         self, model: Any, given: Mapping[str, Any], part: Any, device: torch.device
     ) -> Tensor | None:
-        """Return the positions in packed documents, over whole sequences.
+        """Return each token's position in its packed document, for whole sequences.
 
         Return None if each row is one document.
         """
@@ -184,7 +184,7 @@ def _shifted(labels: Tensor, dim: int) -> Tensor:
 
 
 def _mode() -> WholeAttention:
-    """Return the mode that is on in this thread, which may be one of the autograd engine."""
+    """Return the `WholeAttention` that is on in this thread, which may be an autograd thread."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next(each for each in reversed(stack) if isinstance(each, WholeAttention))
 

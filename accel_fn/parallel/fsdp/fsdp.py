@@ -220,7 +220,7 @@ class FSDPSlot(SlotFunction):
         before = dict(plan.model.named_parameters())
         module = LossModule(plan.loss_fn, plan.model, plan.terms, plan.frozen)
         sharded = ShardedLoss(module, keeps_whole=not settings["reshard_after_forward"])
-        # Use a state of one rank: without a world, no rank can send its values.
+        # Shard with a state of one rank: without a world, no rank can send its values to others.
         alone = DistState(device=next(plan.model.parameters()).device)
         _shard(alone, sharded, meshes["dp"], **settings)
         for optimizer in plan.optimizers.values():
@@ -278,8 +278,8 @@ class FSDP(PaddingStrategy):
         super().__init__(state, sharded, plan)
         left_out = {*map(id, sharded.unsharded_of(plan.left_out()))}
         self.reachable = [each for each in self.reachable if id(each) not in left_out]
-        # Unless the model is split, FSDP runs over all ranks, not only those along `dp`. So all of
-        # them must run the same number of micro-batches.
+        # Unless the model is split, FSDP shards over all ranks, not only over those along `dp`. So
+        # all ranks must run the same number of micro-batches.
         self.ranks = ranks
         names = {each: name for name, each in plan.model.named_parameters()}
         self.order = UnitOrder(ranks, [names.get(each, "a parameter") for each in self.trained])
@@ -295,7 +295,7 @@ class FSDP(PaddingStrategy):
     def _prepare_first(
         self, plan: Plan, state: DistState, grads: Grads, report: Report
     ) -> Prepared:
-        """In the first update, refuse transforms that read a number computed from shards."""
+        """In the first update, refuse transforms that read a number which they compute from shards."""
         with WholeNumbers():  # type: ignore[no-untyped-call]
             prepared = super().prepare(plan, state, grads, report)
         del self.__dict__["prepare"]
@@ -341,7 +341,7 @@ def _innermost_first(units: Mapping[str, nn.Module]) -> list[str]:
 def _shard_frozen(
     sharded: ShardedLoss, frozen: Mapping[str, nn.Module], options: Mapping[str, Any]
 ) -> None:
-    """Shard frozen models, unit by unit; parameters outside of blocks stay whole for the loss."""
+    """Shard frozen models, unit by unit; keep parameters outside of blocks unsharded during the loss."""
     for name, model in frozen.items():
         units, tops = units_of(model, None), dict(tops_of(model, ""))
         for place in _innermost_first(units):
@@ -371,7 +371,7 @@ def _shard(
     units, ignored = units_of(model, blocks, ignore), ignored_in(model, ignore)
     tops = {name: top for name, top in tops_of(model, "") if name in units}
     for tensor in [*model.parameters(), *model.buffers()] if state.world_size > 1 else ():
-        # Split tensors are parts of rank 0's values already.
+        # Skip the shards of a split model: they are parts of rank 0's values already.
         if not (is_sharded(tensor) or tensor.is_meta):
             primitives.broadcast(tensor.detach(), state, 0, "build")
     pinned = state.device.type != "cpu"
@@ -396,11 +396,12 @@ def _shard(
     home = torch.device("cpu") if offload else state.device
     # FSDP takes over the new tensors in the first forward, below.
     give_memory(sharded, state.device, shards_on=home)
-    # Keep our `__deepcopy__`: FSDP gives the module a class with another one.
+    # Set our `__deepcopy__` on the instance: FSDP gives the module a class whose `__deepcopy__`
+    # differs.
     sharded.__dict__["__deepcopy__"] = refuse_copy
     loss_module_of(sharded).shards = {*filter(is_sharded, model.parameters())}
     with torch.no_grad():
-        # Run this module first, since FSDP makes the module that runs first the root.
+        # Run this module before any other: FSDP makes the module that runs first the root.
         sharded(None)
 
 

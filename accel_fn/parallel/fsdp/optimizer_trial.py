@@ -79,8 +79,9 @@ def try_optimizer(
 
 
 def _length(size: int, first: int) -> int:
-    """Return a small tensor's number of rows, which are cut evenly if the parameter's rows are."""
-    # Every rank gets rows. A rank without rows may fail alone, and its peers would deadlock.
+    """Return a small tensor's number of rows, a multiple of `size` if and only if `first` is one."""
+    # Give every rank rows. The update of a rank without rows may fail, and the other ranks would
+    # deadlock.
     return 3 * size - 1 if first % size else 2 * size
 
 
@@ -89,7 +90,7 @@ def _length_or_none(size: int, first: int) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error; without one, the line outside of torch that failed."""
+    """Return an error's first sentence; without a message, the innermost line outside of torch."""
     sentence, *_ = re.split(r"[.:!](?:\s|$)", str(error), maxsplit=1)
     if sentence:
         return f"{type(error).__name__} ({sentence})"
@@ -104,7 +105,7 @@ def _reason(error: Exception) -> str:
 def _fault_on_nothing(optimizer: Optimizer, state: DistState, size: int) -> str:
     """Update parameters without rows; return the failure, or "" if there is none.
 
-    Some ranks hold such parameters if there are fewer rows than ranks.
+    If a parameter has fewer rows than there are ranks, some ranks hold shards without rows.
     """
     groups = optimizer.param_groups
     if all(len(each) >= size for group in groups for each in group["params"] if each.ndim):
@@ -142,7 +143,7 @@ def _updated_whole(
 def _fault_on_shards(
     optimizer: Optimizer, state: DistState, mesh: DeviceMesh, expected: list[tuple[Tensor, Tensor]]
 ) -> str:
-    """Run the same updates on shards; describe a difference, if there is one."""
+    """Run the same updates on shards; describe a difference from `expected`, or return ""."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
 
     def cut(whole: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _update(
     twin: Optimizer, parameters: list[nn.Parameter], place: Callable[[Tensor], Tensor]
 ) -> None:
-    """Run some updates, with gradients that are equal in every trial."""
+    """Run a few updates, with the same gradients in every trial."""
     if has_modes(twin):
         twin.train()  # type: ignore[attr-defined]
     for number in range(NUM_UPDATES):
@@ -207,7 +208,7 @@ def _twin(
 
 
 def _is_alike(group: Group, other: Group) -> bool:
-    """Return whether groups differ only in floats and tensors, and have similar parameters."""
+    """Return whether groups differ only in the values of floats, tensors and parameters."""
 
     def kinds(settings: Group) -> dict[str, Any]:
         names = [name for name in settings if name != "params"]
@@ -290,7 +291,7 @@ class _Twins:
         return self._kinds[kind]
 
     def _state(self, state: Mapping[Any, Any]) -> Any:
-        """Copy the state that `__init__` made, with small tensors for those of a parameter's shape.
+        """Copy the state that `__init__` made, with small tensors in place of those of a parameter's shape.
 
         A small tensor repeats the first value of the original.
         """

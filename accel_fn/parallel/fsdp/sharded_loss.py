@@ -1,8 +1,8 @@
 """The loss as a module of shards: FSDP is applied to it, and not to the user's model.
 
-FSDP changes the class of a module that it is applied to. The user would see that class in
-`type(model)`, errors and pickles. Here a user's module has that class only while one of FSDP's own
-methods is called on it.
+FSDP changes the class of every module that it shards. The user would see the new class in
+`type(model)`, errors and pickles. Here, a user's module has the new class only while this file
+calls a method of FSDP on the module.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ShardedLoss(nn.Module):
             unit.register_forward_pre_hook(self._refuse_others, prepend=True)
 
     def _leave_to_loss(self, unit: nn.Module) -> None:
-        """Stop FSDP from acting on calls of a part that the loss has gathered.
+        """Stop FSDP from acting when the loss calls a part whose parameters it has gathered already.
 
         FSDP's hooks on outputs would mistake an inner backward, such as that of `torch.func.grad`,
         for the backward of the step.
@@ -108,7 +108,7 @@ class ShardedLoss(nn.Module):
         unit.register_forward_hook(after)
 
     def _refuse_others(self, unit: nn.Module, _inputs: object) -> None:
-        """Refuse parameters that the loss has put into a unit, which FSDP would overwrite.
+        """Refuse parameters that the loss has put into a unit: FSDP would overwrite them.
 
         For example, `torch.func.functional_call` puts parameters into a unit.
         """
@@ -128,7 +128,10 @@ class ShardedLoss(nn.Module):
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
     def _free_alone(self, *_: object) -> None:
-        """Reshard a part after a call outside of a loss; in a loss, a later call may need it."""
+        """Reshard a part after a call outside of a loss.
+
+        In a loss, a later call may need the gathered parameters.
+        """
         if not self._is_running:
             self.free()
 
@@ -144,7 +147,10 @@ class ShardedLoss(nn.Module):
         top.register_forward_hook(self._free_after_call)
 
     def _free_after_call(self, *_: object) -> None:
-        """Reshard a model that was called outside of a loss; in a loss, another call may follow."""
+        """Reshard a frozen model after a call outside of a loss.
+
+        In a loss, a later call may need the gathered parameters.
+        """
         if not self._is_running:
             self._call("reshard", self._kinds)
             self._forget_forwards()
@@ -191,7 +197,7 @@ class ShardedLoss(nn.Module):
         raise refused from error
 
     def __deepcopy__(self, _memo: object) -> Any:
-        # Refuse a copy: a unit is copied with its hooks, and so with this module.
+        # Refuse a copy: a copy of a unit would include the unit's hooks, and with them this module.
         raise PlanError(
             "copy.deepcopy: a model must not be copied after wrap_fsdp has sharded it in build, as "
             "AveragedModel does; average by af.ema(decay), copy a frozen model before build, or write "
@@ -338,14 +344,15 @@ class ShardedLoss(nn.Module):
     def _sync(self, on: bool) -> None:
         self._call("set_requires_gradient_sync", [self], on)
         if self._keeps_whole:
-            # The next micro-batch uses the same whole parameters; the last backward frees them.
+            # The next micro-batch uses the same gathered parameters, and the last backward frees
+            # them.
             self._call("set_reshard_after_backward", [self], on)
 
     def _shards(self) -> list[Any]:
         return [each for each in self.parameters() if is_sharded(each) and each.requires_grad]
 
     def _call(self, method: str, modules: Iterable[nn.Module], *arguments: object) -> list[Any]:
-        """Call a method of FSDP on these modules, while they have the classes that define it."""
+        """Call a method of FSDP on these modules, with all units in the classes that FSDP gave them."""
         own = {module: type(module) for module in self._kinds}
         _set_classes(self._kinds)
         try:

@@ -46,10 +46,10 @@ class UnitOrder:
     other place they compare their next events.
     """
 
-    # Backends match collectives only by their order. A rank that skips an expert, or fails in an
-    # evaluation, would leave its peers in a gather until the time-out. So the rank joins the
-    # collectives that its peers expect, up to the next place where ranks compare. There all ranks
-    # raise, or all continue.
+    # Backends match collectives only by their order. If a rank skips an expert, or fails in an
+    # evaluation, its peers would wait in a gather until the time-out. So this rank joins the
+    # collectives that its peers expect, up to the next place in the pass where ranks compare their
+    # events. There all ranks raise, or all continue.
 
     def __init__(self, state: DistState, names: Sequence[str]) -> None:
         self.state = state
@@ -65,8 +65,8 @@ class UnitOrder:
         self._place = kind, 0, ()
 
     def end(self, unreached: Sequence[int]) -> None:
-        """End a pass on all ranks; raise if they lack gradients of different parameters."""
-        # Without a place, all ranks have raised already.
+        """End a pass on all ranks; raise if ranks lack the gradients of different parameters."""
+        # If there is no place, a comparison has failed, and all ranks have raised already.
         if self._place is not None:
             names = ", ".join([self._names[each] for each in unreached[:3]])
             more = ", ..." if len(unreached) > 3 else ""
@@ -87,7 +87,8 @@ class UnitOrder:
         if event.stand_in is None or self._expected.get(place) != event:
             self._join_peers(place)
             self._compare(event, place)
-            # After two events have occurred at one place, ranks compare there in every pass.
+            # Once two different events have occurred at this place, compare there in every later
+            # pass.
             if self._expected.setdefault(place, event) != event:
                 self._expected[place] = None
         self._place = _next(place, event)
@@ -101,7 +102,7 @@ class UnitOrder:
     def _compare(self, event: Event, place: Place | None) -> None:
         codes = primitives.exchange_number(hash((place, event.code)), self.state, "wrap_fsdp")
         if min(codes) != max(codes):
-            # All ranks raise, so events until the next pass have no place in the order.
+            # All ranks raise. Clear the place: until the next pass, ranks compare every event.
             self._place = None
             number = f" as number {place[1] + 1}" if place else ""
             texts = primitives.exchange(event.text + number, self.state, "wrap_fsdp")

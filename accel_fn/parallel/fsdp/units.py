@@ -79,11 +79,12 @@ def check_shardable(
                 f"build: wrap_fsdp's model must have no hooks on parameters, which shards replace, got "
                 f"one on {name}; register it after build, on the shard"
             )
-        # The innermost unit around a parameter holds the parameter. Names of outer units are
-        # prefixes of its name, so take the longest name.
+        # A parameter is in the innermost unit around it. The names of the outer units are prefixes
+        # of this unit's name, so take the longest name.
         holder = max((each for each in units if _is_in(name, each)), key=len)
         other, elsewhere = holders.setdefault(parameter, (name, holder))
-        # FSDP adds up the gradients of a unit in one buffer, so they must have one dtype.
+        # FSDP adds up all gradients of a unit in one buffer, so these gradients must have one
+        # dtype.
         is_of_one_dtype = not parameter.requires_grad or dtype in (None, parameter.dtype)
         is_complex = parameter.is_complex() or (dtype is not None and dtype.is_complex)
         convert = (

@@ -34,10 +34,11 @@ def average(
         mine = flat(bucket)
         first = mine.clone()
         primitives.broadcast(first, state, source, "local_sgd")
-        # Equal infinities compare equal here. Their difference is NaN, so it is set to 0 below.
+        # Set the difference of equal elements to 0 below: the difference of two equal infinities is
+        # NaN.
         equal = mine == first
-        # If a rank without items holds an infinity, the infinity times its share of 0 would be NaN
-        # for all ranks.
+        # Do not multiply by a share of 0: for a rank without items that holds an infinity, the
+        # product is NaN, and so would be the sum on all ranks.
         difference = mine.sub_(first).mul_(share) if share else mine.zero_()
         primitives.start_sum(difference.masked_fill_(equal, 0.0), state, "local_sgd").wait()
         write(first.add_(difference), bucket)

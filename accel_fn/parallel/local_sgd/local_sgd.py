@@ -1,4 +1,4 @@
-"""local_sgd: each rank trains alone; parameters and optimizer state are averaged now and then."""
+"""local_sgd: ranks train separately; now and then, they average parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ after_update=[local_sgd(every=8)])
     """
     check_count("local_sgd", "every", every)
     return fill(
-        # Average first, wherever local_sgd is listed, so that the other `after_update` functions
-        # see the average.
+        # Average before the other `after_update` functions, wherever local_sgd is listed, so that
+        # they see the average.
         first=("after_update",),
         strategy=LocalSlot(make_local),
         after_update=Stateful(RankAverage, every=every),
@@ -239,10 +239,11 @@ class RankAverage:
         return state
 
     def _updated(self) -> list[str]:
-        """Return the names of parameters that all ranks must update together, if `every` is 1.
+        """Return the names of the parameters that this rank has updated, for the ranks to compare.
 
-        Otherwise the list is empty. It is empty too without momentum and weight decay, where a
-        missing gradient acts like a gradient of zeros.
+        If `every` is more than 1, ranks may differ, so return an empty list. Without momentum and
+        weight decay, return an empty list too: a missing gradient then acts like a gradient of
+        zeros.
         """
         groups = [g for each in self._plan.optimizers.values() for g in each.param_groups]
         has_state = any(each.state for each in self._plan.optimizers.values())
@@ -257,13 +258,13 @@ class RankAverage:
         self._has_diverged = False
 
     def check_saved(self) -> None:
-        """Refuse, on every rank, to save a state that differs between ranks."""
+        """On every rank, refuse to save a state that differs between ranks."""
         # Averaging here would make the run depend on when it is saved. Saving every rank's
         # parameters would tie the run to this number of ranks.
         self.check_averaged("save")
 
     def check_followed(self) -> None:
-        """Refuse, on every rank, a next step, which would assume that all ranks hold one model."""
+        """On every rank, refuse to build a next step, which would assume one model on all ranks."""
         self.check_averaged("build")
 
     def check_averaged(self, function: str) -> None:

@@ -1,4 +1,4 @@
-"""Sums in the order of a binary tree: over lists of tensors as they arrive, and over the ranks."""
+"""Sums in the order of a binary tree: of lists of tensors as they arrive, and over the ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tree:
 
 
 def _added(left: Tensors, right: Tensors) -> Tensors:
-    """Add the right list into the memory of the left."""
+    """Add two lists of tensors, in the memory of the left one; None counts as 0."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -103,7 +103,7 @@ def _sum_bucket(bucket: Sequence[Tensor], state: DistState) -> None:
     """Replace tensors of one kind by their sums over the ranks."""
     sizes = [tensor.numel() for tensor in bucket]
     lacking = -sum(sizes) % state.world_size
-    # Send bytes: not every backend supports every dtype, and these collectives add nothing up.
+    # Send bytes: not every backend supports every dtype, and these collectives do not compute sums.
     mine = _sum_part(bucket, lacking, state).view(torch.uint8)
     whole = torch.cat(primitives.all_gather(mine, state, "step")).view(bucket[0].dtype)
     for tensor, part in zip(bucket, torch.split(whole, [*sizes, lacking]), strict=False):

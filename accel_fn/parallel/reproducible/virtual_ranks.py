@@ -135,15 +135,15 @@ class VirtualRanks(Strategy):
     def _metric_vector(
         self, state: DistState, metrics: Sequence[MetricSums], like: Tensor
     ) -> list[Tensor]:
-        """Sum the metrics of this rank's slices; the first element is not 0 if metrics differ.
+        """Sum the metrics of this rank's slices; the first element is not 0 if slices differ in metrics.
 
-        Without metrics, the list is empty.
+        Without metrics, return an empty list.
         """
         layout = self.layout
         self._differing = layout.settle(state, metrics)
         if not layout.sizes and not layout.terms:
-            # Without metrics, the ranks exchange no sums in which the others could see this error.
-            # So all ranks raise in the next step.
+            # Without metrics, the ranks exchange no sums in which the other ranks could see this
+            # error. Keep it until the next step, in which all ranks raise.
             layout.pending_error = self._differing
             return []
         tree, is_wrong = Tree(), self._differing is not None
@@ -155,7 +155,7 @@ class VirtualRanks(Strategy):
         return [vector]
 
     def _metric_means(self, summed: Tensor | None, total: Weight) -> Mapping[str, Tensor]:
-        """Return the metrics of the global batch; raise on all ranks if one rank's differ."""
+        """Return the metrics of the global batch; raise on all ranks if metrics differ on one."""
         assert summed is not None
         if summed[0]:
             raise self._differing or differing_elsewhere(self.layout)
@@ -225,7 +225,7 @@ class VirtualRanks(Strategy):
         return slices, total, samples, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
-        """Return this rank's number of samples, and its slices; [] if their sizes would differ."""
+        """Return this rank's number of samples and its slices; [] if the slices would differ in size."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
         if type(batch) is FailedBatch:
@@ -281,10 +281,14 @@ def check_tracking(tracking: Mapping[str, nn.Module], function: str) -> None:
 
 
 def _in_own_memory(state: DistState, part: Any) -> Any:
-    """Copy a part of a batch, since the address of a tensor changes how some kernels round."""
+    """Copy a part of a batch into new memory.
+
+    The address of a tensor changes how some kernels round, and a part of a batch may begin at any
+    address.
+    """
 
     def own(tensor: Tensor) -> Tensor:
-        # A tensor on another device will be copied anyway, when it is moved to this one.
+        # Do not copy a tensor on another device: moving the tensor to this device copies it anyway.
         return tensor.clone() if tensor.device == state.device else tensor
 
     return map_tensors(own, part)

@@ -99,7 +99,7 @@ class _Region:
 
     @_outside_of_graphs
     def end(self, *_: object) -> None:
-        """End the region: restore the generator, and advance it if the region has drawn."""
+        """End the region: restore the generator; if the region has drawn, advance the generator."""
         if self._lasts():
             generator = generator_of(self._device)
             has_drawn = not torch.equal(generator.get_state(), self._inside)
@@ -109,6 +109,6 @@ class _Region:
         self._is_open = False
 
     def _lasts(self) -> bool:
-        # A recomputation may begin a region and stop before its end. Then torch restores the
-        # generator. A seed that is not that of the region shows this.
+        # A recomputation may begin a region and stop before the end of it. torch then restores the
+        # generator, and the generator's seed is not that of the region.
         return self._is_open and generator_of(self._device).initial_seed() == self._seed

@@ -1,4 +1,4 @@
-"""The styles of `"auto"`: the plan that a model of transformers has, or an error with a guess."""
+"""The styles of `"auto"`: the plan of a model of transformers, or an error that suggests a mapping."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _OF_TRANSFORMERS: dict[str, object] = {
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    # Norms of heads: each rank has a part of the heads. This style of torch is made for a part of
-    # the sequence, but it gives the same output, and the same sum of gradients over the ranks.
+    # Norms of heads: each rank has a part of the heads. torch made this style for a part of the
+    # sequence. For a part of the heads, the output is right too, and so is the sum of gradients
+    # over the ranks.
     "replicated_with_grad_allreduce": SequenceParallel(use_local_output=True),
     "replicate": None,
 }
@@ -56,14 +57,15 @@ def plan_styles(model: nn.Module) -> dict[str, object]:
             )
         if _OF_TRANSFORMERS[style] is not None:
             found[pattern] = _OF_TRANSFORMERS[style]
-    # Refuse a plan that names no layer of a block: DBRX's, for example, names only the head.
+    # Refuse a plan that names no layer of a block. For example, the plan of DBRX names only the
+    # head.
     if not any("*" in pattern for pattern in found):
         raise PlanError(_without_plan(model))
     return found
 
 
 def _plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan of a model of transformers, or the joined plans of its children."""
+    """Return the plan of a model of transformers, or else the joined plans of its children."""
     if plan := getattr(model, "_tp_plan", None):
         return dict(plan)
     return {
@@ -122,8 +124,9 @@ def _guess(block: nn.Module) -> dict[str, str]:
     num_layers = Counter(part_of.values())
     parts: dict[str, list[str]] = {}
     for name, part in part_of.items():
-        # In a block of BERT, the two layers of the MLP are in different children, one in each. So
-        # join all layers that are the only one in their part: they may be a pair.
+        # In a block of BERT, each of the two layers of the MLP is in a child without other layers.
+        # So put all layers that share their child with no other layer into one part: they may be a
+        # pair.
         parts.setdefault(part if num_layers[part] > 1 else "", []).append(name)
     guess: dict[str, str] = {}
     for *others, last in parts.values():

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 def matches(name: str, pattern: str) -> bool:
     """Return whether each part of the name matches the same part of the pattern."""
     parts, wanted = name.split("."), pattern.split(".")
-    # `*` does not match the whole model, whose name is empty.
+    # The whole model has an empty name, which `*` does not match.
     if not name or len(parts) != len(wanted):
         return name == pattern
     return all(map(fnmatchcase, parts, wanted))

@@ -1,8 +1,8 @@
 """Refuse a model whose code computes something else after its layers are split over ranks.
 
-A layer with a part of its columns returns a plain tensor of fewer features, and code may mistake it
-for a whole one: `q.view(b, t, num_heads, -1)` then makes as many heads, each with fewer features.
-No shape is wrong, but the result differs.
+A layer with a part of its columns returns a plain tensor of fewer features, and code may take this
+tensor for a whole output: `q.view(b, t, num_heads, -1)` then makes as many heads as before, each
+with fewer features. No shape is wrong, but the result differs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compare_blocks(
 
 
 class _Comparison:
-    """The split layers that are not compared yet, and the hooks that compare them."""
+    """Compares blocks in the first forward, by hooks, until every split layer is in a compared block."""
 
     def __init__(
         self, model: nn.Module, styled: Collection[str], state: DistState, axis: str
@@ -106,22 +106,23 @@ class _Comparison:
         calls: list[Any] = []
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # Copy containers too: the block may change them, as attention changes a cache of keys.
+            # Copy the containers of the call too: the block may change them, as attention changes a
+            # cache of keys.
             is_due = self._layers(name) and _kind(name, module) not in self._kinds
             calls[:] = [_copied((args, kwargs), _detached)] if is_due else []
 
         def after(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             kind = _kind(name, module)
             for call in calls:
-                # Look at the output of a split layer too: if it is only a part of the features, the
-                # layer is no block, and needs no second run.
+                # Look at the output of a split layer too. If it is only a part of the features, the
+                # layer is not a block, and needs no second run.
                 seen = (call, output if name in self._open else ())
                 is_new = bool(self._layers(name)) and self._are_whole(module, tensors_of(seen))
                 self._kinds[kind] = is_new and self._is_block(name, module, call)
             if self._kinds.get(kind):
                 self._open -= self._layers(name)
-            # A block that differs keeps its hooks: if the program catches the error and continues,
-            # the next forward fails again.
+            # Keep the hooks of a block that differs: if the program catches the error and
+            # continues, the next forward raises again.
             for handle in handles if self._open else self._handles:
                 handle.remove()
             calls.clear()
@@ -134,13 +135,13 @@ class _Comparison:
         self._handles += handles
 
     def _layers(self, name: str) -> set[str]:
-        """Return the split layers inside a module that are not compared yet."""
+        """Return the split layers inside a module that no comparison has covered yet."""
         return {each for each in self._open if name in _outward(each)}
 
     def _are_whole(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors are equal on all ranks, and not constant.
 
-        Constant tensors may be equal although they are parts.
+        Constant tensors may be equal although each is only a part of a tensor.
         """
         values = [whole(each) for each in tensors]
         is_constant = module is not self._model and _is_constant(values)
@@ -168,8 +169,8 @@ class _Comparison:
         try:
             own = _compare(module, call, dtype, self._axis, self._state.device)
         except Exception as error:
-            # Catch every error that the user's code may raise: the other ranks wait in the exchange
-            # below.
+            # Catch every error that the user's code may raise: otherwise the other ranks would wait
+            # for this rank in the exchange below.
             own = _Outcome(failure=f"{type(error).__name__}: {error}")
         return exchange(own, self._along, "wrap_tp")
 
@@ -268,7 +269,7 @@ def _compare(
 
 
 def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
-    """Return the difference of outputs if it is too large, else the largest one of a gradient."""
+    """Return the difference of the outputs if it is too large, otherwise the largest of a gradient."""
     if found[0] > bound or len(found) == 1:
         text = f"outputs that differ by {found[0]:.2g} of the largest"
         return _Outcome(True, found[0], bound, text)
@@ -287,8 +288,8 @@ def _bound(tensors: Iterable[Tensor], dtype: torch.dtype | None, device: torch.d
 
 def _differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     """Return the largest relative difference of the outputs, and of each gradient."""
-    # All gradients share one scale, since some are zero except for rounding, such as the gradient
-    # of a key's bias.
+    # All gradients share one scale. Some of them are zero except for rounding, such as the gradient
+    # of a key's bias, and have no useful scale.
     scales = [_largest(expected[:1])] + [_largest(expected[1:])] * (len(expected) - 1)
     return [
         _difference(each, other, scale)
@@ -310,7 +311,7 @@ def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
 
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw values near a parameter's, equal on all ranks, that keep the scale of activations."""
+    """Draw values near a parameter's: equal on all ranks, and so that activations keep their scale."""
     # With the initial values, a block may hide its faults: its last layer may be zero, or all
     # weights may be one, or so small that every head attends to all tokens equally.
     if not tensor.is_floating_point():
@@ -380,7 +381,7 @@ def _outward(name: str) -> list[str]:
 
 
 def _kind(name: str, module: nn.Module) -> object:
-    """Return a key that modules of one class share in the same place of several blocks."""
+    """Return a key that is equal for modules of one class at the same place in several blocks."""
     shapes = tuple((path, each.shape) for path, each in module.named_parameters())
     return starred(name), type(module), shapes
 

@@ -40,7 +40,8 @@ def split_model(
     layers = {model.get_submodule(name): style for name, style in styles.items()}
     draw_by_shard(model, layers, state.along(axis).rank)
     names = [name for name, module in model.named_modules() if _holds_parts(module)]
-    # Watch layers that hold parts too: in a model that was split before, no layer has a style.
+    # Watch layers that hold parts too: if the model was split before this build, no layer has a
+    # style.
     for name in {*styles, *names}:
         model.get_submodule(name).register_forward_hook(_watch_backward)
     compare_blocks(model, names, state, axis)
@@ -50,7 +51,7 @@ def cut_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Devi
     """Cut the layers that have a style over a mesh of one axis; replicate all other tensors."""
     ties = _ties(model)
     for name, style in styles.items():
-        # Without a source rank, each rank cuts its own copy, which has rank 0's values by now.
+        # Without a source rank, each rank cuts its own copy, which holds rank 0's values already.
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for module in model.modules():
         _replicate(module, mesh)
@@ -62,7 +63,7 @@ def cut_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Devi
 def _send_values(state: DistState, model: nn.Module) -> None:
     """Overwrite parameters and buffers with the values of rank 0.
 
-    A shard gets the values that the first rank along `dp` has for it.
+    A shard gets the values of the first rank along `dp` that has the same shard.
     """
     data = state.along("dp")
     for tensor in (*model.parameters(), *model.buffers()):
@@ -72,7 +73,7 @@ def _send_values(state: DistState, model: nn.Module) -> None:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Find the parameters that several modules hold, or one module under several names."""
+    """Find the parameters that several modules hold, or that one module holds under several names."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -82,7 +83,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a module's own parameters replicas on the mesh; its forward still gets plain tensors."""
+    """Make a module's own parameters replicas on the mesh; pass plain tensors to the module's forward."""
     lists = [each for each in module.children() if isinstance(each, PARAMETER_LISTS)]
     readers = module.modules() if isinstance(module, READS_WEIGHTS) else [module, *lists]
     read = [
@@ -100,7 +101,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor that is equal on all ranks as a replicated DTensor on the mesh."""
+    """Return a tensor as a replicated DTensor on the mesh; it must be equal on all ranks."""
     if is_sharded(tensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
@@ -122,7 +123,8 @@ class _PlainForward:
     since the module's input is equal on all ranks.
     """
 
-    # Hooks cannot do this: code that recomputes a forward may call it without hooks.
+    # Replace the forward, and do not use hooks: code that recomputes a forward may call it without
+    # hooks.
 
     def __init__(
         self, module: nn.Module, read: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh

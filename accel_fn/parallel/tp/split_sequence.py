@@ -18,8 +18,9 @@ class SplitSequence(ParallelStyle):
     The gradients of the module's parameters are DTensors with placement Partial.
     """
 
-    # torch's SequenceParallel treats a plain tensor as the rank's shard. From a tensor that is
-    # equal on all W ranks, it would make a sequence that is W times as long, without an error.
+    # torch's SequenceParallel takes a plain tensor for the rank's shard. If the tensor is equal on
+    # all W ranks, torch would join the copies to a sequence that is W times as long, without an
+    # error.
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, _split, _gather)  # type: ignore[arg-type]

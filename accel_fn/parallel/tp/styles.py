@@ -65,8 +65,8 @@ def styles_of(
 
 
 def _matched(model: nn.Module, styles: Mapping[str, object]) -> dict[str, object]:
-    """Return the style for each module that has one, by the module's first name."""
-    # A module in two places of the model has two names. Use the first one.
+    """Return the style of each module that has one, by the first of the module's names."""
+    # A module at two places of the model has two names. Use the first name.
     names = list(model.named_modules(remove_duplicate=False))
     first = {module: name for name, module in reversed(names)}
     found: dict[str, tuple[str, object]] = {}
@@ -93,7 +93,7 @@ def _style(name: str, module: nn.Module, given: object) -> ParallelStyle:
     if given == "colwise":
         return ColwiseParallel()
     if given == "rowwise":
-        # An embedding gets all tokens on every rank; a linear layer gets a part of its input
+        # An embedding gets all tokens on every rank. A linear layer gets a part of the input
         # features.
         is_table = isinstance(module, nn.Embedding)
         return RowwiseParallel(input_layouts=Replicate() if is_table else None)
@@ -125,7 +125,7 @@ def _check_module(
         raise PlanError(
             f'build: {_STYLES} must give "sequence" to norms alone, which have no matrix, got {got}'
         )
-    # Check no other style: it may shard any module.
+    # Do not check other styles: they may shard any module.
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
@@ -156,7 +156,7 @@ def _check_module(
     rows = module.weight.shape[0]
     is_cut_by_rows = isinstance(module, nn.Embedding) and _cut(module, "weight", style) == 0
     # torch gives each rank as many rows as rank 0, until no rows are left. So the last ranks may
-    # get none.
+    # get no row.
     if is_cut_by_rows and math.ceil(rows / size) * (size - 1) >= rows:
         raise PlanError(
             f"build: {_STYLES} must leave every rank a row of an embedding, got {rows} rows of {name} "
@@ -169,7 +169,7 @@ def _is_whole(layouts: object) -> bool:
 
 
 def _divided(module: nn.Linear | nn.Embedding, style: ParallelStyle) -> tuple[str, int]:
-    """Return the features that the ranks divide between them, in words, and their number."""
+    """Return the kind of features that the ranks divide among them, and the number of these features."""
     if isinstance(style, ColwiseParallel) and not _is_whole(style.output_layouts):
         rows, columns = module.weight.shape
         return "output features", rows if isinstance(module, nn.Linear) else columns
@@ -179,7 +179,7 @@ def _divided(module: nn.Linear | nn.Embedding, style: ParallelStyle) -> tuple[st
 
 
 def _cut(module: nn.Module, name: str, style: ParallelStyle | None) -> int | None:
-    """Return the dimension along which a style shards a parameter; None if it stays whole."""
+    """Return the dimension along which a style shards a parameter; None if the parameter stays whole."""
     is_linear = isinstance(module, nn.Linear)
     if isinstance(style, ColwiseParallel):
         return 0 if is_linear else 1
@@ -208,8 +208,8 @@ def _check_heads(
 def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield the numbers of heads that a module, or its configuration, has."""
     holders: dict[str, object] = {"": module}
-    # In transformers, every module may hold the model's configuration, also an MLP. Only attention
-    # has a size of heads, so read the configuration of no other module.
+    # In transformers, every module may hold the model's configuration, for example an MLP. Only
+    # attention has a size of heads, so read the configuration of modules with this size only.
     if any(hasattr(module, name) for name in _HEAD_SIZE):
         holders["config."] = getattr(module, "config", None)
     for prefix, holder in holders.items():
@@ -220,7 +220,7 @@ def _num_heads(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _ties(modules: Mapping[str, nn.Module]) -> list[dict[str, str]]:
-    """Return, for each tied parameter, its name in each module that owns it."""
+    """Return, for each tied parameter, the modules that own it, with its name in each of them."""
     owners: dict[nn.Parameter, dict[str, str]] = {}
     for name, module in modules.items():
         for own, parameter in module.named_parameters(recurse=False):

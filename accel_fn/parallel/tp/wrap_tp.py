@@ -165,7 +165,7 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 
 def _check_mesh(model: nn.Module, state: DistState, axis: str) -> None:
-    """Refuse a model that is split over other ranks than those along the axis."""
+    """Refuse a model that is split over ranks other than those along the axis."""
     from accel_fn.parallel.mesh import device_mesh
 
     wanted = device_mesh(state)[axis].mesh.tolist()
@@ -190,7 +190,10 @@ def _check_graphs(plan: Plan) -> None:
 
 
 def _check_compiled_blocks(plan: Plan) -> None:
-    """Refuse compiled blocks in which a module's own DTensors meet its layers' plain outputs."""
+    """Refuse compiled blocks in which a module uses its own parameters beside the layers inside it.
+
+    The parameters are DTensors in the graph, but the outputs of the layers are plain tensors.
+    """
     from accel_fn.parallel.tp.model_plan import PARAMETER_LISTS, READS_WEIGHTS
 
     for compiled in plan.having("torch_compile"):

@@ -112,8 +112,8 @@ def one_microbatch(state: DistState) -> DistState:
 
 
 def check_list(batch: Any, *, at_most: int) -> list[Any]:
-    """Return the micro-batches of a batch, which must be a list of micro-batches."""
-    # Refuse a tuple too: it is one batch, of inputs and targets.
+    """Return the micro-batches of a batch; refuse a batch that is not a list of micro-batches."""
+    # Refuse a tuple too: a tuple is one batch, of inputs and targets.
     if type(batch) is not list:
         rule, repair = (
             "be a list of micro-batches",

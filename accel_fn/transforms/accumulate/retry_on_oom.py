@@ -37,8 +37,8 @@ class FittingSplit:
         return {"num_parts": self.num_parts, "world_size": self.world_size}
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
-        # In a world of another size, a rank has a larger or smaller part of the batch, so the saved
-        # number does not fit.
+        # On another number of ranks, each rank has a larger or smaller part of the batch, so the
+        # saved number of micro-batches does not fit.
         if saved["world_size"] == self.world_size:
             self.num_parts = saved["num_parts"]
 
@@ -63,7 +63,7 @@ class RetryOnOOM:
             try:
                 return self._run(grad_fn, state, batch)
             except BaseException:
-                # A step that fails must change nothing.
+                # A step that fails must change nothing, so restore the number of micro-batches.
                 self._split.num_parts = before
                 raise
 
@@ -90,8 +90,8 @@ class RetryOnOOM:
             else:
                 extras = {**report.extras, "num_microbatches": self._split.num_parts}
                 return state, grads, replace(report, extras=extras)
-            # Free memory here, after the handlers: in a handler, the error's traceback still holds
-            # the tensors of the attempt.
+            # Free memory here, after the handlers. Inside a handler, the traceback of the error
+            # would still hold the tensors of the failed attempt.
             for parameter in self._model.parameters():
                 parameter.grad = None
             for buffer in buffers:
@@ -100,7 +100,7 @@ class RetryOnOOM:
             self._halve(state, batch, failures)
 
     def _halve(self, state: DistState, batch: Any, failures: Sequence[str]) -> None:
-        """Double the number of micro-batches on all ranks; raise if each is one sample already."""
+        """Double the number of micro-batches on all ranks; raise if each already has only one sample."""
         largest = max(exchange(count_samples(batch), state, "step"))
         first = next(rank for rank, failure in enumerate(failures) if failure)
         if largest <= self._split.num_parts:

@@ -108,7 +108,7 @@ def with_amp(
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    # Refuse bad settings here, not only in `build`.
+    # Make a loss scale to check the settings now, and not only in `build`.
     LossScale.start(**settings)
     check_blocks("with_amp", skip, "skip")
     source = ""
@@ -128,7 +128,7 @@ def with_amp(
     if dtype == torch.float16:
         slots["init_state"] = SlotFunction(scale_loss, **settings).with_source(source)
     if precision == "fp8":
-        # If torchao is not installed, raise here, not only in `build`.
+        # If torchao is not installed, raise now, and not only in `build`.
         torchao()
         in_slot = Float8Slot(in_float8, skip=skip).with_source(source)
         slots["forward_contexts"] = (slots["forward_contexts"], in_slot)

@@ -76,7 +76,7 @@ def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
 def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
     """Make, for one step function, the context in which linear layers compute in float8."""
     emulated = state.device.type != "cuda"
-    # Use the same objects in every step: for new objects, torch.compile would compile again.
+    # Make these objects once for all steps: for new objects, torch.compile would compile again.
     forwards: dict[nn.Module, Callable[..., Any]] = {
         layer: partial(_run, layer, _twin(layer, emulated)) for layer in fitting(plan.model, skip)
     }
@@ -88,7 +88,7 @@ def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
 
 
 def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
-    """Make torchao's layer of the same shape, without memory, to be called with our parameters."""
+    """Make torchao's layer of the same shape, on the meta device: `_run` calls it with our parameters."""
     float8 = torchao()
     has_bias = layer.bias is not None
     plain = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
@@ -98,7 +98,7 @@ def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
 
 
 def _run(layer: nn.Linear, twin: nn.Module, inputs: Tensor) -> Tensor:
-    """Run torchao's layer with our layer's parameters, in the dtype of autocast."""
+    """Run torchao's layer with the parameters of our layer, in the dtype of autocast."""
     kind = inputs.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
     parameters = {

@@ -171,7 +171,10 @@ def compile_blocks(state: DistState, module: nn.Module, **settings: Any) -> nn.M
 
 
 def _by_kind(blocks: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
-    """Group blocks that may share a graph: torch keeps few graphs, and each shape needs one."""
+    """Group blocks that may share a graph, by class and shapes.
+
+    torch keeps only a few graphs per function, and needs a graph for each shape.
+    """
     kinds: dict[Any, list[nn.Module]] = defaultdict(list)
     for each in blocks:
         shapes = tuple((name, p.shape, p.dtype) for name, p in each.named_parameters())
@@ -187,7 +190,7 @@ def compile_step(
 
 
 def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool | None) -> GraphFn:
-    """Compile a function into one graph, without checks of sizes, which guards repeat anyway."""
+    """Compile a function into one graph, without size checks, which torch's guards make anyway."""
     _check_machine(state)
     options = {**options_of(mode), "size_asserts": False, "guard_filter_fn": moving_guards}
     if state.device.type == "cpu":
@@ -197,13 +200,13 @@ def _compile_graph(state: DistState, whole: GraphFn, *, mode: str, dynamic: bool
 
 
 def _for_cpu(mode: str) -> dict[str, Any]:
-    """Choose options for a CPU: call kernels from C++, and compute each scalar once."""
+    """Choose compiler options for a CPU: call kernels from C++, and compute each scalar only once."""
     settings = torch._inductor.config
     in_cpp = sys.platform == "linux" and mode in _IN_CPP
     own: dict[str, Any] = {"cpp_wrapper": settings.cpp_wrapper or in_cpp}
-    # Keep a pass that the user has set.
+    # If the user has set a pass, keep it.
     if settings.post_grad_custom_post_pass is None:
-        # Import the pass only here, since it imports the compiler.
+        # Import the pass only here, since the module of the pass imports the compiler.
         from accel_fn.transforms.compile.pass_hoist_scalars import Hoisting
 
         own["post_grad_custom_post_pass"] = Hoisting()

@@ -11,14 +11,14 @@ _LOGGERS = ("torch", "torch._dynamo", "torch._inductor")
 
 
 class _OnceFromRank0(logging.Filter):
-    """A log filter that passes each warning of the compiler once, on rank 0."""
+    """A log filter that lets each warning of the compiler through once, on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[tuple[str, int, str]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to print a record."""
+        """Return whether logging prints this record."""
         if record.levelno != logging.WARNING or not record.name.startswith(_LOGGERS[1:]):
             return True
         if dist.is_initialized() and dist.get_rank():

@@ -41,8 +41,9 @@ class Captured:
         numbers = {each: number for number, each in enumerate(parameters)}
         self._members = [[numbers[p] for p in group["params"] if p in numbers] for group in groups]
         self._parameters = parameters
-        # On a CPU, compute counts and rates in float64, as the host would. For an accelerator, the
-        # compiler writes them into each loop over elements, where float64 is slow.
+        # On a CPU, compute counts and rates in float64, as the host would. In a graph for an
+        # accelerator, the compiler computes them inside each loop over elements, where float64 is
+        # slow.
         doubles = (torch.float64, torch.complex128)
         self._is_wide = device.type == "cpu" or any(each.dtype in doubles for each in parameters)
         dtype = torch.float64 if self._is_wide else torch.float32
@@ -72,12 +73,12 @@ class Captured:
             seen[name] = value
             if name == "lr" and isinstance(value, float | int):
                 self.rates[index] = value
-                # If the former rate was a tensor, it is among the settings: remove it.
+                # If the rate was a tensor before, it is still among the settings: remove it there.
                 settings.pop(name, None)
             elif name != "params":
                 if moves:
-                    # From now on, let numbers that change be inputs of the graph: as constants,
-                    # each new value would need another graph.
+                    # From now on, pass numbers that change as inputs of the graph. As a constant,
+                    # each new value of a number would need another graph.
                     self._around = Factored()
                 settings[name] = _IN_A_GRAPH.get(name, value)
 
@@ -156,7 +157,7 @@ def methods_of(optimizer: Optimizer) -> Any:
 
 
 def _bare(member: Any) -> Any:
-    """Return a method without its decorators, such as profilers, no_grad and compiler stops."""
+    """Return a method without decorators, such as profilers, no_grad and compiler stops."""
     return inspect.unwrap(member) if isinstance(member, FunctionType) else member
 
 
@@ -207,7 +208,7 @@ def _misfit(optimizer: Optimizer, reason: str, repair: str) -> PlanError:
 
 
 def _check_own_state(trial: Optimizer) -> None:
-    """Refuse an optimizer that stores state of all parameters under a single parameter."""
+    """Refuse an optimizer that stores, under one parameter, state that belongs to all of them."""
     trial.step()
     of_each = [trial.state[p].keys() for p in trial.param_groups[0]["params"]]
     if any(names != of_each[0] for names in of_each):
@@ -215,7 +216,7 @@ def _check_own_state(trial: Optimizer) -> None:
 
 
 def _trial(optimizer: Optimizer, device: torch.device, num_parameters: int = 1) -> Optimizer:
-    """Copy an optimizer, with small matrices as its parameters."""
+    """Copy an optimizer, but with small matrices as its parameters, for a trial."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise TypeError("it runs another optimizer")
     group = optimizer.param_groups[0]
@@ -241,7 +242,7 @@ def _counts_on_host(group: Group) -> bool:
 
 
 def _plain(trial: Optimizer) -> list[str]:
-    """Return an optimizer's values as text, without the tensors of its state, for a comparison."""
+    """Return the values of an optimizer as text, to compare them; leave out the tensors of its state."""
     state = [
         {name: v for name, v in each.items() if not isinstance(v, Tensor)}
         for each in trial.state.values()
@@ -256,7 +257,7 @@ def _plain(trial: Optimizer) -> list[str]:
 
 
 def _compare(trial: Optimizer, device: torch.device) -> None:
-    """Compare the captured update of a trial with the optimizer's own step, from the same start."""
+    """From one start, compare the captured update of a trial with the step of the optimizer itself."""
     (parameter,) = trial.param_groups[0]["params"]
     gradient = parameter.grad
     captured = Captured(trial, [parameter], device)

@@ -38,14 +38,14 @@ class Hoisting(CustomGraphPass):
 
 
 def _num_elements(node: Node) -> int:
-    """Return a result's number of elements; 0 if it is no tensor or its size is symbolic."""
+    """Return the number of elements of a result; 0 if it is not a tensor or its size is symbolic."""
     value = node.meta.get("val")
     size = value.numel() if isinstance(value, Tensor) else 0
     return size if isinstance(size, int) else 0
 
 
 def _is_computed(node: Node) -> bool:
-    """Return whether the graph computes this scalar: it does not compute inputs and constants."""
+    """Return whether a node is a scalar that the graph computes, and not an input or a constant."""
     value = node.meta.get("val")
     is_number = isinstance(value, Tensor) and not value.ndim
     return is_number and node.op == "call_function" and bool(node.all_input_nodes)

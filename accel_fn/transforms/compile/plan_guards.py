@@ -54,7 +54,8 @@ class PlanGuards:
             self._refuse(
                 "methods of model and optimizer", "replace them before build, or build again"
             )
-        # torch's guards notice replaced modules, so only read the methods again.
+        # If modules were replaced, read the methods again, and refuse nothing: torch's guards
+        # notice replaced modules.
         if self._modules.refresh():
             self._functions = self._found()
         if self._modules.hooks() != self._hooks or self._is_hooked(held):
@@ -64,11 +65,12 @@ class PlanGuards:
         return any(map(has_hooks, self._optimizers)) or any(map(_is_hooked, parameters))
 
     def _found(self) -> list[object]:
-        """Return the methods of classes, and the methods of instances that replace them."""
+        """Return the methods of the classes, and the methods that instances have in place of these."""
         found = [*self._modules.methods(), *[own.get("forward") for own in self._owners]]
         for optimizer in self._optimizers:
             step = vars(optimizer).get("step")
-            # Ignore a method that torch's schedulers put on the optimizer: it only counts calls.
+            # Ignore the `step` that a scheduler of torch sets on an optimizer: it only counts
+            # calls.
             found.append(None if hasattr(step, "_wrapped_by_lr_sched") else step)
             found.append(type(optimizer).step)
         return found

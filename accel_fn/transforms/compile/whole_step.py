@@ -39,7 +39,7 @@ class CompiledStep:
     def __init__(
         self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
     ) -> None:
-        # Call this here and not at import, since it imports the compiler.
+        # Call this here and not at import, since the call imports the compiler.
         torch.compiler.allow_in_graph(gradients_of)  # type: ignore[no-untyped-call]
         plan = stages.plan
         self._plan = plan
@@ -73,15 +73,15 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        # Run the stages: they zero the gradients of micro-batches of weight 0, which the graph does
-        # not do.
+        # Run the stages without the graph: they zero the gradients of micro-batches of weight 0,
+        # and the graph does not.
         if () in weights:
             return self._stages(state, batch)
         of_parts = self._shares(state, weights) if len(weights) != 1 else None
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
-            # Run the loss of None, whose gradient is zero.
+            # Run the loss of None: its value is 0, and its gradients are zeros.
             parts = (None,)
         loss, norm, accepted, scale, found = self._call_graph(state, parts, of_parts)
         weight = total_weight(weights)
@@ -101,10 +101,11 @@ class CompiledStep:
         return state.advanced(scaler, rows, report.weight), report
 
     def _shares(self, state: DistState, weights: Weights) -> Tensor:
-        """Return each micro-batch's share in the global mean; a single 0 without micro-batches."""
+        """Return each micro-batch's share of the global mean; a single 0 if there are no micro-batches."""
         total = total_weight(weights)
         every = tuple([shares(weight, total)[0] for weight in weights]) or (0.0,)
-        # Reuse equal shares: copying new shares to a device waits for the previous step.
+        # If the shares are equal to the last ones, reuse their tensor: a copy of new shares to a
+        # device would wait for the previous step.
         if every != self._shares_before[0]:
             dtype = torch.float32 if state.device.type == "mps" else torch.float64
             self._shares_before = every, torch.tensor(every, dtype=dtype, device=state.device)
@@ -120,7 +121,7 @@ class CompiledStep:
         return self._layout.means(found or {}, weight, loss)
 
     def _is_ready(self) -> bool:
-        """Return whether the optimizers have the state that their first updates make."""
+        """Return whether the optimizers already have the state that they make in their first update."""
         if self._has_added_parameters:
             self._has_added_parameters = False
             return False
@@ -157,7 +158,7 @@ class CompiledStep:
 def _graph_function(
     plan: Plan, module: LossModule, captured: Sequence[Captured], layout: Layout
 ) -> GraphFn:
-    """Make a function of all arithmetic of a step, for the compiler."""
+    """Make a function that holds all arithmetic of a step, for the compiler."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = [names[each] for each in plan.trained()]
 
@@ -189,8 +190,8 @@ def _graph_function(
             each if each is None else each.to(parameter.dtype)
             for each, parameter in zip(tensors, parameters, strict=True)
         ]
-        # Read the layout only if there are metrics: the first step fixes it, and a graph that had
-        # read it would be compiled again.
+        # Read the layout only if there are metrics. The first step fixes the layout, and a graph
+        # that had read the layout before would be compiled again.
         if sums.wrong or (sums.sizes and sums.differ_from(layout)):
             raise LossError(sums.wrong or "loss_fn returns other metrics than for the first batch")
         with torch.no_grad():
@@ -233,7 +234,7 @@ def _times(tensor: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _widened(tensor: Tensor | None) -> Tensor | None:
-    """Widen a half-precision gradient: gradients of other micro-batches are added to it."""
+    """Widen a half-precision gradient, so that gradients of other micro-batches can be added in float32."""
     return tensor.float() if tensor is not None and tensor.dtype in HALF else tensor
 
 

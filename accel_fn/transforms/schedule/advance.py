@@ -40,12 +40,12 @@ class Advance:
             return
         for group in self.scheduler.optimizer.param_groups:
             rate = group["lr"]
-            # The host would wait for a rate on the device: do not read it.
+            # Do not read a rate on the device: the host would wait for the value.
             if (isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0:
                 self._num_zero = 0
                 return
         if self._num_zero is None:
-            # A warm-up begins at 0: do not count these updates.
+            # Do not count updates before the first rate above 0: a warm-up begins at 0.
             return
         self._num_zero += 1
         if self._num_zero == _MANY_ZERO:
@@ -65,8 +65,8 @@ class Advance:
         rival = self.rival
         if rival.is_due:
             rival.look()
-        # Set torch's flag: the scheduler would warn if the optimizer's `step` was not called, as in
-        # a compiled step.
+        # Set torch's flag: without it, the scheduler would warn that the optimizer's `step` was not
+        # called, as in a compiled step.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step()
         rival.num_advances += 1
@@ -139,7 +139,7 @@ class AdvanceByMetric(Advance):
         self._take(self._delayed.last())
 
     def _take(self, known: Tensor | None) -> None:
-        """Keep a metric whose value the host knows, if its update was applied."""
+        """Keep a metric whose value the host knows now, if the update of this metric was applied."""
         if known is not None and known[1]:
             self._newest = known[0].item()
 
@@ -344,7 +344,7 @@ class Rates:
         self._show(self._held)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the current groups; loading the optimizer replaces them by new objects."""
+        """Return the current groups: `load_state_dict` of an optimizer replaces the groups by new objects."""
         return self.optimizer.param_groups
 
     def _shown(self) -> list[float]:
@@ -415,7 +415,7 @@ class DeviceSchedule(Schedule):
         self.rates.load(None)
 
     def _undo_skipped(self, applied: Tensor | None) -> None:
-        """Undo the newest advance, if its update was skipped."""
+        """Undo the last advance of the schedule if the update before this advance was skipped."""
         if applied is not None and self._before is not None and not applied:
             self._advance.put_back(self._before)
             if self._is_first:

@@ -1,4 +1,4 @@
-"""Warn if the loop steps a scheduler itself, which `schedule` would then advance twice or undo."""
+"""Warn if the training loop steps a scheduler itself: `schedule` would advance it twice, or undo it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RivalCheck:
         if self._position() == position:
             if self._rates() == rates:
                 return
-            # The loop may set a rate by hand, which is allowed: some schedules build on it.
+            # Accept a rate that the loop has set by hand: some schedules build on this rate.
             rivals = self._rivals()
             if not rivals:
                 return
@@ -69,7 +69,7 @@ class RivalCheck:
     def _rivals(self) -> list[Any]:
         """Search all objects of this process for other schedulers with the current rates.
 
-        torch keeps no list of an optimizer's schedulers.
+        torch keeps no list of the schedulers of an optimizer.
         """
         optimizer, rates = self._scheduler.optimizer, self._rates()
         found: list[Any] = [

@@ -186,7 +186,8 @@ def scheduled(
                 made[name] = StateSchedule(advance, seen)
                 continue
         always = plan.always_applies(state)
-        # For offloaded parameters, a kernel on the host would read a rate on the device too early.
+        # For offloaded parameters, keep rates on the host: a kernel on the host could read a rate
+        # on the device before the value has arrived.
         on_host = any(parameter.is_cpu for parameter in trained_by(each))
         waits = always or on_host or state.device.type == "cpu" or not takes_factor(each)
         if every is not None:
@@ -206,7 +207,7 @@ def scheduled(
 def _counts_batches(plan: Plan, name: str) -> bool:
     """Return whether a schedule of the optimizer counts batches.
 
-    Such a schedule needs the rates on the host.
+    A schedule that counts batches needs the rates on the host.
     """
     optimizer, made = plan.optimizers[name], schedules_made(plan)
     to_come = [each for each in plan.after_update if isinstance(each, ScheduleSlot)]
@@ -224,7 +225,7 @@ def _batches_of(every: ShardedLoader[Any] | int | None) -> int | None:
         repair = "for every epoch, give the loader that shard_loader returned: every=loader"
         return check_count("schedule", "every", got, repair=repair)
     facts = every.state_dict()
-    # Refuse a loader with a batch sampler: its number of batches may differ between epochs.
+    # Refuse a loader with a batch sampler: each epoch may have another number of batches.
     if facts.get("num_samples") is None:
         rule, got = "have a length that all of its epochs have", type(every.loader.dataset).__name__
         repair = "give every=n, a number of batches"
@@ -246,7 +247,7 @@ def takes_state(function: object) -> bool:
     try:
         parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        # A class that is written in C may have no signature. It gets the number of updates.
+        # A class that is written in C may have no signature. Call it with the number of updates.
         return False
     if "state" not in parameters:
         return False
@@ -262,8 +263,8 @@ def takes_state(function: object) -> bool:
 
 
 def _checked(given: MultiplierFn, seen: Sequence[DistState]) -> Callable[[int], float]:
-    """Wrap the user's function as one of `num_updates`; raise if its result is not finite."""
-    # Use a closure: if this were an object, a checkpoint would store its attributes.
+    """Wrap the user's function as a function of `num_updates`; raise if a result is not finite."""
+    # Return a closure and not an object: a checkpoint would store the attributes of an object.
     of_state, multiplier_fn = takes_state(given), cast("Callable[..., float]", given)
 
     def multiplier(num_updates: int) -> float:
