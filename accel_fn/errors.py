@@ -142,7 +142,7 @@ def message(function: str, parameter: str, rule: str, value: object, repair: str
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)`, or its start: aliases can make a short file's value huge."""
+    """Return `repr(value)`, or its start if it is long: aliases make a value huge in a short YAML file."""
     text = ""
     for piece in _pieces(value):
         text += piece

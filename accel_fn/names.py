@@ -86,7 +86,7 @@ def lazy_names(
 
 
 def _loaded(module: str, name: str) -> ModuleType:
-    """Import the module of a public name; for a missing plug-in, raise an error with its extra."""
+    """Import the module of a public name; for a missing plug-in, raise an error that names its extra."""
     if module.startswith(_PLUG_INS):
         plug_ins = importlib.import_module("accel_fn.plug_ins")
         found: ModuleType = plug_ins.plug_in(module.removeprefix(_PLUG_INS), name)

@@ -32,7 +32,7 @@ from accel_fn.names import CALLS
 
 
 def check_filled(steps: Mapping[str, Step], function: str) -> None:
-    """Refuse, on all ranks, steps whose model may lack values."""
+    """Raise on every rank if `empty` made a step's model, and some tensors of it still lack values."""
     for step in steps.values():
         step.check_filled(function)
 
@@ -80,7 +80,7 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
 
 
 def check_model(tensors: Mapping[str, Tensor], steps: Mapping[str, Step], function: str) -> None:
-    """Refuse names that no manifest may hold, expanded tensors, and parts outside of DTensors."""
+    """Refuse names that no manifest may hold, expanded tensors, and ranks' parts that are plain tensors."""
     for name, tensor in tensors.items():
         if len(name) > LONGEST_NAME or UNPRINTABLE.search(name):
             rule = f"name its tensors by at most {LONGEST_NAME} characters that can be printed"
@@ -147,7 +147,10 @@ class _Dict:
         return dict(self._values)
 
     def load_state_dict(self, saved: Mapping[Any, Any]) -> None:
-        """Overwrite the saved keys, with tensors on their device, and keep other keys."""
+        """Overwrite the values of the saved keys; the dict's other keys stay.
+
+        A saved tensor moves to the device of the tensor that it replaces.
+        """
         for key, value in saved.items():
             here: Any = self._values.get(key)
             is_moved = isinstance(value, Tensor) and isinstance(here, Tensor)

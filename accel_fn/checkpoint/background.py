@@ -68,7 +68,7 @@ class Target(Protocol):
 
     @property
     def final(self) -> Path:
-        """Return the path at which the files are found."""
+        """Return the path of the files after the commit."""
         ...
 
     def acknowledgement(self, rank: int) -> Path:
@@ -84,16 +84,17 @@ class Target(Protocol):
 
 
 class Background:
-    """The background saves of one run on one rank: the buffers of the copy, and the thread."""
+    """Copies and writes one rank's share of each background save; keeps the copy's buffers for the next."""
 
     def __init__(self) -> None:
         self._buffers: Buffers = {}
         self._writing: Writing | None = None
 
     def copy(self, share: Share, checkpoint: Target, state: DistState, locks: object) -> Writing:
-        """Copy this share, and do not write it yet: another rank may fail to copy its share.
+        """Copy this share, and return a thread that will write it.
 
-        The thread keeps `locks` until it has written.
+        The caller starts the thread after all ranks have copied their shares: a copy may fail on one rank.
+        The thread refers to `locks` until it has written, so that no other run can save to the folder.
         """
         self._buffers = _fitting_buffers(share.parts, self._buffers)
         parts, copied = _copied(share.parts, self._buffers)
@@ -115,7 +116,7 @@ class Background:
             writing.finish()
 
     def finish(self, state: DistState, function: str) -> None:
-        """Wait for the thread; if it failed on one rank, all raise."""
+        """Wait until the thread of the last save has ended; if it failed on one rank, raise on all ranks."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -134,7 +135,7 @@ class Background:
 
 
 def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) -> None:
-    """Wait for a run's save in the background, on every rank."""
+    """Wait on every rank until the run's save in the background has ended."""
     if "background" in notes:
         notes["background"].finish(state, function)
 
@@ -200,8 +201,8 @@ class Writing(threading.Thread):
         failure = str(self._failure) or repr(self._failure)
         checkpoint = self.checkpoint
         _LOG.error("%s: %s was not written: %s", checkpoint.function, checkpoint.final, failure)
-        # Python deletes the attributes of `sys` at its very end, so `_ExitCode` then sets the exit
-        # code.
+        # Store an `_ExitCode` in `sys`. Python deletes the attributes of `sys` at its very end, and
+        # the deleted `_ExitCode` then ends the process with exit code 1.
         if __name__ not in vars(sys):
             vars(sys)[__name__] = _ExitCode()
 
@@ -241,7 +242,8 @@ def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[t
     return copies, [stream.record_event() for stream in streams]
 
 
-# Acknowledgements are files next to the written files; a committed checkpoint does not keep them.
+# An acknowledgement is a small file in which a rank reports that it has written its files, or that
+# it failed. It is removed before the commit.
 
 
 def report_failure(target: Target, rank: int, error: Exception) -> None:

@@ -167,7 +167,7 @@ def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
 
 
 def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, str]) -> list[str]:
-    """Copy the state of the run to the step; return a line for each part that is new."""
+    """Copy the state of the earlier step to the new step; return a line for each part that begins anew."""
     if type(step.strategy) is not type(after.strategy):
         kinds = [type(each.strategy).__name__ for each in (after, step)]
         raise PlanError(
@@ -239,10 +239,10 @@ def _placed(
 
 
 def _copied(value: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a state tensor of an earlier parameter, sharded as the new parameter is."""
+    """Copy the state tensor of an earlier parameter; the copy is sharded like the new parameter."""
     if not is_sharded(parameter) or value.shape != parameter.shape:
-        # No need to choose a device here: loading moves the copy to the parameter's, unless it is a
-        # step count.
+        # No need to choose a device here: the load moves the copy to the device of the parameter,
+        # unless the copy is a step count.
         return value.clone()
     copy = torch.zeros_like(parameter.detach(), dtype=value.dtype)
     local(copy).copy_(local(value))

@@ -1,4 +1,4 @@
-"""Match moments of parameters and state of transforms by name, between a run and a program."""
+"""Convert a run's state for another program: match moments and the state of transforms by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Names = Mapping[str, Mapping[str, str]]
 
 @dataclass
 class OfRun(Generic[_Entry]):
-    """The state of a run, as in a checkpoint or an earlier step, or converted to this program."""
+    """The state of a run: from a checkpoint or an earlier step, or converted for this program."""
 
     entries: dict[str, _Entry]
     """The tensors, or their places in a checkpoint, under the names of `RunState.tensors`."""
@@ -50,10 +50,9 @@ class OfRun(Generic[_Entry]):
 def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> OfRun[_Entry]:
     """Convert the state of a run for this program, which may have other groups and transforms.
 
-    Settings of groups, such as rates and weight decay, are the program's. If all parameters of a
-    group were in one group of the run, the group keeps the run's entries that are not settings,
-    such as the step count of a schedule-free optimizer, and rates that a schedule by a metric has
-    set.
+    Settings of groups, such as rates and weight decay, come from the program. If all parameters of
+    a group were in one group of the run, the other entries come from that group, such as the step
+    count of a schedule-free optimizer, and so do rates that follow a metric.
     """
     model = {name: each for name, each in run.entries.items() if is_model(name)}
     known = {name: each for name, each in model.items() if name in here.tensors}
@@ -79,12 +78,12 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
 
 
 def _is_matched(key: str) -> bool:
-    """Return whether a signature's key belongs to optimizers or transforms, which match by name."""
+    """Return whether a signature's key describes an optimizer or transforms: these are matched by name."""
     return key in RESULT_SLOTS or is_optimizer(key)
 
 
 def without_new(here: RunState, known: Collection[str]) -> RunState:
-    """Leave out the tensors that the run does not have, to compare the rest."""
+    """Return this program's state without tensors that the run lacks, so that the rest can be compared."""
     kept = {
         name: each
         for name, each in here.tensors.items()
@@ -120,7 +119,10 @@ class _Translation(Generic[_Entry]):
                 self._tensors[name][parameter][key] = entry
 
     def optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of a program's optimizer; record its entries and fresh parameters."""
+        """Return the state for one of the program's optimizers.
+
+        Record the entries to load into it, and a line for parameters that start without moments.
+        """
         groups = self._here.plans[self._step][f"{key_of(name)} groups"]
         held = [*dict.fromkeys(each for group in groups for each in group)]
         sources = self._sources(type(optimizer))
@@ -144,7 +146,7 @@ class _Translation(Generic[_Entry]):
         return {"state": state, "others": self._others(name, optimizer, groups, sources)}
 
     def _sources(self, kind: type) -> dict[str, tuple[str, int]]:
-        """Find each parameter's optimizer of this class in the run, and the number of its group."""
+        """Map each parameter to the run's optimizer of class `kind` that had it, and its group's number."""
         before = {
             each: (source, index)
             for source, groups in self._groups.items()
@@ -161,7 +163,7 @@ class _Translation(Generic[_Entry]):
         groups: Sequence[Sequence[str]],
         sources: Mapping[str, tuple[str, int]],
     ) -> dict[str, Any]:
-        """Return the rest of an optimizer's `state_dict`: groups, and what its class adds."""
+        """Return an optimizer's `state_dict` without moments: its groups, and entries that its class adds."""
         own = self._here.rest[self._step]["optimizers"][name]["others"]
         saved = {each: of_run["others"] for each, of_run in self._rest["optimizers"].items()}
         others = {**own, "param_groups": [dict(each) for each in own["param_groups"]]}
@@ -188,7 +190,7 @@ class _Translation(Generic[_Entry]):
         return others
 
     def transforms(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of the program's transforms, by slot and name; record their entries."""
+        """Return the state for the program's transforms, by slot and name; record the entries to load."""
         renamed = {before: name for name, before in self._names.items()}
         model, prefix = (prefix_of(kind, self._step) for kind in ("model", "transforms"))
         saved, new = self._rest["transforms"], self._found.new
@@ -213,7 +215,10 @@ class _Translation(Generic[_Entry]):
 
 
 def _pairs(saved: Sequence[str], own: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pair functions of one slot and name, in order, if run and program have the same number."""
+    """Pair the run's functions with the program's functions of the same slot and name, in order.
+
+    If run and program have different numbers of them, none of these is paired.
+    """
     lists: dict[tuple[str, str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for number, wheres in enumerate((saved, own)):
         for where in wheres:
@@ -227,7 +232,7 @@ def _pairs(saved: Sequence[str], own: Sequence[str]) -> Iterator[tuple[str, str]
 
 
 def _as_here(saved: Any, own: Any) -> Any:
-    """Convert a schedule's state for one optimizer to one for several, by name, or the reverse."""
+    """Convert a schedule's saved state between its two forms: for one optimizer, or for several by name."""
     of_saved, of_own = _schedules_in(saved), _schedules_in(own)
     if not of_saved or not of_own or of_saved.keys() == of_own.keys():
         return saved

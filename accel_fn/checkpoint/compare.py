@@ -112,7 +112,7 @@ def fitting(entries: Mapping[str, Entry | FrozenEntry], contents: RunState) -> d
 
 
 def misfits(manifest: Manifest, contents: RunState) -> dict[str, str]:
-    """Find transforms whose saved tensors differ in shape; return their names by entry prefix."""
+    """Map the prefix of a transform's entries to its name, if its saved tensors do not fit the program's."""
     return {
         place: function
         for place, function in contents.stateful.items()
@@ -141,7 +141,7 @@ def listed(lines: list[str]) -> str:
 
 
 def is_model(name: str) -> bool:
-    """Return whether an entry belongs to the model: its tensor must exist before it is loaded."""
+    """Return whether an entry belongs to the model. Such an entry is loaded only into an existing tensor."""
     return name.startswith(_MODEL)
 
 
@@ -187,8 +187,8 @@ def unlike_rests(saved: Rests, here: Rests) -> Iterator[str]:
 def unlike(saved: Any, here: Any, name: str, *, is_free: bool = False) -> Iterator[str]:
     """List saved values whose type or size differs from the program's.
 
-    With `is_free`, for the state of a user's function, they may be None, missing or of another
-    length.
+    With `is_free`, for the state of a user's function, a value may also be None, be missing, or
+    have another length.
     """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in here:
@@ -229,14 +229,14 @@ def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
 
 
 class Hashed(NamedTuple):
-    """A hash of a whole parameter, and a mark of this rank's part that changes with its values."""
+    """The hash of a whole parameter, and a mark of this rank's part; a new mark calls for a new hash."""
 
     hash: str
     mark: tuple[int, str]
 
 
 def take_frozen(contents: RunState, steps: Steps) -> dict[str, Tensor]:
-    """Remove the parameters that no step trains or has trained from the contents; return them."""
+    """Remove from `contents` the parameters that no step trains or has trained; return them by name."""
     trained = set[int]().union(*(each.strategy.parameters.required for each in steps.values()))
     return {
         name: contents.tensors.pop(name)
@@ -265,7 +265,7 @@ def hashed(
 
 
 def check_unchanged(before: Mapping[str, Hashed], found: Mapping[str, Hashed]) -> None:
-    """Refuse frozen parameters that the loop itself changes, such as those of a moving teacher."""
+    """Raise if the loop has changed frozen parameters, such as a teacher's, since the last save or load."""
     changed = [n for n in found if n in before and found[n].hash != before[n].hash]
     models = [name for name in changed if is_frozen(name)]
     if models:
@@ -295,9 +295,9 @@ def check_loaded(path: Path, saved: Mapping[str, FrozenEntry], here: Mapping[str
 def _mark(tensor: Tensor) -> tuple[int, str]:
     """Return a tensor's version, and a hash of some elements.
 
-    Both notice a change in less time than a full hash.
+    Comparing these two takes less time than a full hash, and finds most changes.
 
-    The hash is there because writes through `.data` do not change the version.
+    The version alone is not enough: writes through `.data` do not change it.
     """
     held = local(tensor).detach()
     few = held.flatten()[:: max(1, held.numel() // _SAMPLE)]
@@ -311,7 +311,7 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
 
 
 def _hashes(tensors: Mapping[str, Tensor], state: DistState, function: str) -> dict[str, str]:
-    """Hash each whole tensor on one rank, in turn; return all hashes on every rank."""
+    """Hash whole tensors, which the ranks take in turn; return all hashes on every rank."""
     own = [*tensors][state.rank :: state.world_size]
     hashes = read_whole(tensors, own, lambda _, gathered: hash_of_tensor(gathered))
     return {n: each for found in agreed(hashes, state, function) for n, each in found.items()}

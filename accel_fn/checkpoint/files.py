@@ -25,8 +25,8 @@ from accel_fn.errors import ArgumentError, CheckpointError
 
 _BLOCK = 1 << 24
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-# In bytes: so few that a piece stays in the processor's cache while it is hashed, and read or
-# written.
+# The size of a piece in bytes. A piece this small stays in the processor's cache between its hash
+# and its read or write.
 _PIECE = 1 << 19
 
 
@@ -34,7 +34,8 @@ _PIECE = 1 << 19
 class FileMark:
     """The mark of a file: its size in bytes, and a hash of its content.
 
-    The hash is the XXH3-128 of the XXH3-128s of its blocks of 16 MiB: blocks are read in parallel.
+    The hash is the XXH3-128 of the XXH3-128s of the file's blocks of 16 MiB, so that threads can read
+    and hash blocks in parallel.
     """
 
     size: int
@@ -92,7 +93,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents; wait until the names of the new ones are on the disk."""
+    """Make a folder and its missing parents; wait until the names of all new folders are on the disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
@@ -101,7 +102,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def opened(path: Path, function: str = "load") -> Iterator[int]:
-    """Open a file of a checkpoint to read it; refuse one that is not regular, without waiting."""
+    """Open a checkpoint's file to read it. Refuse a file that is not regular; do not wait for a pipe."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -178,7 +179,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def to_plain(values: Mapping[str, Any], function: str) -> bytes:
-    """Make a file's content; refuse values that cannot be read back without running code."""
+    """Convert values to a file's content; refuse values that cannot be read back without running code."""
     buffer = io.BytesIO()
     try:
         torch.save(dict(values), buffer)

@@ -21,7 +21,7 @@ _Slot = tuple[dict[str, Any], str, Tensor]
 
 
 def fill_missing(model: nn.Module, names: Collection[str], fn: InitFn) -> Callable[[], None]:
-    """Call `fn` for each module that holds parameters of these names; keep only its writes to them.
+    """Call `fn` for each module that holds parameters of these names; keep only what it writes to these.
 
     During the call, the module has whole parameters. The parameters of inner modules have no
     values: `fn` is called for each inner module too.
@@ -32,8 +32,8 @@ def fill_missing(model: nn.Module, names: Collection[str], fn: InitFn) -> Callab
         fn: fills the parameters of the module that it gets, for example by `reset_parameters`.
 
     Returns:
-        A function that raises the first error of `fn` on this rank. It is not raised at once: other
-        ranks may wait in a gather.
+        A function that raises the first error of `fn` on this rank. `fill_missing` does not raise
+        it, since other ranks may wait for this rank in a gather.
 
     Cost: the memory of one module's parameters, and a gather of its sharded parameters that have
     values.

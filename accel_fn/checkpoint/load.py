@@ -182,7 +182,7 @@ def load(
 
 
 def _choose(folder: Path, at: str | int) -> Path:
-    """Find the checkpoint. "latest" is the one of the highest step, even if it is damaged.
+    """Find the checkpoint. "latest" means the checkpoint of the highest step, even if it is damaged.
 
     `load` then reports the damage, instead of quietly going back to an older one.
     """
@@ -198,9 +198,10 @@ def _choose(folder: Path, at: str | int) -> Path:
 
 
 class _Loading:
-    """A checkpoint that is loaded into the running program, on one rank.
+    """Loads one checkpoint into the running program, on one rank.
 
-    Non-tensor state is loaded twice: `rehearse` finds misfits while the load can still be undone.
+    Non-tensor state is loaded twice. The first time, `rehearse` finds values that do not fit, while
+    the load can still be undone.
     """
 
     def __init__(
@@ -226,8 +227,9 @@ class _Loading:
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._same_mesh = self.manifest.mesh == mesh_of(state)
-        # On another mesh, ranks that share a place on dp must draw the same numbers. So each loads
-        # the generators of the saved rank with its place on dp, and place 0 on the other axes.
+        # If the checkpoint was saved on another mesh: ranks that have the same place on dp must draw
+        # the same numbers. So each rank loads the generators of the saved rank that had this place
+        # on dp, and place 0 on the other axes.
         self._places = ranks_along(self.manifest.mesh, "dp", 0)
         self._is_known = state.data.rank < len(self._places)
         number = self._places[state.data.rank] if self._is_known else 0
@@ -274,7 +276,7 @@ class _Loading:
         self._choose()
 
     def _take_by_names(self) -> None:
-        """Translate the checkpoint into the form of this program, as far as their names match."""
+        """Convert the checkpoint's state for this program: keep the parts whose names match."""
         here, saved = self._before, self.manifest
         entries = {**saved.entries, **saved.frozen}
         own = [name for name in here.tensors if compare.is_model(name)]
@@ -321,7 +323,7 @@ class _Loading:
             _LOG.warning(text, self._path, compare.listed(self._new))
 
     def _choose(self) -> None:
-        """Choose the tensors to fill and the state to load; with strict=False, those that fit."""
+        """Choose the tensors to fill and the state to load; with strict=False, only those that fit."""
         manifest, before = self.manifest, self._before
         fits = compare.fitting(manifest.entries, before)
         self.frozen = compare.fitting(manifest.frozen, before)
@@ -344,8 +346,8 @@ class _Loading:
                 self._tensors |= targets_for(kind, plan, name, before.tensors, specs)
         buffers = self._of_rank["buffers"]
         names = self._tensors.keys() & buffers.keys() & set(before.buffers)
-        # On another mesh, every rank keeps the buffers that were read with the model, those of rank
-        # 0.
+        # Buffers that differ from rank 0's are saved for each rank. Load them on the same mesh only. On
+        # another mesh, every rank keeps rank 0's buffers, which were read with the model.
         self._buffers = {name: buffers[name] for name in names if self._same_mesh}
 
     def check_share(self, names: Sequence[str]) -> None:
@@ -396,8 +398,8 @@ class _Loading:
                 self._state.data.world_size,
             )
         loaded = self._put_back(again=True)
-        # Some optimizers have a train and an eval mode. A checkpoint holds the eval mode, so switch
-        # back.
+        # Some optimizers have a train and an eval mode. A checkpoint holds the values of the eval
+        # mode, so switch those that were in train mode back to it.
         for optimizer in self._training:
             optimizer.train()
         return loaded
@@ -411,7 +413,7 @@ class _Loading:
         restore_random(self._random, self._state.device)
 
     def _position(self) -> DistState:
-        """Return the program's state at the checkpoint's position."""
+        """Return the program's `DistState` with the checkpoint's counts and loss scale."""
         saved, state = self.manifest, self._state
         scaler = state.scaler and (scale_from_dict(self._common["scaler"], state) or state.scaler)
         return replace(
@@ -424,7 +426,7 @@ class _Loading:
         )
 
     def _put_back(self, *, calls: bool = True, again: bool = False) -> DistState:
-        """Load the non-tensor state, with the current tensors; return `_position()`."""
+        """Load the saved non-tensor state, together with the current tensors; return `_position()`."""
         state, loaded = self._state, self._position()
         for name, options in self._options.items():
             step = self._steps[name]

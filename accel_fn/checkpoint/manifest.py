@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FrozenEntry:
-    """A tensor that is left out, with a hash: a frozen parameter, or one of a frozen model."""
+    """A tensor of which a checkpoint holds only a hash: a frozen parameter, or a frozen model's tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ class Manifest:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass without a copy of their values, which `asdict` makes."""
+    """Return the fields of a dataclass by name. Unlike `asdict`, do not copy their values."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
@@ -156,7 +156,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_as(kind: Any, value: Any, name: str) -> Any:
-    """Make a value of type `kind` from JSON, in which tuples are lists; an `int` is a count."""
+    """Convert a JSON value to type `kind`. JSON has lists for tuples; an `int` must be a count, >= 0."""
     origin, arguments, is_record = _form(kind)
     if is_record and isinstance(value, dict):
         hints: dict[str, Any] = _hints(cast("Any", kind))

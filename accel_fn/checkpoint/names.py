@@ -1,4 +1,4 @@
-"""Names of checkpoints in their folder; an unfinished or half removed one has another name."""
+"""Names of checkpoints in their folder; an unfinished or half removed checkpoint gets no such name."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def file_of(kind: str, rank: int, ending: str) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """List the steps of the checkpoints in a folder, in order; an empty list without the folder.
+    """List the steps of the checkpoints in a folder, in order; the list is empty if there is no folder.
 
-    First, rename a checkpoint back that a killed run has renamed.
+    If a run was killed after it had renamed a checkpoint to replace it, first give the checkpoint its
+    name back.
     """
     _rename_back(folder)
     try:
@@ -79,7 +80,7 @@ def rename(path: Path, target: Path) -> None:
     """Rename a file or a folder.
 
     If NFS loses a reply, it repeats the request, and reports an error although the rename
-    succeeded.
+    succeeded. So ignore an error if the file or folder already has its new name.
     """
     before = path.stat()
     try:
@@ -93,8 +94,8 @@ def rename_finished(unfinished: Path, final: Path) -> None:
     """Rename an unfinished checkpoint to its final name, in one step if that name is free.
 
     Otherwise the existing checkpoint with that name is renamed first. If the run is killed between
-    the two steps, `steps_in` and `recover` rename it back. If a reader renames it back in between,
-    it is renamed again.
+    the two steps, `steps_in` and `recover` rename the existing checkpoint back. If a reader does this
+    between the two steps, the existing checkpoint is renamed again.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -108,7 +109,7 @@ def rename_finished(unfinished: Path, final: Path) -> None:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Rename a checkpoint back that a killed run has renamed; return the folders to remove."""
+    """Give checkpoints their names back that a killed run had renamed; return the folders to remove."""
     _rename_back(folder)
     return [path for start in (_NEW, _OLD) for path in folder.glob(f"{start}*")]
 

@@ -48,7 +48,7 @@ def named_steps(step: Step | Steps) -> Steps:
 
 
 def notes_of(steps: Steps) -> dict[str, Any]:
-    """Return the notes of the step whose name sorts first; save and load keep facts there."""
+    """Return the notes of the step whose name sorts first: `save` and `load` keep facts of the run there."""
     return steps[min(steps)].notes
 
 
@@ -129,7 +129,7 @@ def with_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def signature(step: Step) -> dict[str, Any]:
-    """Describe the facts that a resumed run must share. World size and device may differ."""
+    """Describe the facts in which a resumed run must equal the saved one, so not world size or device."""
     plan = step.plan
     named = {slot: [_name(each) for each in getattr(plan, slot)] for slot in RESULT_SLOTS}
     slots = {slot: [name for name in names if name] for slot, names in named.items()}
@@ -160,7 +160,7 @@ def _name(function: Any) -> str:
 
 
 def stateful_functions(plan: Plan, step: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield functions of the plan that have state: prefix of entries, slot and name, function."""
+    """Yield each function of the plan that has state: its entries' prefix, its slot and name, itself."""
     for slot in _STATE_SLOTS:
         for index, each in enumerate(getattr(plan, slot)):
             if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
@@ -175,7 +175,7 @@ def scale_to_dict(scaler: LossScale | None) -> dict[str, Any] | None:
 
 
 def scale_from_dict(saved: Mapping[str, Any] | None, state: DistState) -> LossScale | None:
-    """Make the loss scale on the device of the run; fields with defaults must be saved, too."""
+    """Make a loss scale from saved values, on the run's device. Every field must have been saved."""
     if saved is None:
         return None
     names = {*saved, *(each.name for each in fields(LossScale))}
@@ -190,7 +190,7 @@ def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def targets_for(
     kind: str, plan: Plan, step: str, there: Mapping[str, Tensor], specs: Mapping[str, Spec]
 ) -> dict[str, Tensor]:
-    """Return the tensor to read each entry of a kind into: an existing one, or a new one.
+    """Map the name of each entry of a kind to the tensor to read it into: an existing one, or a new one.
 
     The kind is "transforms" or the name of an optimizer.
     """
@@ -376,8 +376,8 @@ def read_whole(
 ) -> Callable[[], dict[str, _Value]]:
     """Gather tensors, one after another, and call `read` for those in this rank's `own`.
 
-    Return a function that returns the results or raises the first error. The error is not raised at
-    once, since other ranks wait in the next gather.
+    Return a function that returns the results or raises the first error of `read`. The error is not
+    raised earlier, since other ranks wait for this rank in the next gather.
     """
     found: dict[str, _Value] = {}
     failures: list[Exception] = []
@@ -400,7 +400,7 @@ def read_whole(
 def split_tied(
     saved: Mapping[str, Tensor], model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split a `state_dict` into tensors by first name, and a map of other names to first names."""
+    """Split a `state_dict`: tensors by their first name, and a map from each other name to the first."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     firsts: dict[object, str] = {}

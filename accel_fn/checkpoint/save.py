@@ -59,7 +59,7 @@ from accel_fn.observe.progress import bytes_bar
 from accel_fn.parallel.file_lock import FileLock
 
 EXTRA = "extras/"
-# Read at import: another version may be installed while this code runs.
+# Read the version at import: the user may install another one while this program runs.
 _VERSION = version("accel-fn")
 
 
@@ -255,7 +255,7 @@ def _write(
 
 
 def _begin(checkpoint: NewCheckpoint, notes: dict[str, Any]) -> None:
-    """Lock the run's folder, and make the checkpoint's. Raise if another run holds the lock."""
+    """Lock the run's folder, and make the checkpoint's folder. Raise if another run holds the lock."""
     home = checkpoint.home
     try:
         make_folder(home)
@@ -284,7 +284,8 @@ def _put_beside(path: Path, beside: Callable[[Path], object]) -> None:
 def _share(state: DistState, contents: RunState, extras: Mapping[str, Any]) -> Share:
     own = _own_buffers(contents, state)
     shared = contents.tensors
-    # Only rank 0 saves the buffers, which may differ between ranks.
+    # Buffers may differ between ranks. Rank 0 saves its own buffers here; other ranks save those that
+    # differ from rank 0's (`own`).
     if not state.is_main:
         buffers = set(contents.buffers)
         shared = {name: shared[name] for name in shared if name not in buffers}

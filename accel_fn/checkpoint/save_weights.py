@@ -220,7 +220,7 @@ def _frozen(model: nn.Module, entries: Entries) -> dict[str, Tensor]:
 
 
 def _ranks_of(function: str, model: nn.Module) -> Ranks:
-    """Return the ranks that hold a model together; this rank alone if it holds all of it."""
+    """Return the ranks that hold a model together: only this rank if it holds the whole model."""
     if not isinstance(model, nn.Module):
         return Ranks(function, [])
     world = world_of(model)
@@ -236,7 +236,7 @@ def _check_same(tensors: Mapping[str, Tensor], world: Ranks) -> None:
         return
     own = {name: _described(each) for name, each in tensors.items()}
     # Ranks exchange hashes first, and names only if the hashes differ. All ranks see the same
-    # hashes, so they decide alike.
+    # hashes, so all make the same choice.
     if len({*world.agreed(lambda: hash_of(repr(own).encode()))}) == 1:
         return
     every, lines = world.agreed(lambda: own), []
@@ -273,7 +273,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A set of files, and the ranks that write it."""
+    """A set of files, and the ranks that write the files."""
 
     new: NewSet
     ranks: Ranks
@@ -291,7 +291,7 @@ class _Job:
         return [at for at in range(self.new.num_files) if at % count == self.ranks.rank]
 
     def values(self) -> Iterator[Tensor]:
-        """Gather each tensor on the rank that writes it; yield this rank's, in the files' order."""
+        """Gather each tensor on the rank that writes it; yield those of this rank, in the files' order."""
         with bytes_bar("write", self.new.num_bytes(), is_main=self.is_main) as count:
             for place, key in self.new.order():
                 found = self.ranks.gather_to(self.new.prepared(key), place % self.num_writers)
@@ -377,7 +377,7 @@ def _hashes(frozen: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
 
 
 def write_set(folder: Path, entries: Entries, limit: int) -> None:
-    """Write tensors that this rank holds."""
+    """Write tensors as a set of files, without other ranks: this rank holds them whole."""
     alone = Ranks("save_model", [])
     _write([_job_of(_Contents(folder, entries, {}, split(entries, limit)), alone)], alone)
 
@@ -429,7 +429,7 @@ def _write_later(
             try:
                 writing.start()
             except RuntimeError as error:
-                # Otherwise the main rank's thread would wait for this rank's files.
+                # Without this report, the main rank's thread would wait for this rank's files.
                 report_failure(share, share.rank, error)
                 raise
             _writings[unwrapped(model)] = writing
@@ -475,8 +475,8 @@ class _Share:
         return self.job.new.acknowledgement(rank)
 
     def files_of(self, rank: int) -> list[Path]:
-        # `report_failure` removes these files, but `write` has already removed the files of a
-        # failed rank.
+        # `report_failure` would remove the files that this method returns, but `write` has already
+        # removed the files of a rank that failed.
         return []
 
     def write(self, folder: Path) -> Written:

@@ -80,7 +80,7 @@ def _of_plans(steps: Steps, rests: Mapping[str, Mapping[str, Any]]) -> Iterator[
 def of_other_optimizers(
     steps: Steps, rests: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield entry prefix and function name of schedules saved for optimizers of other names."""
+    """Yield entry prefix and function name of each schedule that was saved for optimizers of other names."""
     for each in _of_plans(steps, rests):
         if each.saved is not None and "scheduler" not in each.saved:
             yield each.place, each.function
@@ -211,11 +211,11 @@ class ResumedSchedules:
                     _step(each.scheduler)
 
     def _call_functions(self) -> None:
-        """Compute the rates of the program's functions, which no checkpoint holds."""
+        """Compute rates with the program's own schedule functions: no checkpoint holds a function."""
         over = Counter(id(each.scheduler.optimizer) for each in self._found)
         for each in self._found:
-            # Skip optimizers with several schedules: a later one may have changed the rate of the
-            # function.
+            # Skip optimizers with several schedules: a later schedule may have changed the rate
+            # that the function returned.
             if over[id(each.scheduler.optimizer)] == 1 and each.name not in self._moved:
                 _step_again(each.scheduler)
 

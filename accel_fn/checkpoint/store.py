@@ -143,9 +143,9 @@ class Run:
     def age(self, step: int) -> tuple[bool, bool, int]:
         """Return a key that sorts checkpoints by age, oldest first.
 
-        First come steps after the resumed one, which an earlier run left, then steps up to it, then
-        those that this run saved. File times cannot be used: clocks differ between machines, and a
-        copied file has a new time.
+        First come steps after the one from which this run resumed: an earlier run has left them.
+        Then come the steps up to that one, then those that this run saved. File times cannot be
+        used: clocks differ between machines, and a copied file has a new time.
         """
         is_continued = self.resumed_from is not None and step <= self.resumed_from
         return step in self.saved, is_continued, step

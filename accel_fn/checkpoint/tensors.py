@@ -103,7 +103,7 @@ def plan_readings(tensors: Mapping[str, Any], entries: Mapping[str, Entry]) -> I
 
 def _is_one_chunk(tensor: Any, entry: Entry) -> bool:
     """Return whether the tensor is not sharded, and a single chunk holds all of it."""
-    # For such a tensor, and most are, torch's planners would take longer than the read.
+    # Most tensors are of this kind, and torch's planners would take longer than the read.
     if is_sharded(tensor) or len(entry.chunks) != 1:
         return False
     return tuple(tensor.shape) == entry.shape == entry.chunks[0].sizes
@@ -150,7 +150,10 @@ Buffers = dict[tuple[str, tuple[int, ...]], Tensor]
 
 
 def new_buffers(parts: Sequence[Part], *, pinned: bool) -> Buffers:
-    """Allocate in blocks: torch rounds each allocation of pinned memory up to a power of two."""
+    """Allocate a host buffer for each part, many in one block of memory.
+
+    Single buffers would waste memory: torch rounds each pinned allocation up to a power of two.
+    """
     found: Buffers = {}
     for group in blocks_of(parts):
         sizes = [-(-part.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for part in group]
@@ -198,7 +201,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The data that a rank has to write."""
+    """The data that one rank writes into a checkpoint."""
 
     rank: int
     files: Mapping[str, bytes]
@@ -223,7 +226,10 @@ class Share:
     def _tensor_bytes(
         self, file: str, chunks: dict[str, tuple[Chunk, ...]]
     ) -> Iterator[memoryview]:
-        """Yield the bytes of tensors, aligned as in memory, and record their places in `chunks`."""
+        """Yield the bytes of tensors; record in `chunks` where each tensor lies in the file.
+
+        Zeros before a tensor make it start at a multiple of `_ALIGNMENT`.
+        """
         start = 0
         for part, tensor in copied_to_host(self.parts):
             gap = -start % _ALIGNMENT
@@ -294,7 +300,7 @@ def _pool() -> Executor:
 
 @torch.no_grad()
 def _read(reading: Reading, file: int) -> int:
-    """Read a part of a tensor, in place if the file has its layout; return the number of bytes."""
+    """Read a part of a tensor, in place if it has the layout of the file; return the number of bytes."""
     chunk, target = reading.chunk, reading.target
     has_layout = (
         target.is_cpu

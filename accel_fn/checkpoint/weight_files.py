@@ -155,7 +155,7 @@ def _code_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that overlap in memory; only one whole tensor may have two names."""
+    """Refuse two tensors that overlap in memory. One tensor may have two names: it is tied."""
     spans = sorted(
         (str(each.device), *_span(each), name) for name, each in tensors.items() if each.numel()
     )
@@ -295,12 +295,12 @@ def new_token() -> str:
 
 
 def probe_of(token: str) -> str:
-    """Return the name of an empty file, by which ranks find out whether they see one folder."""
+    """Return the name of an empty file, with which ranks find out whether all see the same folder."""
     return _spare(SINGLE, token)
 
 
 def split(entries: Entries, limit: int) -> list[list[str]]:
-    """Divide the keys among files of at most `limit` bytes, or of one tensor."""
+    """Divide the keys among files of at most `limit` bytes; a larger tensor gets a file for itself."""
     shards: list[list[str]] = [[]]
     size = 0
     for key in entries.tensors:
@@ -330,7 +330,7 @@ def _put_copy(new: Path, path: Path) -> None:
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove the files of earlier sets; readers would prefer an old single file to a new index."""
+    """Remove the files of earlier sets. Readers would read an old single file instead of a new index."""
     for path in list(folder.iterdir()):
         if _WRITTEN_HERE.fullmatch(path.name) and path.name not in kept:
             path.unlink()
@@ -342,7 +342,7 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An opened set of files whose lists are checked; no tensor is read yet."""
+    """The opened files of a set. Their lists of names are checked; no tensor is read yet."""
 
     handles: Mapping[str, Any]
     """A map from a tensor's key to the open file that holds the tensor."""

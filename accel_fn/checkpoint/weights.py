@@ -176,7 +176,7 @@ def matching_set(
     dtype: torch.dtype | None = None,
     inits: bool = False,
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:
-    """Open the files of a model if they match it; list tensors of only the files or the model.
+    """Open the files of a model if they match it; also yield a line for each tensor that only one has.
 
     With `inits`, the model may have tensors that the files do not hold. Without a folder, no files
     are opened.

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _find_temporary_folder() -> None:
-    """Find the temporary folder with Ctrl-C blocked, which could leave the search's test file."""
+    """Find the temporary folder while Ctrl-C is blocked: it could leave the search's test file behind."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         # Ignore an error here, since not every command needs a temporary folder.

@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when it is called, and no module to list commands."""
+    """A group that imports the module of a command when it is called. Listing commands imports none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""

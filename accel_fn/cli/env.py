@@ -63,7 +63,7 @@ def env(*, as_json: bool) -> None:
 
 
 def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Collect all parts, in types of JSON; a part that fails is replaced by its error."""
+    """Collect all parts of the report, in types of JSON; if a part fails, its error takes its place."""
     parts: dict[str, Callable[[], Any]] = {
         "versions": _versions,
         "requirements": _requirements,

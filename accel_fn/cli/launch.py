@@ -105,7 +105,7 @@ def launch(
 
 
 def _name_options_of_script(script: str, arguments: Sequence[str]) -> None:
-    """Warn about settings after the script's name, which the script gets instead of the launch."""
+    """Warn if options of the launch stand after the script's name: the script gets them instead."""
     own = {"-n", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
     named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
     after = [each for each in named if each.replace("_", "-") in own]

@@ -42,7 +42,7 @@ def load_target(target: str, function: str, parameter: str = "target") -> Any:
 
 
 def call_target(found: Any, target: str, function: str, parameter: str = "target") -> Any:
-    """Call the object of a target without arguments."""
+    """Call the object that a target names, without arguments."""
     try:
         inspect.signature(found).bind()
     except (TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ def read_target(target: str, function: str) -> tuple[Plan | nn.Module, Any]:
 
 
 def as_plan(found: Plan | nn.Module) -> Plan:
-    """Return the plan; for a model, return a plan of the mean of its outputs, with AdamW."""
+    """Return a plan unchanged; for a model, make a plan whose loss is the mean of the outputs, with AdamW."""
     import torch
 
     from accel_fn.core.plan import Plan
@@ -133,8 +133,8 @@ def _load_module(name: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # If the missing module is neither this module nor a parent of it, this module exists
-            # and imports a missing one: raise that error.
+            # If the missing module is neither this module nor a parent of it, this module exists,
+            # and an import inside of it has failed: raise the error of that import.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     repair = f"{name}.py is a file: write {name}.py:NAME" if Path(f"{name}.py").is_file() else ""

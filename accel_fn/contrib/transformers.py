@@ -205,7 +205,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loss
 
     def _num_items(self, batch: Mapping[str, Any]) -> float | Tensor:
-        """Return the number of items that a loss is the mean over: labels, or samples."""
+        """Return the number of items over which a loss is the mean: labels, or samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor):
             return count_samples(batch)
@@ -451,11 +451,11 @@ class RankBatches:
 
 
 class _StandIn(int):
-    """The number of a stand-in's sample, which counts only on another rank."""
+    """The number of a sample that a rank without samples reads as a stand-in; another rank counts it."""
 
 
 class _Marked(list[Any]):
-    """The list of a stand-in's sample, for `_Collate` to recognise."""
+    """A list with the sample of a stand-in. `_Collate` recognises it by this class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,7 +478,7 @@ class _Samples(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """The user's collate function; it also marks the batch that a `_Marked` list makes."""
+    """Calls the user's collate function; marks a batch that was made from a `_Marked` list."""
 
     fn: Callable[[list[Any]], Any]
 
@@ -501,7 +501,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last update was skipped, at which the Trainer keeps its schedule."""
+        """Return whether the last update was skipped: the Trainer then does not advance its schedule."""
         return self.was_skipped
 
 

@@ -141,7 +141,7 @@ def plan_batches(
 
 
 def _microbatches(ranks: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of each rank's micro-batches; a rank has at most one per sample."""
+    """Return the sizes of each rank's micro-batches; a rank has no more micro-batches than samples."""
     return tuple(tuple(part_sizes(size, max(1, min(num_microbatches, size)))) for size in ranks)
 
 

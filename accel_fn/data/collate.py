@@ -27,7 +27,7 @@ Place = tuple[int, ...]
 
 
 class Collate:
-    """Calls a collate_fn; refuses lists of samples if a step would cut the samples' own rows."""
+    """Calls a collate_fn; refuses a list of samples if a step would cut each sample instead of the list."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
@@ -36,7 +36,7 @@ class Collate:
         check."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
-        """Return the batch of a part; `count` is its number of samples, by default the length."""
+        """Return the batch of a part; `count` is the number of samples, by default `len(samples)`."""
         if isinstance(samples, EmptyPart):
             return self.empty([*samples], twice(samples))
         batch = self._collate_fn(samples)
@@ -44,7 +44,10 @@ class Collate:
         return batch
 
     def empty(self, one: Any, two: Any) -> Any:
-        """Return an empty batch; `two` is the list `one` twice. None if rows cannot be cut."""
+        """Return the batch of `one` without its rows, or None if rows cannot be cut.
+
+        `one` is a list of one sample; `two` holds that sample twice.
+        """
         return self.without_rows(self._collate_fn(one), two)
 
     def without_rows(self, batch: Any, two: Any) -> Any:
@@ -58,8 +61,8 @@ class Collate:
             with Generators(0):
                 return self._collate_fn(samples)
         except Exception:
-            # The collate_fn may refuse repeated samples, as one does that removes fields from its
-            # samples.
+            # The collate_fn may not accept a sample twice, for example if it removes fields from
+            # the samples.
             return None
 
     def _check(self, batch: Any, samples: Any, count: int) -> None:
@@ -85,7 +88,7 @@ class Collate:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """Calls a collate_fn with a batch that the data set has ready, and takes this rank's rows."""
+    """Calls a collate_fn with an item of the data set that is a batch already; takes this rank's rows."""
 
     collate_fn: Callable[[Any], Any]
     rank: int
@@ -122,7 +125,7 @@ class WholeBatch:
 
 
 def stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
-    """Return whether the collate_fn is torch's default, without other registered types."""
+    """Return whether the collate_fn is torch's default, and nobody has registered other types with it."""
     return collate_fn is default_collate and all(
         fn.__module__ == default_collate.__module__ for fn in default_collate_fn_map.values()
     )
@@ -174,7 +177,7 @@ def _refuse(items: list[Any] | tuple[Any, ...], count: int) -> NoReturn:
 
 
 class EmptyPart(list[Any]):
-    """The part of a rank without samples; its one sample shows the form of the part."""
+    """The part of a rank without samples. It holds one sample, from which an empty batch is made."""
 
 
 def without_rows(one: Any, two: Any) -> Any:

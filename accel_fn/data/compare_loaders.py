@@ -84,7 +84,7 @@ def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOpti
 
 
 def _checksum(dataset: Any) -> int | None:
-    """Return a checksum that is equal on ranks with the same samples; None if it is not known.
+    """Return a checksum that is equal on ranks with the same samples; None for other kinds of data sets.
 
     It covers all indices of a `Subset`, at any depth; the first and last rows and indices of a
     Hugging Face data set; the shards of a Hugging Face stream and the generators that shuffle it.
@@ -102,7 +102,7 @@ def _checksum(dataset: Any) -> int | None:
 
 
 def _constants(part: Any) -> Iterator[Any]:
-    """Yield the numbers and texts that define a Hugging Face stream, without a pass's state."""
+    """Yield the numbers and texts that define a Hugging Face stream, but not the state of a pass over it."""
     yield type(part).__name__
     for name, value in sorted(vars(part).items()):
         if isinstance(value, np.random.Generator):
@@ -124,7 +124,7 @@ def _shard(shard: Any) -> Any:
 
 
 def _of_list(sampler: Any) -> int | None:
-    """Compute a checksum of a list of samples or batches, sorted; None for other samplers."""
+    """Return a checksum of the sorted samples, if the sampler is a list of samples or batches; else None."""
     # Hash the repr of a range: the range may be long, and its repr is short.
     if isinstance(sampler, range):
         return zlib.crc32(repr(sampler).encode())

@@ -75,7 +75,7 @@ class DrawnSource(IndexedSource):
                 if first_batch == 0:
                     self._draw_seed_of_workers()
                 # With workers, torch's loader reads ahead, and so draws, in `iter`. Without
-                # workers, it draws with the first batch.
+                # workers, it draws when the loop takes the first batch.
                 if first_batch == 0 and self._num_ahead:
                     draw = self._draw()
         parts = self._drawn_parts(epoch or 0, first_batch, drawn, draw)
@@ -94,7 +94,7 @@ class DrawnSource(IndexedSource):
         drawn.is_loaded = False
 
     def _draw_seed_of_workers(self) -> None:
-        """Draw the seed that torch's `iter` draws for its workers; once if they are persistent.
+        """Draw the seed that torch's `iter` draws for its workers; only once if they are persistent.
 
         The number is not used, but the generator must advance as torch's does.
         """
@@ -103,7 +103,7 @@ class DrawnSource(IndexedSource):
         self._has_begun = True
 
     def _draw(self) -> int | Tensor:
-        """Draw a pass's seed as a RandomSampler does, or return the state of its generator."""
+        """Draw a pass's seed as a RandomSampler does; if the sampler has a generator, return its state."""
         if self._samplers_generator is None:
             return int(torch.empty((), dtype=torch.int64).random_())
         return self._samplers_generator.get_state()
@@ -152,7 +152,7 @@ class DrawnSource(IndexedSource):
         return drawn.draw
 
     def _generator_of(self, draw: int | Tensor) -> torch.Generator:
-        """Return the generator for the permutation; on rank 0, the user's if there is one."""
+        """Return a generator in the state of the draw; on rank 0, the sampler's own, if it has one."""
         if not isinstance(draw, Tensor):
             return torch.Generator().manual_seed(draw)
         users = self._samplers_generator if self._is_main else None

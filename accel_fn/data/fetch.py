@@ -54,14 +54,14 @@ from accel_fn.data.workers import (
 # The most samples that an error lists.
 _SHOWN = 8
 _KEPT = 8
-"""The most samples of a batch that are read again for a check."""
+"""A check that reads samples of a batch again reads at most this many."""
 _NUM_MARKED = 100
 """The number of batches of a pass that are marked: a step may check the 1st, 2nd, 10th and
 100th."""
 
 
 class BatchReader:
-    """A user's loader without its order: its data set, collate_fn, pinning and workers.
+    """Reads batches by the data set, collate_fn, pinning and workers of a user's loader, in a given order.
 
     With `collates_whole`, it reads the samples of all ranks, and takes this rank's rows of their
     batch.
@@ -110,7 +110,7 @@ class BatchReader:
     def numbered(
         self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Numbered[Any]]:
-        """Yield each batch with its samples; None instead of samples for a ready batch."""
+        """Yield each batch with the numbers of its samples, or with None if the batch was ready."""
         for part, batch in self._with_parts(parts, epoch, first_batch, seed, by_loop=False):
             numbers = self._fetcher.own(part)
             if isinstance(numbers, Tensor):
@@ -124,8 +124,8 @@ class BatchReader:
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)
-        # One seed for a ready batch, which all ranks read alike with rank 0's random numbers, and
-        # one for a part.
+        # Two seeds: all ranks read a ready batch with rank 0's random numbers, and each rank reads
+        # its part with its own.
         seeds = [mix(mix(seed + rank)) for rank in (0, self._rank)]
         # Do not seed each batch if a worker_init_fn may have seeded the workers.
         has_seeds = self._options["num_workers"] and self._options["worker_init_fn"] is None
@@ -151,8 +151,8 @@ class BatchReader:
             batches = pool.read(parts, seed)
         else:
             fetcher = self._fetcher.of_pass()
-            # Use a generator, which turns a StopIteration of the data set into an error. With
-            # `map`, it would silently end the epoch.
+            # Use a generator: it turns a StopIteration of the data set into an error. With `map`, the
+            # StopIteration would silently end the epoch.
             batches = (fetcher[part] for part in parts)
             if self._pins:
                 batches = map(pin_memory, batches)
@@ -206,7 +206,7 @@ class _PartWorkers(WorkerPool):
             yield batch
 
     def drop_rest(self) -> None:
-        # Without parts, workers read no more batches. torch drops those that they still send.
+        # Without parts, workers read no more batches. torch drops the batches that they still send.
         self._parts.start(())
 
 
@@ -292,14 +292,14 @@ class Part:
 class Fetcher(Dataset[Any]):
     """Reads and collates the samples of a batch, as torch's DataLoader would.
 
-    The DataLoader whose workers run it treats it as a data set of batches. Workers record the
-    number of the batch, and the place of the sample in it.
+    If workers run the fetcher, their DataLoader treats the fetcher as a data set of batches. Workers
+    record the number of the batch that they read, and the place of the sample in the batch.
     """
 
     def __init__(
         self, dataset: Any, collate_fn: Callable[[Any], Any], whole: tuple[int, int] | None = None
     ) -> None:
-        """With `whole`, (rank, world size), collate all ranks' samples, and take own rows."""
+        """With `whole`, (rank, world size), collate all ranks' samples, and take this rank's rows."""
         self.dataset = dataset
         self._whole = whole
         self.collate_fn = collate_fn
@@ -314,7 +314,7 @@ class Fetcher(Dataset[Any]):
         """The context of the last batch's epoch."""
 
     def of_pass(self) -> Fetcher:
-        """Make a copy that calls `set_epoch` again: the loop may call it between two passes."""
+        """Make a copy for a new pass, which calls `set_epoch` again: the loop may have called it since."""
         return copy.copy(self)
 
     def recording(self, progress: WorkerProgress) -> Fetcher:
@@ -387,9 +387,10 @@ class Fetcher(Dataset[Any]):
         return self._collated(self._samples(numbers), numbers)
 
     def _empty(self, numbers: list[Any]) -> Any:
-        """Return the batch of `numbers`, which holds one sample, without its row."""
+        """Read and collate the only sample in `numbers`; return its batch without the row."""
         samples = self._samples(numbers)
-        # A data set that reads many samples at once may return any type, which cannot be doubled.
+        # A data set that reads many samples in one call may return any type. Only a list can be
+        # doubled, so otherwise read the sample twice.
         two = twice(samples) if isinstance(samples, list) else self._samples(numbers * 2)
         with _noting(
             f"collate_fn failed on sample {listed(numbers)}, whose form an empty part takes"
@@ -420,7 +421,7 @@ class Fetcher(Dataset[Any]):
 
 
 class ReadyFetcher(Fetcher):
-    """Reads batches that a data set has ready: one by its key, or the rows of several indices."""
+    """Reads from a data set that returns batches: a whole batch by its key, or rows by their indices."""
 
     def __init__(
         self,
@@ -441,7 +442,7 @@ class ReadyFetcher(Fetcher):
         return Made(len(self.own(part)))
 
     def fetch(self, numbers: Any) -> Any:
-        """Return this rank's rows; a list holds the indices of this rank, or of all ranks."""
+        """Return this rank's rows. Indices in a list are this rank's, or with `whole` those of all ranks."""
         if isinstance(numbers, Tensor):
             numbers = numbers.tolist()
         with _noting(f"the data set failed to give batch {listed(numbers)}"):
@@ -460,7 +461,7 @@ def _noting(note: str) -> Iterator[None]:
 
 
 def _gives_many(dataset: Any) -> bool:
-    """Return whether the data set, without any `Subset` around it, has `__getitems__`."""
+    """Return whether the data set inside all `Subset`s reads many samples in one call, by `__getitems__`."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
@@ -475,7 +476,7 @@ def listed(numbers: Any) -> str:
 
 
 def has_rows(dataset: Any) -> bool:
-    """Return whether `rows` can read the data set: exact types only, as a subclass may differ."""
+    """Return whether `rows` can read the data set; False for subclasses, which may read it differently."""
     kind = type(dataset)
     if kind is Tensor:
         return (
@@ -507,7 +508,7 @@ def _is_known(dtype: np.dtype[Any]) -> bool:
 
 
 def rows(dataset: Any, numbers: Tensor) -> Any:
-    """Read samples [num_samples], int64, as `default_collate` joins them, into new memory."""
+    """Read the samples `numbers`, [num_samples], int64, into new tensors, as `default_collate` joins them."""
     kind = type(dataset)
     if kind is TensorDataset:
         return [rows(tensor, numbers) for tensor in dataset.tensors]

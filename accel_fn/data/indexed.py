@@ -52,8 +52,8 @@ from accel_fn.data.set_epoch import InEpoch, LoopEpochs, may_sample, reached_fro
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, check_equal, message
 from accel_fn.parallel.messages import Channel
 
-# Orders are computed, and sent, for about this many samples together: it takes little longer than
-# for one batch.
+# Compute and send the order of about this many samples together: that takes little longer than for
+# one batch.
 _SAMPLES_AT_ONCE = 4096
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
@@ -101,14 +101,14 @@ def read_order(
 
 
 def refuse_order(order: str) -> None:
-    """Refuse the orders of torch's own samplers for a loader with another order, or with none."""
+    """Refuse "torch" and "distributed" for a stream, and for a sampler neither in order nor shuffled."""
     if order != "seed":
         rule = "be left out for a stream or a sampler that is neither in order nor shuffle=True"
         raise ArgumentError(message("shard_loader", "order", rule, order))
 
 
 def refuse_read_ahead(read_ahead: int | None) -> None:
-    """Refuse the option for a loader whose order no loop can change."""
+    """Refuse `read_ahead` for a loader without a sampler of the user: the loop cannot change its order."""
     if read_ahead is not None:
         rule = "be left out for a loader without a sampler of your own"
         raise ArgumentError(message("shard_loader", "read_ahead", rule, read_ahead))
@@ -288,7 +288,7 @@ class IndexedSource:
 
 
 def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor | EmptyPart]:
-    """Yield a rank's samples, batch by batch; many batches are computed at once."""
+    """Yield a rank's samples, batch by batch; one call computes the samples of many batches."""
     # The last batch may have another size, so compute its part separately.
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)
@@ -312,7 +312,7 @@ def _empty(order: Order, epoch: int, batch: int) -> EmptyPart:
 
 @dataclass(frozen=True, slots=True)
 class SamplerBatches:
-    """The global batches of every epoch."""
+    """Reads the global batches of every epoch from a sampler."""
 
     # Yields the indices of each batch, or one key per batch if the data set returns whole batches.
     batch_sampler: Iterable[Any]
@@ -322,7 +322,7 @@ class SamplerBatches:
     cut: Order | None = None
     # The number of batches of a batch sampler.
     length: int | None = None
-    # The number of batches that are read together. None means batches of some thousand samples.
+    # The number of batches that are read together. None: as many as have some thousand samples.
     at_once: int | None = None
     # Whether the data set returns ready batches, each by its key.
     gives_keys: bool = False
@@ -331,7 +331,7 @@ class SamplerBatches:
 
     @property
     def is_own(self) -> bool:
-        """Return whether a sampler has a user's class; the loop may change it during a pass."""
+        """Return whether a sampler has a user's class: the loop may change such a sampler during a pass."""
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class SamplerBatches:
             yield from several
 
     def take(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the next batches that are read at once; an empty list at the end."""
+        """Return the next batches that are read together; an empty list at the end."""
         if self.at_once is not None:
             return list(islice(batches, self.at_once))
         found, num_samples = [], 0
@@ -500,7 +500,7 @@ class SamplerSource:
         return SampledBatches(found, sampled)
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Compute the position if the sampler has a length; otherwise all ranks must run it."""
+        """Compute the position if the sampler has a length. Otherwise run it; all ranks must call this."""
         if self._sampling.cut is not None:
             return divmod(step, -(-self.num_batches() // window))
 
@@ -533,7 +533,7 @@ class SamplerSource:
     def _parts(
         self, channel: Channel | None, epoch: int, first_batch: int, *, keeps: bool
     ) -> Iterator[Batch]:
-        """Yield this rank's samples of each batch, or all samples if it collates whole batches.
+        """Yield this rank's samples of each batch, or all samples if every rank collates whole batches.
 
         With a channel, rank 0 takes the batches and sends each rank its part.
         """

@@ -49,7 +49,7 @@ class Source(Protocol[Batch]):
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
-        """Yield the same batches, each with this rank's samples in it."""
+        """Yield the same batches, each with the numbers of this rank's samples in it."""
 
     def facts(self) -> dict[str, Any]:
         """Return the known facts that a resumed run must share, without the number of ranks."""
@@ -80,7 +80,7 @@ class _Count:
 
 @dataclass(slots=True)
 class Progress:
-    """The place of the loop in a pass over a view: the number of batches that it has received."""
+    """The place of the loop in a pass over a view: the number of batches that the loop has received."""
 
     epoch: int
     count: int
@@ -97,7 +97,7 @@ class Progress:
 
 @dataclass(slots=True)
 class DrawnPass:
-    """The draw of rank 0 for the last pass of a loader whose order is drawn for each pass."""
+    """The random draw of rank 0 that determined the order of a loader's last pass."""
 
     epoch: int | None = None
     draw: int | Tensor | None = None
@@ -114,7 +114,7 @@ class Position:
         self.drawn = DrawnPass()
         self._progress = Progress(0, 0, 1, None)
         self._is_next = True
-        """Whether the next pass begins here; False while a pass runs."""
+        """Whether the next pass begins at this place; False while a pass runs."""
 
     def place(self) -> tuple[int, int]:
         """Return the number of the pass, and the number of batches received in it."""
@@ -136,7 +136,7 @@ class Position:
 
 
 class Received(Iterator[Batch]):
-    """The batches of a pass; counts the batches that the loop receives."""
+    """Yields the batches of a pass, and counts the batches that the loop receives."""
 
     def __init__(self, batches: Iterator[Batch], progress: Progress) -> None:
         self._batches = batches
@@ -148,8 +148,8 @@ class Received(Iterator[Batch]):
         try:
             batch = next(self._batches)
         except BaseException as error:
-            # Drop the iterator: workers end with it, and an error that the caller keeps must not
-            # keep it alive.
+            # Drop the iterator, so that its workers end. Otherwise an error that the caller stores
+            # would keep the iterator alive.
             self._batches = iter(())
             if isinstance(error, StopIteration):
                 progress.num_batches = progress.count
@@ -200,7 +200,7 @@ class Epoch(Generic[Batch]):
         return map(self._read, islice(batches, self.max_batches))
 
     def _num_read(self) -> int:
-        """Return the number of batches of the epoch; of those read, if the loader has no length."""
+        """Return the number of batches of the epoch; without a length, the number of batches read."""
         try:
             return len(self)
         except ArgumentTypeError:
@@ -229,7 +229,7 @@ class ShardedLoader(Generic[Batch]):
         """The number of the loader's batches in one batch of this view."""
 
     def view(self, source: Source[_Value], num_each: int = 1) -> ShardedLoader[_Value]:
-        """Make a view of this loader over another source; each batch holds `num_each` of ours."""
+        """Make a view of this loader over a source; each batch of the view holds `num_each` batches."""
         return ShardedLoader(source, self._loader, self._position, self._num_each * num_each)
 
     @property
@@ -462,7 +462,7 @@ class Epochs(Iterator[Epoch[Batch]]):
 
 
 def numbered_batches(loader: Iterable[Any]) -> Iterator[Numbered[Any]]:
-    """Yield a loader's batches, each with its samples; for other iterables, with None."""
+    """Yield a loader's batches, each with the numbers of its samples; for other iterables, with None."""
     if isinstance(loader, Epoch):
         return loader._numbered()
     if isinstance(loader, ShardedLoader):

@@ -82,7 +82,7 @@ def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -
         place += moved
         np.subtract(place, size, out=moved)
         # Take the remainder by `size` without a division: if place < size, the difference wraps to
-        # a huge number.
+        # a huge number, and the minimum is `place`.
         np.minimum(place, moved, out=place)
         place, other, size, other_size = other, place, other_size, size
     return place * other_size + other
@@ -154,7 +154,7 @@ class Order(Cut):
         return start, min(start + self.batch_size, self.num_samples)
 
     def part(self, batch: int, rank: int) -> tuple[int, int]:
-        """Return start and stop of a rank's part of a batch: even to one sample, or empty."""
+        """Return start and stop of a rank's part of a batch; parts differ in size by one sample at most."""
         start, stop = self.bounds(batch)
         first, last = part_bounds(stop - start, self.world_size, rank)
         return start + first, start + last
@@ -202,7 +202,7 @@ def no_numbers() -> ArgumentError:
 
 
 def per_rank_error(got: str, owner: str) -> ArgumentError:
-    """Make the error of `batch="per_rank"` for batches of `owner`: no rank has a batch size."""
+    """Make the error of `batch="per_rank"` if `owner` makes the batches: then no rank has a batch size."""
     rule = "have a batch_size where that is to be one rank's"
     repair = f'the batches of {owner} are shared: use batch="global"'
     return ArgumentError(message("shard_loader", "loader", rule, got, repair))

@@ -170,7 +170,11 @@ class _Handover:
 
 
 class Reader(threading.Thread):
-    """Reads one pass. It does not refer to the loop's iterator: dropping that ends the thread."""
+    """Reads one pass.
+
+    The thread does not refer to the loop's iterator. So if the loop drops its iterator, Python
+    deletes the iterator, and its finalizer ends the thread.
+    """
 
     def __init__(self, batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
         super().__init__(

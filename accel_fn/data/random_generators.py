@@ -1,4 +1,4 @@
-"""Seed the random generators of the user's process for a while, and restore them."""
+"""Seed the random generators of the user's process temporarily, and restore them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_fn.data.order import mix
 # Threads, and so simulated ranks, share the global generators. With this lock, they take turns.
 GLOBAL_LOCK = threading.RLock()
 # Hold the lock during a fork: otherwise a worker could start with states that another thread has
-# set for a while.
+# set only temporarily.
 os.register_at_fork(
     before=GLOBAL_LOCK.acquire,
     after_in_parent=GLOBAL_LOCK.release,

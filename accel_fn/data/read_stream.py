@@ -48,9 +48,10 @@ _PART_BLOCK = 16
 NUM_HASHED = 16
 # Simulated ranks are threads, and share torch's global `_worker_info`. They set it in turn.
 _INFO_LOCK = threading.RLock()
-# Simulated ranks are threads, and start their workers in turn. Workers that are forked while
-# another rank starts its own would inherit locks that it holds. They would also keep a pipe of that
-# rank open, whose closing shows that its workers have ended.
+# Simulated ranks are threads. They start their workers in turn, for two reasons. A worker that is
+# forked while another rank starts workers would inherit the locks that this rank holds. It would
+# also keep a pipe of that rank open: the pipe closes only when the last process that holds it ends,
+# and the rank takes this as the sign that its workers have ended.
 _STARTING = threading.Lock()
 _KEPT = (*WORKER_OPTIONS, "pin_memory", "pin_memory_device", "generator")
 
@@ -86,7 +87,10 @@ class Stream:
         in_worker: bool = False,
         num_hashed: int = 0,
     ) -> None:
-        """With `keeps`, the data set stays in the loop's epoch; `num_hashed` items are hashed."""
+        """With `keeps`, the data set stays in the epoch that the loop has set.
+
+        The first `num_hashed` items are hashed.
+        """
         self._data = data
         self._epoch = epoch
         self._info = info
@@ -120,7 +124,7 @@ class Stream:
             count -= len(items)
 
     def take(self, count: int) -> list[Any]:
-        """Return the next items: fewer than `count` at the end, and later an empty list."""
+        """Return the next items: fewer than `count` at the end, and an empty list after the end."""
         found: list[Any] = []
         # Do not call `next` after the end: some iterators begin again.
         if self._ended:
@@ -182,7 +186,10 @@ def parts_of_stream(
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
-    """Read a batch; return this rank's items, their start in it, its size, and [its first item]."""
+    """Read a batch; return the items that were kept, their start in the batch, its size, and [first item].
+
+    The kept items include this rank's.
+    """
     # The stream may end inside the batch, and the rank's part depends on the number of items read.
     # So hold the items that can still belong to the part, however many items follow.
     held: list[Any] = []
@@ -396,7 +403,7 @@ class WorkerInit:
 
 
 def options_of(loader: DataLoader[Any], init: Callable[[Any], WorkerInit]) -> dict[str, Any]:
-    """Select the options of a user's DataLoader that a loader over our stream takes over."""
+    """Select the options of a user's DataLoader that our DataLoader over a `PartStream` uses, too."""
     kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     if kept["worker_init_fn"] is not None:
         kept["worker_init_fn"] = init(kept["worker_init_fn"])
@@ -417,7 +424,7 @@ class _StreamPool(WorkerPool):
 
 
 class Passes:
-    """Passes over one of our streams. Each starts at a place: [epoch, first batch, keeps], int64.
+    """Passes over a `PartStream`. Each pass starts at a place: [epoch, first batch, keeps], int64.
 
     Every pass has its own workers. Persistent workers serve one pass after the other, and read
     the place from shared memory. If the user gave no generator, workers are seeded by seed

@@ -159,7 +159,7 @@ def reading(epoch: int) -> Iterator[None]:
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """A context whose body may seed the global generators: it restores them at its end."""
+    """Enter a context in which the caller may seed the global generators; restore them at the end."""
     # Take no lock in a worker: no loop shares its generators, and if the lock was held at the fork,
     # the worker would wait forever.
     alone: AbstractContextManager[Any] = nullcontext()

@@ -46,7 +46,7 @@ class SampledParts(Iterator[Any]):
         try:
             self._taken.extend(islice(self._parts, num_batches))
         except Exception as error:
-            # Do not raise yet, but in place of this batch: the loop still needs the earlier ones.
+            # Raise the error only when the loop takes this batch: it still needs the earlier ones.
             self._taken.append(_Failed(error))
 
     def __next__(self) -> Any:

@@ -17,14 +17,14 @@ from torch.utils.data import Dataset, Sampler
 
 from accel_fn.data.loader import ShardedLoader
 
-# Of a list in an attribute, which may be a long list of samples, only this many items are searched.
+# A list in an attribute may be a long list of samples. Search only this many of its items.
 _SEVERAL = 100
 # Values that readers have in their "epoch" attributes before the first `set_epoch`.
 _FIRST = (-1, 0)
 
 
 class _Shared:
-    """The epoch of an object that several passes may share, and the lock for reading it."""
+    """The epoch of an object that several passes may share, and the lock that a pass holds to read it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -42,7 +42,7 @@ _SHARED: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
 
 
 class InEpoch:
-    """A context in which all `readers` with `set_epoch` are in one epoch, and in no other pass.
+    """A context in which all `readers` with `set_epoch` have one epoch, and no other pass uses them.
 
     The context calls `set_epoch` when it is first entered, and again if another pass has set
     another epoch since: some readers use their epoch while they are read. With `epoch=None`, it

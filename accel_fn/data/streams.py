@@ -143,7 +143,7 @@ def _num_shards(data: Any) -> int | None:
 
 
 class StreamSource:
-    """A `Source` whose positions are computed from a length, or found by reading."""
+    """A `Source` over a stream: computes positions from the stream's length, or finds them by reading."""
 
     def __init__(
         self, loader: DataLoader[Any], options: StreamOptions, rank: int, channel: Channel | None
@@ -245,7 +245,7 @@ class StreamSource:
             )
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
-        """Compute the position, or find it by reading from the start, on all ranks together."""
+        """Compute the position from the length; without one, all ranks read the stream up to it."""
         if self._num_items is not None and self.num_batches() > 0:
             return divmod(step, -(-self.num_batches() // window))
         find = partial(find_by_counting, step, self._count, window)
@@ -341,7 +341,7 @@ def until_end(
     first_batch: int,
     compare: Callable[[list[Sequence[int] | None]], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield the batches of a pass, whose workers end with it.
+    """Yield the batches of a pass; its workers end when the pass ends.
 
     With a channel, ranks exchange before each batch whether they have one. All ranks raise if only
     some have one, or if they have read different numbers of items at the end. `compare` gets the

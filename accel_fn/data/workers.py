@@ -65,7 +65,7 @@ _BROKEN = (OSError, EOFError, RuntimeError, UnpicklingError)
 def make_loader(
     data: Any, *, worker_init_fn: Callable[[int], None] | None = None, **options: Any
 ) -> DataLoader[Any]:
-    """Make a DataLoader for `start_workers`, which returns its items unchanged."""
+    """Make a DataLoader for `start_workers`; the loader returns the items of `data` unchanged."""
     init = _InitWithWatchdog(worker_init_fn)
     return DataLoader(data, batch_size=None, collate_fn=identity, worker_init_fn=init, **options)
 
@@ -76,7 +76,7 @@ def identity(batch: Any) -> Any:
 
 
 def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda _: "") -> Any:
-    """Return the loader's iterator; if a worker dies, only its `next` raises.
+    """Return the loader's iterator; if a worker dies, only `next` on the iterator raises.
 
     A long `next` warns, and lists the workers that it waits for. `where` describes what a worker is
     reading.
@@ -103,7 +103,7 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait for workers: if it takes long, warns and lists what they read; raises if one died."""
+    """Checks on a wait for workers: raises if one died; warns of a long wait, with what they read."""
 
     workers: Sequence[Any]
     where: Callable[[int], str]
@@ -169,7 +169,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _kill_stopped(workers: Sequence[Any]) -> None:
-    """Kill stopped workers: they do not notice that they should end, and exit waits for them."""
+    """Kill stopped workers: they cannot react to a request to end, and the program's exit would wait."""
     for each in workers:
         if each.pid and each.exitcode is None and _is_stopped(each.pid):
             each.kill()
@@ -257,8 +257,8 @@ def _room() -> str:
 class _Watchdog:
     """Checks in a worker whether its main process is alive.
 
-    Torch compares the worker's parent with the parent at its start. That may be the process that
-    adopted the worker, or a fork server, which lives as long as its children.
+    Torch compares the worker's parent with the parent at the worker's start. The parent at the start
+    may be the process that adopted the worker, or a fork server, which lives as long as its children.
     """
 
     def is_alive(self) -> bool:
@@ -312,7 +312,7 @@ def _ending(exit_code: int | None) -> str:
 
 
 class WorkerPool:
-    """The workers of one DataLoader, for one pass at a time; `where` describes their reads."""
+    """The workers of one DataLoader, for one pass at a time; `where` describes what a worker is reading."""
 
     def __init__(self, loader: DataLoader[Any], where: Callable[[int], str]) -> None:
         self.loader = loader

@@ -29,7 +29,7 @@ CALL, VALUE, RAISED = "call", "value", "raised"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call that every rank makes, and the parts of its caller that it needs."""
+    """The call that every rank makes, with the caller's command line and the sources of its cells."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The exception of a rank. `error` is pickled, since its type may not load everywhere."""
+    """The exception of a rank. `error` is pickled, since the caller may not be able to load its type."""
 
     error: bytes
     last_line: str
@@ -93,8 +93,8 @@ def _run(data: bytes) -> bytes:
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     """Pickle code as cloudpickle does, with the file's name."""
-    # From 3.1.3 on, cloudpickle replaces the file's name by `<dynamic-code>`, so tracebacks could
-    # show no line.
+    # From 3.1.3 on, cloudpickle replaces the file's name by `<dynamic-code>`. Tracebacks would then
+    # show no line of the file.
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
     return _make_code, (make, parts, code.co_filename)
 
@@ -129,7 +129,7 @@ def _raised(error: BaseException) -> Raised:
 def _dump_error(error: BaseException, last_line: str) -> bytes:
     """Pickle the error, or a RankError in its place.
 
-    The place is taken if the error would end the caller, such as SystemExit, or cannot be pickled.
+    A RankError stands for an error that would end the caller, such as SystemExit, or cannot be pickled.
     """
     if not isinstance(error, Exception):
         return dumps(RankError(message("launch", "fn", "return or raise an Exception", last_line)))

@@ -141,8 +141,8 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 
     Without a record, return the stack that the rank wrote when it crashed, if any.
 
-    The record has an exit code if the rank called `sys.exit`. It counts even if the rank was killed
-    while it exited.
+    The record has an exit code if the rank called `sys.exit`. This code counts even if the rank was
+    killed while it exited.
     """
     try:
         record = json.loads((folder / "error.json").read_text())
@@ -178,7 +178,7 @@ def has_record(folder: Path) -> bool:
 
 
 def has_failed(folder: Path) -> bool:
-    """Return whether our record exists. After torch's own `record`, a program may continue."""
+    """Return whether our record exists. One of torch's `record` does not count: a program may go on then."""
     try:
         return "exception" in json.loads((folder / "error.json").read_text())
     except (OSError, ValueError):

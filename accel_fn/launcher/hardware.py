@@ -86,7 +86,8 @@ def _quota(root: Path) -> float:
 def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...], ...] | None:
     """Choose the processors of each local rank; None if there is nothing to choose.
 
-    Nodes get consecutive ranks; if there are fewer ranks than nodes, each rank gets several nodes.
+    Each memory node gets consecutive ranks. If there are fewer ranks than nodes, each rank gets
+    consecutive nodes.
     """
     num_nodes = len(processors.nodes)
     if num_nodes == 1 or num_local == 1:
@@ -139,7 +140,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
 
 
 def visible_devices(ids: list[str], variable: str | None) -> list[str]:
-    """Select the GPUs that CUDA shows from the GPUs with these ids.
+    """Return those of the GPUs with these ids that CUDA_VISIBLE_DEVICES, `variable`, leaves visible.
 
     CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
     ends the list, and a repeated entry empties it.

@@ -316,7 +316,7 @@ def _start(
 
 
 def _wait(ranks: Sequence[Rank]) -> float | None:
-    """Wait until all ranks end, or for `_SETTLE_S` after a failure; return its time, or None."""
+    """Wait until all ranks end, or for `_SETTLE_S` after a failure; return the failure's time, or None."""
     failed_at = None
     while not all(rank.has_ended() for rank in ranks):
         if failed_at is None and any(rank.has_failed() for rank in ranks):

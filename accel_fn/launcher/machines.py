@@ -131,7 +131,7 @@ def _num_local(resolved: Resolved, num_machines: int, node: Node | None) -> int:
     settings = resolved.settings
     count = settings.num_processes or 1
     # By default, `count` is the number of devices here times the settings' number of machines.
-    # Divide by the same number: the cluster's may differ.
+    # Divide by the same number: the cluster's number of machines may differ.
     if not resolved.is_given("num_processes"):
         return (node and node.num_local) or count // (settings.num_machines or 1)
     if count % num_machines:
@@ -163,7 +163,7 @@ def _host(
 def _port(
     resolved: Resolved, num_machines: int, node: Node | None, environment: Mapping[str, str]
 ) -> int:
-    """Return the port of the rendezvous; 0, for a free one, on one machine."""
+    """Return the port of the rendezvous. On one machine, 0 stands for a free port."""
     port = resolved.settings.main_process_port
     if port or num_machines == 1:
         return port or 0

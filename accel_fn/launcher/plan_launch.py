@@ -177,7 +177,7 @@ def launch_variables(
 def threads_variable(
     settings: Settings, machines: Machines, processors: Processors, environment: Mapping[str, str]
 ) -> Variable:
-    """Return the threads of a rank: the setting, else the variable, else a share of the cores."""
+    """Return OMP_NUM_THREADS for a rank: the setting, else the set value, else its share of the cores."""
     name, threads = "OMP_NUM_THREADS", settings.threads_per_process
     if threads is not None:
         return Variable(name, str(threads), "threads_per_process")
@@ -189,7 +189,7 @@ def threads_variable(
 
 
 def _allocator(environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Yield a variable that makes glibc keep freed memory."""
+    """Yield the variables that make glibc keep freed memory for the next step."""
     # By default, glibc returns the memory of a large tensor to the system when the tensor is freed,
     # and each step pays for page faults to get it back.
     version = glibc_version()
@@ -296,7 +296,7 @@ _NETWORKS = (
 
 
 def parent_of_store(environment: Mapping[str, str]) -> str:
-    """Return the first local folder of XDG_RUNTIME_DIR, TMPDIR and /dev/shm, for the store."""
+    """Return a local folder for the store: XDG_RUNTIME_DIR, TMPDIR or /dev/shm; if none fits, TMPDIR."""
     memory = "/dev/shm"  # noqa: S108 - a folder of mode 0700 is made in it
     for each in (environment.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), memory):
         if each and os.access(each, os.W_OK | os.X_OK) and not _is_in_network(each):

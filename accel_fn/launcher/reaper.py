@@ -36,7 +36,7 @@ class Reaper:
         )
 
     def make_folder(self, parent: str) -> Path:
-        """Make a temporary folder; send its path to the reaper first, which will remove it."""
+        """Make a temporary folder. Before that, send its path to the reaper, which removes it at the end."""
         folder = Path(parent, f"accel_fn_{os.urandom(8).hex()}")
         self._send(str(folder))
         folder.mkdir(mode=0o700)
@@ -88,7 +88,7 @@ def _members(sessions: set[int]) -> list[int]:
 
 
 def _is_of(run_id: str, pid: int) -> bool:
-    """Return whether a process belongs to this run: the system may have reused a rank's number."""
+    """Return whether a process belongs to this run: the system may have reused a rank's process id."""
     with suppress(OSError):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return f"TORCHELASTIC_RUN_ID={run_id}".encode() in variables

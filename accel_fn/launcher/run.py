@@ -179,7 +179,7 @@ class Agent(LocalElasticAgent):
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """At the first signal, make the agent stop the ranks; at later ones, kill them.
 
-        Only the first one raises, so that later ones do not interrupt clean-ups.
+        Only the first signal raises, so that later signals do not interrupt clean-ups.
         """
         if self._is_stopping:
             self._kill()
@@ -229,8 +229,8 @@ class Agent(LocalElasticAgent):
                 )
                 for rank, failure in result.failures.items()
             ]
-        # The ranks here have finished, but keep the agent until all machines have: if another one
-        # fails, all start again.
+        # The ranks of this machine have finished. Keep the agent until the ranks of all machines
+        # have: if a rank of another machine fails, all ranks start again.
         elif not has_lost and self._machines is not None and not self._machines.all_finished():
             return RunResult(state=WorkerState.HEALTHY)
         if has_lost:
@@ -388,7 +388,7 @@ def _wait(
 
 
 def _handler(machines: Machines, run_id: str) -> RendezvousHandler:
-    """Make our rendezvous, or torch's own if the settings name its backend."""
+    """Make our rendezvous, or one of torch's if the settings name a backend of torch."""
     if machines.backend == "static":
         assert machines.machine_rank is not None
         return StoreRendezvous(machines, machines.machine_rank, run_id)

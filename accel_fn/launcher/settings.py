@@ -79,7 +79,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of values: the rule that each value must follow, and a function that reads it.
+    """A kind of values: the rule that each value must follow, and the function that reads a value.
 
     `read` raises a ValueError, TypeError or OverflowError for an invalid value.
     """
@@ -295,7 +295,7 @@ def _conflicts(settings: Settings) -> Iterator[Mistake]:
 
 
 def is_on(name: str, value: object) -> bool:
-    """Return whether this value turns the setting on. An invalid value is reported later."""
+    """Return whether this value turns the setting on; False if it is invalid, which is reported later."""
     try:
         return bool(SETTINGS[name].read(value))
     except (ValueError, TypeError, OverflowError):

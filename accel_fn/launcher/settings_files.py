@@ -115,7 +115,7 @@ def _value(node: yaml.Node) -> Any:
 
 
 def _toml_line(text: str, key: str) -> int | None:
-    """Search for the line of a key, which the parser does not return."""
+    """Search a text for the line of a key: the TOML parser does not return line numbers."""
     start = text.find(_SECTION)
     found = re.compile(rf"""^\s*["']?{re.escape(key)}["']?\s*=""", re.MULTILINE).search(
         text, max(start, 0)

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 class StoreRendezvous(RendezvousHandler):
     """One machine's side of the rendezvous; it ends with the launcher, so it is never closed.
 
-    A single machine has a store in memory, which is not served: its ranks meet in a file.
+    A single machine has a store in memory that no other process can reach: its ranks meet in a file.
     """
 
     def __init__(self, machines: Machines, rank: int, run_id: str) -> None:
@@ -72,7 +72,7 @@ class StoreRendezvous(RendezvousHandler):
         return self._run_id
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if another machine is at a later attempt: torch's agent then starts over."""
+        """Return 1 if another machine is at a later attempt: torch's agent then restarts its ranks."""
         if self._machines.num_machines == 1 or self._store is None:
             return 0
         try:
@@ -113,8 +113,8 @@ class StoreRendezvous(RendezvousHandler):
 
     def _take_over(self, store: Any) -> None:
         """Wait until the earlier launcher of this machine has ended, and take its place."""
-        # It has ended if it is missing in the latest attempt, or if its beat has not changed for
-        # GONE_AFTER_S.
+        # The earlier launcher has ended if it is missing in the latest attempt, or if its beat has
+        # not changed for GONE_AFTER_S.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
         first = store.get(beat) if store.check([beat]) else b""
         while time.monotonic() < deadline:
@@ -226,7 +226,7 @@ class StoreRendezvous(RendezvousHandler):
             return True
 
     def leave(self) -> None:
-        """Make the other machines end too."""
+        """Make the launchers of the other machines end too."""
         if self._store is not None:
             with suppress(DistError):
                 self._store.set("ended", "")

@@ -53,8 +53,8 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
         threading.Thread(target=_die_after, args=(launcher,), daemon=True).start()
-    # If the launcher ended before the lines above, this process has another parent, whose end they
-    # would wait for.
+    # If the launcher ended before the lines above, this process has another parent, and those lines
+    # would wait for the end of that parent.
     if os.getppid() != launcher:
         os._exit(1)
 
@@ -102,7 +102,7 @@ def _unblock_ctrl_c() -> None:
 
 
 def _die_after(launcher: int) -> None:
-    """Kill this process within a second of its launcher's end, on systems that cannot do it."""
+    """Kill this process within a second of its launcher's end, on systems without PR_SET_PDEATHSIG."""
     while os.getppid() == launcher:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -195,7 +195,7 @@ def _run_script(target: str, arguments: list[str]) -> None:
 
 
 def _run_module(target: str, arguments: list[str]) -> None:
-    """Run a module as `python -m MODULE` does, with the function of `runpy` that it calls."""
+    """Run a module as `python -m MODULE` does, with the function of `runpy` that Python calls for it."""
     sys.argv = ["-m", *arguments]
     _search_first(os.getcwd())
     _replace_main()
@@ -211,7 +211,7 @@ def _search_first(folder: str) -> None:
 def _replace_main(**attributes: object) -> ModuleType:
     """Make a new `__main__`."""
     # Do not use runpy for this: at the program's end, it would restore this file's `__main__`,
-    # while the program's threads still need their own.
+    # while threads of the program may still need the program's `__main__`.
     main_module = ModuleType("__main__")
     main_module.__dict__.update({"__annotations__": {}, "__builtins__": builtins} | attributes)
     sys.modules["__main__"] = main_module

@@ -168,7 +168,7 @@ def evaluate(
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss as the sum of the terms with a count; nan if no term has a count."""
+    """Add the loss: the sum of the terms of which items were counted; nan if there is no such term."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
     known = [each for each in of_terms.values() if not math.isnan(each)]
     return {**found, "loss": sum(known) if known else math.nan, **of_terms}
@@ -412,10 +412,11 @@ def added(totals: Totals, found: Totals) -> Totals:
 def means(every: Sequence[Totals], *, is_main: bool) -> dict[str, float | Tensor]:
     """Compute the means from the totals of all ranks, on the host, equal on every rank.
 
-    The main rank warns about pairs that may be means of means.
+    The main rank warns about pairs (sum, count) that may hold a mean and 1.
     """
-    # Leave out ranks that had no sample: their only entry is a loss with sum 0 and count 0. A count
-    # of 0 alone is not enough: a loss may sum over all anchors, and count only the positive ones.
+    # Leave out ranks that had no sample: their only entry is a loss with sum 0 and count 0. Do not
+    # test the count alone: a loss may sum over all anchors, and count only the positive ones, of
+    # which a rank with samples may have none.
     known = [
         {}
         if [*totals] == ["loss"] and not (totals["loss"].count.any() or totals["loss"].sum.any())

@@ -205,7 +205,7 @@ def build_log(
     every: int,
     prefix: str,
 ) -> Log:
-    """Make the log of one step; `build` raises on every rank if the main rank cannot."""
+    """Make the log of one step; if the main rank fails to open it, `build` raises on every rank."""
     has_writers = any_rank(any(each is not None for each in writers), state)
     if not state.is_main or not has_writers:
         return Log()
@@ -392,7 +392,7 @@ class Throughput:
         self._items: dict[str, float] = {}
 
     def count(self, batch: Any) -> None:
-        """Count the samples of this rank's batch, unless its weight counts them."""
+        """Count the samples of this rank's batch, unless the weight of a batch is this count."""
         if self._counts and batch is not None:
             try:
                 batches = batch if self._takes_windows else [batch]
@@ -434,7 +434,7 @@ class Memory:
         self._known: dict[str, int] = {}
 
     def peak(self) -> dict[str, int]:
-        """Return a peak of at most a second ago: reading it costs as much as writing a line."""
+        """Return the peak, read at most a second ago: reading the memory costs as much as writing a line."""
         now = perf_counter()
         if now - self._read_at > _MEMORY_S:
             self._read_at = now
@@ -501,7 +501,10 @@ def _check_writer(given: object) -> None:
 
 
 class Recorder:
-    """Reads the values of a line one step later and writes them; outlives its step by one line."""
+    """Reads a line's values one step later, and writes them.
+
+    It outlives the step, since it writes the last line after the step is deleted.
+    """
 
     def __init__(self, writers: Sequence[object], prefix: str, plan: str) -> None:
         self._files: list[LogFile] = []
@@ -525,7 +528,7 @@ class Recorder:
         """The newest step; None before the run begins."""
 
     def begin(self, state: DistState) -> None:
-        """Begin to log, unless a checkpoint was loaded; remove an earlier run's later lines."""
+        """Begin to log, unless a load has begun the log; remove an earlier run's lines of later steps."""
         if self.step is None:
             self._start(state)
             for file in self._files:
@@ -567,12 +570,12 @@ class Recorder:
                 file.event(event, step, **facts)
 
     def read(self, step: int, values: Mapping[str, Any]) -> None:
-        """Start to copy a line's values from the device; on a CPU, write the line at once."""
+        """Start to copy a line's values from the device; on a CPU, write the line immediately."""
         self._line = step, time.time()
         self._write_line(self._delayed(values, values["loss"].device))
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Write the pending line, whose values were copied."""
+        """Write the pending line: read its values, whose copy from the device has begun earlier."""
         if self._line is not None:
             self._write_line(self._delayed.last(timeout_s))
 

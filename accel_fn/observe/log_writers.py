@@ -88,7 +88,7 @@ class LogFile:
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to the start of a run without checkpoint; keep a copy of it."""
+        """Cut the log back to the step at which a run without a checkpoint begins; keep a copy of it."""
         # Another plan of the run may already have logged the batch with which this plan begins.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:
@@ -110,7 +110,7 @@ class LogFile:
         self.event("load", step, seconds=seconds, folder=folder and str(folder), **lost)
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of a step that runs again, and all later ones, unless another plan has."""
+        """Remove the line of a step that runs again, and later lines, unless another plan did so."""
         if self._last_step > step:
             self._try(lambda: self._table.cut(step - 1))
 
@@ -234,7 +234,7 @@ class _JsonLines:
 
 
 def _set_damage_aside(path: Path) -> None:
-    """Rename a log that has damaged lines, and copy its other lines to a new file of its name."""
+    """Rename a log that has damaged lines; copy its readable lines to a new log under the old name."""
     whole, is_damaged = whole_lines(path)
     if not is_damaged:
         return
@@ -480,7 +480,8 @@ def as_writer(given: Any) -> Write:
 
 def check_writer(given: object) -> None:
     """Refuse a value that is neither a run of these libraries nor a function."""
-    # Refuse a class, although it is callable: SummaryWriter was given for SummaryWriter().
+    # Refuse a class, although it is callable: the user may have written SummaryWriter instead of
+    # SummaryWriter().
     if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
         rule = (
             "be a path that ends in .jsonl or .csv, a run of tensorboard, tensorboardX, wandb, mlflow, "

@@ -64,7 +64,7 @@ def read_on_all_ranks(
 
     On a mesh, return the results of the ranks along `dp`, since ranks along other axes have read
     the same data. `read` also returns a description of its rank's first batch. Observers of the
-    step get the time.
+    step get the time that the ranks spent.
     """
     plan = step.plan
     step.check_filled(function)
@@ -102,7 +102,7 @@ def over_loader(
         options |= {"is_main": state.is_main, "wanted": progress, "total": loader_length(loader)}
         bar = open_bar(**options)
         shown: Any = nullcontext() if bar is None else bar
-        # A loss_fn may be a module too.
+        # Take this module, not the model: it also holds a loss_fn that is a module.
         module = step.strategy.module
 
         def use_and_show(each: CutBatch) -> None:
@@ -129,8 +129,8 @@ def over_loader(
                         pass
             raise
         finally:
-            # Drop the iterator: workers end with it, and an error that the caller keeps must not
-            # keep it alive.
+            # Drop the iterator, so that its workers end. Otherwise an error that the caller stores
+            # would keep the iterator alive.
             del batches
     return looks or Looks([], [])
 

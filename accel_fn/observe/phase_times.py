@@ -75,8 +75,8 @@ def _ranges(events: Iterable[Event]) -> dict[str, list[Interval]]:
 
 def _under_way(sums: Iterable[Interval], ranges: Iterable[Interval], phase: str) -> list[Interval]:
     """Cut ranges to the times in which the host may wait for a collective."""
-    # A collective counts in the range in which it starts. One that starts before the forward runs
-    # beside it, and is awaited in the rest of the step.
+    # A collective counts in the range in which it starts, and in the rest of the step: one that starts
+    # before the forward runs at the same time as the forward, and the host waits for it in the rest.
     return [
         (max(begin, start), min(end, stop))
         for start, stop in ranges

@@ -148,7 +148,7 @@ def predict(
 
 
 def _window(plan: Plan, batch: Any) -> list[Any] | None:
-    """Return the batches of a window, if the plan splits it into them; None for any other batch."""
+    """Return the batches of a window if the plan splits the window into its batches; else None."""
     if not plan.split or type(batch) is not list:
         return None
     parts = [*plan.split[0](batch)]

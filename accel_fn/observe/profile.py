@@ -141,7 +141,7 @@ class Profile(Observer):
         ]
 
     def before(self, state: DistState, batch: Any) -> None:
-        """Start in the middle of the steps if a run resumes there; end if it has passed them."""
+        """Start if a run resumes in the middle of the steps to profile; end if it has passed them."""
         if self._is_over:
             return
         trace, number = self._trace, state.step + 1
@@ -176,7 +176,7 @@ class Profile(Observer):
         self._at_program_end.detach()
 
     def _start(self, state: DistState) -> None:
-        """Start the profiler on all ranks at once."""
+        """Start the profiler on all ranks; if one fails, all raise."""
         # Simulated ranks share one process, and a process has one profiler. The first rank in it
         # starts the profiler.
         process = socket.gethostname(), os.getpid(), id(profile)
@@ -217,7 +217,7 @@ class RankTrace:
         """The first profiled step, and the newest step that began."""
 
     def start(self, phases: Sequence[tuple[Any, str, str]]) -> None:
-        """Start to profile, with these methods as phases; without them, another rank profiles."""
+        """Start to profile, with these methods as phases; without methods, another rank's profiler runs."""
         if phases and is_profiling():
             raise StateError(
                 "profile: torch's profiler must be free, got one that runs already; profile one plan at a "
@@ -257,7 +257,7 @@ class RankTrace:
             self._enter(f"{STEP} {number}")
 
     def end_step(self) -> None:
-        """End a step: the time until the next step counts as its data."""
+        """End a step: the time until the next step counts as the phase `data`."""
         self._enter(DATA)
 
     def _enter(self, name: str) -> None:
@@ -278,7 +278,7 @@ class RankTrace:
             self._open = None
 
     def stop(self) -> PhaseTimes | None:
-        """Stop, write the trace and return the phases' times; None if another rank profiles."""
+        """Stop, write the trace and return the phases' times; None if another rank's profiler ran."""
         self.is_running = False
         profiler, self._profiler = self._profiler, None
         if profiler is None:

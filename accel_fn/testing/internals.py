@@ -179,7 +179,7 @@ derive_random = rng.derive_random
 
 @contextmanager
 def simulations_apart(**limits: int) -> Iterator[None]:
-    """Separate simulations from those of other tests; join their lost threads at the end.
+    """Keep worlds and threads of simulations in this context from other tests; join lost threads at its end.
 
     `max_lost_sockets` and `max_idle_sockets` limit the sockets of failed and of waiting worlds.
     """
@@ -271,7 +271,10 @@ def hashes_of_frozen() -> tuple[Any, str]:
 
 @contextmanager
 def failing(step: str, error: Exception, *, in_thread: str) -> Iterator[None]:
-    """Raise an error at the first background `copy`, or the first `start` of its thread."""
+    """Raise an error at the first background copy, or at the first start of a thread that writes.
+
+    `step` is "copy" or "start"; the error is raised in a thread whose name begins with `in_thread`.
+    """
     owner, name = {"copy": (background, "_copied"), "start": (Writing, "start")}[step]
     function, left = getattr(owner, name), [in_thread]
 
@@ -295,7 +298,7 @@ def finish_saving(state: DistState, step: Step) -> None:
 
 @contextmanager
 def saves_killed_after(num_files: int) -> Iterator[None]:
-    """Kill each save after `num_files` files: the next is half written, and nothing is removed."""
+    """Kill each save after `num_files` files: the next file is half written, and no file is removed."""
     write_file, left = files.write_file, itertools.count(num_files, -1)
 
     def writing(path: Path, *arguments: Any) -> Any:

@@ -337,7 +337,7 @@ def _loading(state: DistState) -> float:
 
 
 def _gather(state: DistState) -> float:
-    """Gather different numbers of rows from the ranks, none from one; count differences."""
+    """Gather a different number of rows from each rank, none from rank 0; return the largest error."""
     rows = torch.arange(
         state.rank * (state.rank + 1) // 2, (state.rank + 1) * (state.rank + 2) // 2
     )
@@ -350,7 +350,7 @@ def _gather(state: DistState) -> float:
 
 
 def _reduce(state: DistState) -> float:
-    """Reduce integers, a tensor and a mean, and broadcast from the last rank; count errors."""
+    """Reduce integers, a tensor and a mean, and broadcast from the last rank; add up the errors."""
     ranks, last = range(state.world_size), state.world_size - 1
     number = reduce_sum(2**40 + state.rank, state)
     off = float(abs(number - sum(2**40 + rank for rank in ranks)))

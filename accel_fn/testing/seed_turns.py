@@ -25,7 +25,7 @@ class _Turn:
         self._until = time.monotonic() + _LONGEST_TURN_S
 
     def lasts(self) -> bool:
-        """Return whether the rank may still draw: it has not met another rank since its seed."""
+        """Return whether the rank may still draw: no time-out, and no collective since its seed."""
         return time.monotonic() < self._until and _num_collectives(self._group) == self._count
 
 
@@ -75,7 +75,7 @@ def end_turn() -> None:
 
 @contextmanager
 def rank_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Make this thread a rank inside the context: after a seed, it draws its own numbers."""
+    """Make this thread a rank inside the context: `torch.manual_seed` then waits for the rank's turn."""
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
     # torch 2.13 sets `torch.compiler.is_compiling()` for the whole process while one thread
     # compiles. An optimizer that updates in another thread would then count its steps in float32.

@@ -297,7 +297,7 @@ def _num_ranks(mesh: Mapping[str, int] | None) -> int:
 
 
 def _given_back(world: _World, start: float) -> bool:
-    """Keep a world whose ranks have ended for reuse, unless a collective may still run in it."""
+    """Keep a world for reuse after its ranks have ended, unless a collective may still run in it."""
     _forget_modules()
     # A collective may still run if not all ranks called it: `fn` may have caught its time-out.
     fits = time.monotonic() - start < world.key[1] and world.called_equally_many()
@@ -349,7 +349,7 @@ def _results(endings: queue.SimpleQueue[_Ending], world_size: int) -> list[Any]:
 
 
 def _join(threads: Sequence[threading.Thread], within_s: float) -> None:
-    """Join threads, unless the current thread is among them: a rank may itself simulate."""
+    """Join threads, unless the current thread is among them: a rank may call `simulate` itself."""
     deadline = time.monotonic() + within_s
     for thread in threads if threading.current_thread() not in threads else ():
         thread.join(max(deadline - time.monotonic(), 0.0))

@@ -185,7 +185,7 @@ class UnusedSettingsWarning(UserWarning):
 
 
 def translate(given: Mapping[str, Given]) -> Layer:
-    """Translate accelerate's settings to ours; warn once about others, and refuse unknown keys.
+    """Translate accelerate's settings to ours; warn once about those that we lack; refuse unknown keys.
 
     Keys whose value is null are left out, even unknown ones: accelerate's dialogue writes null for
     a question without an answer, and a later version may have new questions.

@@ -66,7 +66,7 @@ class OneRank(Strategy):
         return signature_of(self._clips)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Clip as the plan does, since the strategy took over its clips; then run stage one."""
+        """Clip the gradients with the clips that the strategy took from the plan; then prepare the update."""
         for each in self._clips:
             grads = each(state, grads)
         return super().prepare(plan, state, grads, report)
@@ -219,13 +219,13 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> None:
-        """Run the micro-batches; in batches 1, 2, 10 and 100, check the parameters in the graph."""
+        """Run the micro-batches; in batches 1, 2, 10 and 100, check which parameters the loss reaches."""
         self._is_due, self._is_open = bool(self.observers.due), True
         super().run(plan, state, mean, parts, weights)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context whose backward is not the last one before the update."""
+        """Enter a context for a backward that is not the last one before the update."""
         self._engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -260,8 +260,8 @@ class ZeRO(Strategy):
     def _check_reached(self, loss: Tensor) -> None:
         """Check which parameters the loss reaches.
 
-        Raises if the loss reaches none, or one of another engine, or other ones than on another
-        rank; also if parameters were written since `build`.
+        Raises if the loss reaches no parameter, a parameter of another engine, or other parameters
+        than on another rank; also if parameters were written since `build`.
         """
         leaves = {id(each): each for each in _leaves(loss)}
         names = [name for each, name in self._names.items() if each in leaves]
@@ -296,7 +296,7 @@ class ZeRO(Strategy):
         check_equal([", ".join(found) for found, *_ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
-        """Do nothing: micro-batches of weight 0 do not run here, and a spare loss is finite."""
+        """Do nothing: only micro-batches of other ranks run with weight 0, and their losses are no 0 / 0."""
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
         """Run the engine's collectives: reduce the remaining gradients, clip and update."""
@@ -318,7 +318,7 @@ class ZeRO(Strategy):
         return state.advanced(None, report.samples, report.weight), report
 
     def _norm_at_stage_0(self) -> Tensor | None:
-        """Compute the norm by which the engine clips at stage 0, which it does not report."""
+        """Compute the gradients' norm: at stage 0, the engine clips by it, but does not report it."""
         if self._stage or self._max_norm is None:
             return None
         return self.norm([each.grad for each in self.trained if each.grad is not None])

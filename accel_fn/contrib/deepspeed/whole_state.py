@@ -133,7 +133,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-    """Write this rank's part of a whole value."""
+    """Write this rank's part of a whole parameter, or with `key` of a whole state tensor, to the shards."""
     from deepspeed.utils import (
         safe_set_full_fp32_param,
         safe_set_full_optimizer_state,

@@ -133,7 +133,7 @@ class DeepSpeedSlot(SlotFunction):
         return stage
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return the number of parts for each of the names that this stage divides."""
+        """Return, by name, into how many parts this stage divides optimizer, gradients and parameters."""
         return dict.fromkeys(("optimizer", "gradients", "parameters")[: self._stage], size)
 
     def share(self, plan: Plan, meshes: Mapping[str, Any]) -> None:

@@ -309,15 +309,15 @@ class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _made(
     make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
 ) -> tuple[nn.Module, Any, Plan | None]:
-    """Make model and batch by one function or two; move the model off the meta device."""
+    """Make the model and the batch, by one function or by two; move the model off the meta device."""
     with warnings.catch_warnings():
         # `deepcopy` in the user's function may cause this warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             made = make_model()
         except RuntimeError as error:
-            # torch swaps the parameters of a module when it casts the module, which these tensors
-            # do not allow.
+            # To cast a module, torch swaps its parameters for new ones. Fake tensors do not allow
+            # this.
             if "Couldn't swap" not in str(error):
                 raise
             rule, got = "make the model in its dtype, and not cast it", str(error)
@@ -355,7 +355,7 @@ def _made_frozen(
 
 
 def _leave_meta(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Replace tensors on the meta device, or of another dtype, by empty ones; keep ties."""
+    """Replace tensors on the meta device, or of another dtype, by empty ones; tied tensors stay tied."""
     moved: dict[Tensor, Tensor] = {}
     slots: list[dict[str, Any]] = []
     for module in model.modules():
@@ -414,7 +414,7 @@ def _given(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, without a copy."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor
 
 
@@ -471,7 +471,7 @@ class _Run:
             gradients += [torch.zeros_like(each, dtype=torch.float32) for each in halves]
         fixed = {"parameters": [*map(_local, parameters)], "gradients": gradients}
         sizes = {name: _bytes(each) for name, each in fixed.items()}
-        # A module's parameters, and their gradients, are whole while it computes.
+        # A module's parameters, and their gradients, are whole while the module computes.
         most = max(_bytes(module.parameters(recurse=False)) for module in self.model.modules())
         beside = 0
         for name in self.parts.keys() & fixed.keys():
@@ -518,7 +518,7 @@ class _Run:
         with casting:
             run = self.sharded or partial(self.loss_fn, self.model)
             found = run(part)
-            # Terms are summed to one loss.
+            # If the loss has several terms, sum them.
             loss: Tensor = found[0] if isinstance(found, tuple) else found
             return loss.sum()
 

@@ -75,7 +75,7 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        """Return whether the loss is easier to read on a logarithmic axis."""
+        """Return whether this chart shows a loss that is easier to read on a logarithmic axis."""
         finite = [
             value for curve in self.curves for value in curve.column.values if math.isfinite(value)
         ]

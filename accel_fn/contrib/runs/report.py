@@ -132,7 +132,7 @@ def _check_column(option: str, name: str, known: Sequence[str]) -> None:
 
 
 def _columns(names: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Return the headings of the table of runs; `names` are the names of their values."""
+    """Return the headings of the table of runs; `names` are those of all values that the runs logged."""
     losses = [name for name in names if name == "loss" or name.endswith("/loss")]
     # Show only one loss, so that the table fits 80 columns.
     return list(
